@@ -84,7 +84,7 @@ async def _check_store(
 ) -> None:
     damaged = await find_damaged(store.engine)
     store.engine.read_damaged_as(b"")
-    scan = MetadataScan(store.engine, store.servers, progress)
+    scan = MetadataScan(store.engine, [*store.servers, *store.servers.elsewhere], progress)
     await scan.run()
     problems = [*damaged.values(), *scan.problems]
     if repair:
@@ -120,7 +120,7 @@ async def _recover(store: Store, report: FsckReport) -> list[Problem]:
     tier = BurstTier(
         store.config, store.servers, store.engine, IdAllocator(store.engine).take, upkeep
     )
-    collector = Collector(store.engine, store.servers, backup, tier, upkeep)
+    collector = Collector(store.engine, store.servers, backup, tier, upkeep, store.role)
     try:
         await backup.load(read_only=True)  # what it may refer to is left to the next mount
         recovered = Recovered()

@@ -14,7 +14,16 @@ from aifs.check import repair
 from aifs.check.columns import ColumnRecords
 from aifs.check.containers import ContainerRecords
 from aifs.check.copies import CopyCheck
-from aifs.check.findings import RECORDS, RECOVERY, Fix, Problem, Progress, Subject, printable
+from aifs.check.findings import (
+    RECORDS,
+    RECOVERY,
+    Fix,
+    Problem,
+    Progress,
+    Subject,
+    printable,
+    read_record,
+)
 from aifs.check.marks import MarkCheck
 from aifs.check.names import NameCheck
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
@@ -22,10 +31,10 @@ from aifs.core.errors import FsError
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
-from aifs.meta.records import Garbage, Inode, decode_garbage, decode_inode
+from aifs.meta.records import Inode, decode_garbage, decode_inode
 from aifs.meta.slices import read_slice
 from aifs.meta.trash import Doomed, decode_doomed
-from aifs.store.ids import WINDOW
+from aifs.store.ids import WINDOW, decode_windows
 
 _ID_MAX = 1 << 62
 _LAST = b"\xff" * 512
@@ -48,12 +57,13 @@ _KEY_LENGTHS = {
     b"k": 17,
     b"l": 17,
     b"m": 11,
-    b"o": 9,
+    b"p": 3,
     b"q": 9,
     b"r": 9,
     b"s": 3,
     b"t": 9,
     b"u": 3,
+    b"v": 3,
     b"w": 9,
     b"y": 9,
     b"z": 9,
@@ -135,6 +145,7 @@ class MetadataScan:
             (b"q", self._columns.degraded),
             (b"m", self._columns.stray),
             (b"u", self._columns.mark),
+            (b"v", self._windows),
         ):
             await self._each(kind, handle)
         self._columns.conclude()
@@ -148,6 +159,7 @@ class MetadataScan:
         await names.resolve_dangling()
         await self._each(b"e", names.entry)
         await names.conclude()
+        await self._each(b"p", _skip)
         await self._each(b"s", _skip)  # read when the store was opened
         await self._each(b"c", self._counter)
         await self._unknown_kinds()
@@ -158,7 +170,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"abgmoquwyz":
+            if length and len(key) != length and kind in b"abgmoquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -276,8 +288,13 @@ class MetadataScan:
             )
 
     async def _orphan(self, key: bytes, value: bytes) -> None:
-        ino = keys.number(key)
-        if self._is_readable(ino):
+        ino = keys.hold_parts(key)[0]
+        if len(key) not in (9, 11):
+            self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
+        elif keys.is_hold(key):
+            if await self._view(read_record, keys.orphan(ino)) is None:
+                self._stray(f"inode {ino}", "hold of an inode that is no orphan", key, RECOVERY)
+        elif self._is_readable(ino):
             self.table.flags[self.table.find(ino)] |= ORPHAN
         else:
             self._stray(
@@ -353,11 +370,19 @@ class MetadataScan:
         unknown = sorted(set(garbage.layout.servers) - self._servers)
         if unknown:
             known = tuple(server for server in garbage.layout.servers if server in self._servers)
-            kept = Garbage(garbage.ino, type(garbage.layout)(garbage.layout.unit, known)).encode()
+            layout = type(garbage.layout)(garbage.layout.unit, known)
+            kept = garbage._replace(layout=layout).encode()
             fix = partial(repair.put, key=key, value=kept) if known else forget
             self._problem(
                 "unknown-server", where, f"it names data server {unknown[0]}", fix, RECOVERY
             )
+
+    async def _windows(self, key: bytes, value: bytes) -> None:
+        try:
+            decode_windows(value)
+        except FsError as error:
+            forget = partial(repair.delete, key=key)
+            self._problem("unreadable-record", "windows of ids", str(error), forget, RECOVERY)
 
     # --- the rest ---
 
@@ -366,7 +391,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"Sabcdeghijklmnopqrstuwxyz":
+        for letter in b"Sabcdeghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

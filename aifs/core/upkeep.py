@@ -9,6 +9,9 @@ The kinds never wait for one another: any of them may hang on a server for long,
 and room in the burst tier is needed meanwhile. So each kind is a lane of its own, of one task, or
 of several where it has that many *workers*: one more begins each time that somebody asks, up
 to that number. What goes wrong in one kind is logged, and tried again; the others go on.
+
+Where several hosts have a store mounted, each does what its own burst directories need; the rest
+is added (``add``) on the one that has the role, and never ends before the mount.
 """
 
 import math
@@ -83,6 +86,8 @@ class Upkeep:
         """How many workers of each work are at it."""
         self._failing: set[Work] = set()
         """Work whose last step has failed, which the log has said."""
+        self._jobs: dict[Work, Job] = {}
+        """How the kinds of work are done that are done here."""
         self._asleep_until = -math.inf  # -inf: not asleep
         self._earlier = trio.Event()  # something is due before that
 
@@ -99,12 +104,18 @@ class Upkeep:
                 self._earlier.set()
 
     async def run(self, jobs: Mapping[Work, Job]) -> None:
-        """Do all that is due, until cancelled."""
+        """Do all that is due, also of what is added, until cancelled."""
         self._running.clear()
+        self.add(jobs)
+        with self.share.measured():
+            await self._run(self._jobs)
+
+    def add(self, jobs: Mapping[Work, Job]) -> None:
+        """These are done from now on, too. Does not block."""
+        self._jobs.update(jobs)
         for work, job in jobs.items():
             self.at(work, trio.current_time() + job.first_s)
-        with self.share.measured():
-            await self._run(jobs)
+        self._earlier.set()
 
     async def _run(self, jobs: Mapping[Work, Job]) -> None:
         async with trio.open_nursery() as nursery:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import trio
@@ -56,10 +57,14 @@ class Servers:
         patience_s: float = FOR_EVER,
         lost_after_s: float = FOR_EVER,
         hedge_s: float = 0.0,
+        elsewhere: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py;
         ``lost_after_s``: after how long a server that does not work is given up;
-        ``hedge_s``: see Hedging. Does no I/O: call ``check_identity`` next."""
+        ``hedge_s``: see Hedging; ``elsewhere``: see there. Does no I/O: call ``check_identity``
+        next."""
+        self.elsewhere = dict(elsewhere)
+        """Burst directories of other hosts, which are none of those in use: which host, by id."""
         self.buffers = BufferPool()
         self.budget = budget or Budget(BUDGET)
         """Memory for all that is read and moved."""

@@ -3,7 +3,8 @@ garbage.
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import NamedTuple
 
 import trio
@@ -12,9 +13,11 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.core.role import Role
 from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
 from aifs.data.objects.object_set import delete_batch
 from aifs.data.servers import Servers
+from aifs.layout.placement import BURST_FIRST
 from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_garbage
@@ -55,6 +58,11 @@ class Collector:
     by the next mount. What the newest backup of the metadata may need is *held* until there is a
     newer one (B4): nothing else waits for that, so the space of an evicted copy, which is a cache
     in the backup, too, or is not in it, comes back at once.
+
+    Where several hosts have the store mounted, one of them deletes an object (``is_ours``): its
+    home a burst copy, its maker what was made in vain, and the holder of the role all else, of
+    which ``follow`` tells it. Each is told of its own garbage, and passes over what is not its to
+    delete.
     """
 
     def __init__(
@@ -64,8 +72,10 @@ class Collector:
         backup: Backup,
         tier: BurstTier | None,
         upkeep: Upkeep,
+        role: Role,
     ) -> None:
         """``tier``: whose copies are collected; None where there are objects alone."""
+        self._role = role
         self._engine = engine
         self._servers = servers
         self._backup = backup
@@ -98,6 +108,29 @@ class Collector:
         since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
         self._garbage.append(DoomedObject(oid, since, self._engine.seq if until is None else until))
         self._upkeep.at(Work.COLLECT, trio.current_time() + _LINGER_S)
+
+    def follow(self, writes: Mapping[bytes, bytes | None]) -> None:
+        """Another host has changed this: what is garbage by that, and ours. Does not block."""
+        for key, value in writes.items():
+            if value is None:
+                continue
+            if key[:1] == b"g":
+                with suppress(Unavailable):  # fsck's to name
+                    if self.is_ours(decode_garbage(value)):
+                        self.add_garbage(keys.number(key))
+            elif key[:1] == b"y" and self._is_from(keys.host_of(value)):
+                self.add_garbage(keys.number(key))
+
+    def is_ours(self, garbage: Garbage) -> bool:
+        """Whether it is this host that deletes these objects."""
+        first = garbage.layout.servers[0]
+        if self._role.is_shared and first >= BURST_FIRST:
+            return first in self._servers
+        return self._is_from(garbage.maker)
+
+    def _is_from(self, maker: int) -> bool:
+        """Whether what that host may be making is ours; 0: nobody makes it."""
+        return maker == self._engine.host or (self._role.held and not maker)
 
     @property
     def backlog(self) -> int:
@@ -142,6 +175,8 @@ class Collector:
             first = True
             while len(self._orphans) + len(self._garbage) >= (1 if first else enough):
                 first = False
+                if self._orphans:
+                    await self._engine.shown()  # who has one open has put its hold
                 while self._orphans and len(self._garbage) < _BATCH:
                     orphans = self._orphans[:_ERASED_AT_ONCE]
                     oids, damaged = await self._engine.transact(_erase, orphans)
@@ -193,7 +228,8 @@ class Collector:
             self._upkeep.at(Work.COLLECT, self._retry_at_s)
 
     async def _drop_lists(self, batch: list[DoomedObject]) -> None:
-        for oid in await self._engine.view(_find_loose, [doomed.oid for doomed in batch]):
+        makers = await self._engine.view(_find_loose, [doomed.oid for doomed in batch])
+        for oid in (oid for oid, maker in makers.items() if self._is_from(maker)):
             is_all = False
             while not is_all:
                 try:
@@ -210,7 +246,8 @@ class Collector:
                 await trio.lowlevel.checkpoint()
 
     async def _delete(self, batch: Set[DoomedObject]) -> None:
-        garbage = await self._engine.view(_read_garbage, [doomed.oid for doomed in batch])
+        found = await self._engine.view(_read_garbage, [doomed.oid for doomed in batch])
+        garbage = {oid: (it.ino, it.layout) for oid, it in found.items() if self.is_ours(it)}
         if not garbage:
             return
         await self._engine.barrier()
@@ -247,8 +284,10 @@ def _erase(tx: Transaction, inos: list[int]) -> tuple[list[int], list[tuple[int,
     return oids, damaged
 
 
-def _find_loose(tx: ReadTransaction, oids: list[int]) -> list[int]:
-    return [oid for oid in oids if tx.get(keys.loose(oid)) is not None]
+def _find_loose(tx: ReadTransaction, oids: list[int]) -> dict[int, int]:
+    """Those of these that are loose lists, and which host may be making each."""
+    records = {oid: tx.get(keys.loose(oid)) for oid in oids}
+    return {oid: keys.host_of(record) for oid, record in records.items() if record is not None}
 
 
 def _read_garbage(tx: ReadTransaction, oids: list[int]) -> dict[int, Garbage]:

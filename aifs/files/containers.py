@@ -86,10 +86,13 @@ class Containers:
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:
-        """Go on with the plain containers that earlier mounts have not filled; seal the others, of
-        which nobody knows whether all columns end alike."""
-        for container, record in (await self._engine.view(chunks.open_containers)).items():
-            if record.layout.is_protected:
+        """Go on with the plain containers that earlier mounts of this host have not filled; seal
+        the others, of which nobody knows whether all columns end alike. Where there are several
+        hosts all are sealed: the holder of the role may be about to, as this one had no session.
+        """
+        host = self._engine.host
+        for container, record in (await self._engine.view(chunks.open_containers, host)).items():
+            if record.layout.is_protected or host:
                 await self.seal(container)
             elif record.layout.servers[0] in self._servers:
                 self.writer.adopt(record.layout, container, record.length)

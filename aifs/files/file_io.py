@@ -14,6 +14,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import MakingTools
+from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
@@ -34,7 +35,7 @@ from aifs.files.handles import Handles
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
-from aifs.files.transitions import Transitions
+from aifs.files.transitions import Transitions, alone
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves
@@ -74,6 +75,7 @@ class FileIO:
         handles: Handles,
         upkeep: Upkeep,
         pool: Pool,
+        homes: Homes,
     ) -> None:
         self._engine = engine
         self._handles = handles
@@ -87,7 +89,8 @@ class FileIO:
         """Whether what is read through the caches is compared with checksums."""
         self._collector = collector
         self._pool = pool
-        self.transitions = Transitions(engine, tier, collector, damage, self.objects_of)
+        self._homes = homes
+        self.transitions = Transitions(engine, tier, collector, damage, self.objects_of, homes)
         movers = self.movers(Mover(servers.budget, Limiter(0), "none", is_urgent=_always))
         self.capacity = CapacityIO(
             config, engine, servers, ids, containers, self.transitions, movers
@@ -135,11 +138,11 @@ class FileIO:
                 continue
             self.begin_opening(ino)
             try:
-                inode, marked, unread = await self._engine.view(forms.load, ino)
+                inode, changer, unread = await self._engine.view(forms.load, ino)
                 if not inode.is_file:
                     raise Stale(f"inode {ino} is not a regular file")
                 self._note_open()
-                file = self.open[ino] = self._opened(inode, marked, unread)
+                file = self.open[ino] = self._opened(inode, changer, unread)
                 self._handles.take_back(file)
                 if ino in self._forgotten:
                     self._forgotten.discard(ino)
@@ -212,10 +215,9 @@ class FileIO:
         else:
             self._collector.add_orphan(ino)
 
-    def _opened(self, inode: Inode, marked: bool, unread: int) -> OpenInode:
-        file = OpenInode(inode, self.objects_of(inode, unread), marked)
-        if inode.copy is not None:
-            self.transitions.attach(file, self._tier.open(inode.copy))
+    def _opened(self, inode: Inode, changer: int | None, unread: int) -> OpenInode:
+        file = OpenInode(inode, self.objects_of(inode, unread), marked=False)
+        self.transitions.find_copy(file, changer)
         return file
 
     def _note_open(self) -> None:
@@ -440,6 +442,18 @@ class FileIO:
                 await self._engine.transact(forms.put_access_times, times)
         return ACCESSES_S
 
+    async def show(self, file: OpenInode) -> None:
+        """Somebody who has written closes the file, which others may have open: what core knows of
+        it is on record, for other hosts, on return. Without space for it, they see it later.
+        """
+        if file.inode.in_burst and file.own_copy.is_open:
+            self.burst.look(file)
+        if file.unsaved:
+            try:
+                await self.transitions.save(file)
+            except FsError as error:
+                _log.info("inode %d is not on record as it is: %s", file.inode.ino, error)
+
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was
         cancelled, are closed."""
@@ -496,7 +510,7 @@ class FileIO:
             if inode.layout is None and inode.copy is None:
                 assert inode.data is not None  # it has bytes
                 return inode.data[offset : offset + wanted]
-            copy, objects, strict = file.copy, file.objects, not file.marked
+            copy, objects, strict = file.copy, file.objects, not (file.marked or file.home)
             try:
                 if copy is None:
                     if offset == 0:
@@ -507,6 +521,10 @@ class FileIO:
                         return data
                     continue  # it may have come from a column that is being made anew since then
                 return await self.burst.read(file, offset, wanted)
+            except Stale:
+                await self.follow_bytes(inode.ino)
+                if file.copy is copy:
+                    raise
             except Unavailable:
                 overtaken = (
                     copy is not file.copy or objects is not file.objects or (strict and file.marked)
@@ -572,14 +590,54 @@ class FileIO:
         while not self._ready(file, end):
             # Asked each time that we had to wait: others change the form, too.
             gate.leave_shared()
-            await self._bring(file, end)
-            await gate.enter_alone()
+            await self.take_from_home(file)
             try:
-                await self._prepare(file, end)
-            finally:
-                gate.leave_alone()
+                await self._bring(file, end)
+                await gate.enter_alone()
+                try:
+                    await self._prepare(file, end)
+                finally:
+                    gate.leave_alone()
+            except forms.ChangedElsewhere:
+                await self.follow_bytes(file.inode.ino)
             await gate.enter_shared()
         file.changes += 1
+
+    async def take_from_home(self, file: OpenInode) -> None:
+        """If the newest bytes of the file are on another host, or it is being changed there, it is
+        given up there. Raises Busy, which names the host, while it is open for writing there;
+        Unavailable, which names it, too, if it does not answer.
+        """
+        while file.home:
+            await self._homes.give_up(file.home, file.inode.ino)
+            await self.follow_bytes(file.inode.ino)
+
+    async def take_closed_from_home(self, ino: int) -> None:
+        """The same of any inode, open here or not."""
+        inode, changer, _ = await self._engine.view(forms.load, ino)
+        is_here = inode.copy is None or not self._homes.of(inode.copy.server)
+        if inode.is_file and not (is_here and changer in (None, self._engine.host)):
+            file = await self.acquire(ino)
+            try:
+                await self.take_from_home(file)
+            finally:
+                await self.release(file)
+
+    async def follow_bytes(self, ino: int) -> None:
+        """Another host has moved or changed the bytes of a file that may be open here: those who
+        read it go on with what it is now.
+        """
+        while ino in self._opening:
+            await self._opening[ino].wait()
+        file = self.open.get(ino)
+        if file is None:
+            return
+        file.handles += 1  # or it might be closed meanwhile, and opened anew
+        try:
+            async with alone([file]):
+                await self.transitions.follow(file)
+        finally:
+            await self.release(file)
 
     def _ready(self, file: OpenInode, end: int) -> bool:
         if file.copy is not None:
@@ -630,28 +688,37 @@ class FileIO:
         admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
         while True:
-            end = file.inode.size
-            await self.burst.bring(file, self._must_be_in_burst(file, end), opened=True)
-            await file.gate.enter_alone()
+            await self.take_from_home(file)
             try:
-                file.cancel_lease()
-                file.changes += 1
-                if not await self.burst.enter(file, 0):
-                    continue
-                if file.on_object:
-                    # Mappings are written to without our knowing.
-                    self.capacity.perhaps_mapped.add(file.inode.ino)
-                    await self.capacity.prepare(file, file.inode.size)
-                if file.inode.in_burst:
-                    assert file.copy is not None  # it is the file
-                    await file.copy.ensure_open()
-                    # What the copy tells from now on is a change: by the clock of file times, which
-                    # lags behind ours, it may seem to be earlier than the mtime on record.
-                    self.burst.look(file)
-                file.opening += 1
-                return
-            finally:
-                file.gate.leave_alone()
+                if await self._begin_writing(file):
+                    return
+            except forms.ChangedElsewhere:
+                await self.follow_bytes(file.inode.ino)
+
+    async def _begin_writing(self, file: OpenInode) -> bool:
+        """Whether it could be done; else it is to be tried once more."""
+        end = file.inode.size
+        await self.burst.bring(file, self._must_be_in_burst(file, end), opened=True)
+        await file.gate.enter_alone()
+        try:
+            file.cancel_lease()
+            file.changes += 1
+            if not await self.burst.enter(file, 0):
+                return False
+            if file.on_object:
+                # Mappings are written to without our knowing.
+                self.capacity.perhaps_mapped.add(file.inode.ino)
+                await self.capacity.prepare(file, file.inode.size)
+            if file.inode.in_burst:
+                assert file.copy is not None  # it is the file
+                await file.copy.ensure_open()
+                # What the copy tells from now on is a change: by the clock of file times, which
+                # lags behind ours, it may seem to be earlier than the mtime on record.
+                self.burst.look(file)
+            file.opening += 1
+            return True
+        finally:
+            file.gate.leave_alone()
 
     # --- size ---
 
@@ -661,25 +728,33 @@ class FileIO:
             raise FileTooLarge()
         done = False
         while not done:
-            must = size > 0 and await self._bring(file, size)
-            await file.gate.enter_alone()
+            await self.take_from_home(file)
             try:
-                file.cancel_lease()
-                file.changes += 1
-                if size or file.copy is not None:
-                    if not await self.burst.enter(file, size, must):
-                        continue
-                if file.inode.in_burst:
-                    await self.burst.truncate(file, size)
-                elif size and self._must_be_in_burst(file, size):
-                    continue
-                else:
-                    await self.capacity.truncate(file, size)
-                done = True
-            finally:
-                file.gate.leave_alone()
+                done = await self._truncate(file, size)
+            except forms.ChangedElsewhere:
+                await self.follow_bytes(file.inode.ino)
         if file.unsaved:
             await self.transitions.save(file)
+
+    async def _truncate(self, file: OpenInode, size: int) -> bool:
+        """Whether it could be done; else it is to be tried once more."""
+        must = size > 0 and await self._bring(file, size)
+        await file.gate.enter_alone()
+        try:
+            file.cancel_lease()
+            file.changes += 1
+            if size or file.copy is not None:
+                if not await self.burst.enter(file, size, must):
+                    return False
+            if file.inode.in_burst:
+                await self.burst.truncate(file, size)
+            elif size and self._must_be_in_burst(file, size):
+                return False
+            else:
+                await self.capacity.truncate(file, size)
+            return True
+        finally:
+            file.gate.leave_alone()
 
     # --- durability ---
 
@@ -687,6 +762,8 @@ class FileIO:
         """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
         Unavailable.
         """
+        if file.home:
+            return  # what was read here is not ours to sync
         if file.inode.in_burst:
             await self.burst.sync(file)
         else:

@@ -142,6 +142,7 @@ class Handles:
             passthrough is None
             or not self._lends
             or not (file.was_opened and inode.nlink)
+            or file.home
             or (not backing and (place is not None or _is_written_object(file)))
         ):
             return
@@ -293,6 +294,8 @@ def _place(file: OpenInode, flags: int) -> tuple[int, int] | None:
     A burst copy they may also write. An object is read only, and only if it is what the record
     says.
     """
+    if file.home:
+        return None
     if file.copy is not None:
         return file.copy.place
     objects, reads = file.inode.objects, flags & os.O_ACCMODE == os.O_RDONLY

@@ -54,6 +54,7 @@ class OpenInode:
         "forgotten",
         "gate",
         "handles",
+        "home",
         "inode",
         "kept",
         "kin",
@@ -102,6 +103,9 @@ class OpenInode:
         """Its burst copy: the file itself, or a cache of it."""
         self.lease: Lease | None = None
         """The proof that nobody writes to the copy; None while nobody needs one."""
+        self.home = 0
+        """The host that changes the file, or has its newest bytes in its burst directory, if that
+        is not this one; 0: none. Then nothing of its bytes changes here."""
         self.marked = marked
         """The dirty mark is on record: the bytes may change without notice."""
         self.marked_seq = 0

@@ -35,6 +35,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import Made, Making, NewObjects, Target, carry_out
+from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
@@ -43,7 +44,7 @@ from aifs.files.damage import Damage
 from aifs.files.gate import Gate
 from aifs.files.open_inode import OpenInode
 from aifs.layout.striped import Striped
-from aifs.meta import forms, moves
+from aifs.meta import forms, moves, namespace
 from aifs.meta.chunks import NOTHING_LOST
 from aifs.meta.forms import FormChange
 from aifs.meta.kv import Engine
@@ -79,9 +80,11 @@ class Transitions:
         collector: Collector,
         damage: Damage,
         objects_of: Callable[[Inode, int], Bytes | None],
+        homes: Homes,
     ) -> None:
         """``objects_of``: what holds the bytes of a file on the capacity tier, if the columns of a
         mask must not be read."""
+        self._homes = homes
         self._engine = engine
         self._tier = tier
         self._collector = collector
@@ -201,6 +204,9 @@ class Transitions:
             changes = [
                 FormChange(flip.file.inode.but(**flip.form), **flip.record) for flip in flips
             ]
+            if self._engine.host:
+                befores = [flip.file.inode.but() for flip in flips]
+                changes = [c._replace(before=b) for c, b in zip(changes, befores, strict=True)]
             try:
                 garbage = await self._engine.transact(function, changes, lost, new, time.time_ns())
             except BaseException:
@@ -243,7 +249,49 @@ class Transitions:
         elif was_in_burst or flip.copy is not None:
             self._tier.clean(copy.id, copy.server, inode.space)
 
+    async def follow(self, file: OpenInode) -> None:
+        """Take over what another host has made of the bytes, which nobody changes here. What is
+        known of its columns is looked up, too.
+        """
+        async with _recording([file]):
+            stored, changer, unread = await self._engine.view(forms.load, file.inode.ino)
+            if file.marked:
+                return
+            inode, before, copy = file.inode, file.objects, file.copy
+            stays = copy is not None and stored.copy == copy.place
+            stays = stays and (stored.in_burst or not file.home)
+            if not stays:
+                self.detach(file)
+            namespace.take_bytes(inode, stored)
+            file.objects, file.trimmed = self._objects_of(inode, unread), False
+            if before is not None:
+                before.close()
+            if not stays:
+                self.find_copy(file, changer)
+            file.adopt(stored)
+        file.shown = None
+
     # --- copies ---
+
+    def find_copy(self, file: OpenInode, changer: int | None) -> None:
+        """``file.inode`` is what is on record, with the dirty mark of the host ``changer``: the
+        file is with its home, and has its copy, if it has one that counts here. Does not suspend.
+
+        A clean copy on another host is nothing to this one: the file is read from the data servers,
+        and the next change of form here gives that copy up, which its home collects.
+        """
+        inode = file.inode
+        home = 0 if inode.copy is None else self._homes.of(inode.copy.server)
+        file.marked = changer == self._engine.host
+        if home and not inode.in_burst:
+            home, inode.copy = 0, None
+        file.home = home or (0 if changer is None or file.marked else changer)
+        if inode.copy is None:
+            return
+        if home:
+            file.copy = self._homes.open(inode.copy, inode.ino)
+        else:
+            self.attach(file, self._tier.open(inode.copy))
 
     def attach(self, file: OpenInode, copy: BurstCopy) -> None:
         """The open file has this copy; also in the middle of its being open. The gate is not
@@ -269,7 +317,8 @@ class Transitions:
         """The file is not open any more, or has given up its copy. Does not block."""
         copy, file.copy = file.copy, None
         if copy is not None:
-            self._tier.closed(copy)
+            if not file.home:
+                self._tier.closed(copy)
             copy.close()
 
     # --- objects ---
@@ -372,6 +421,9 @@ class Transitions:
 
     async def save(self, file: OpenInode) -> None:
         """Record the in-core attributes. The gate is not needed."""
+        if file.home:
+            file.unsaved = False  # only when it was read, if at all
+            return
         stripped, file.inode.stripped = file.inode.stripped, False
         try:
             await self._record(file, forms.put_attributes, file.inode, stripped)
@@ -386,6 +438,10 @@ class Transitions:
         The gate is not needed.
         """
         inode = file.inode
+        if file.home:  # the record knows its bytes better than we do
+            args = forms.change_attributes, inode.ino, change, argument
+            file.adopt(await self._record(file, *args))
+            return
         after = inode.but()
         change(after, argument)
         # The times of the bytes are core's: they change here first, so that no save in between puts

@@ -116,7 +116,7 @@ def put_loose(
 ) -> None:
     """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on,
     a multiple of CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
-    tx.put(keys.loose(oid), b"")
+    tx.put(keys.loose(oid), keys.host_value(tx.host))
     _put_list(tx, oid, first, chunks)
     put_lost(tx, lost)
 
@@ -261,12 +261,13 @@ def find_readable(tx: ReadTransaction, container: int) -> tuple[Container, int] 
     return None if record is None else (record, find_unread(tx, container))
 
 
-def open_containers(tx: ReadTransaction) -> dict[int, Container]:
-    """Those that are not sealed. One whose record is missing or damaged is left out: fsck names
-    it.
+def open_containers(tx: ReadTransaction, host: int | None = None) -> dict[int, Container]:
+    """Those that are not sealed, to which ``host`` appends (None: any). One whose record is missing
+    or damaged is left out: fsck names it.
     """
     found = {}
-    for container in [keys.number(key) for key, _ in tx.range(*keys.all_of(b"a"))]:
+    marks = list(tx.range(*keys.all_of(b"a")))
+    for container in [keys.number(k) for k, v in marks if host in (None, keys.host_of(v))]:
         with suppress(Unavailable):
             if (record := find_container(tx, container)) is not None:
                 found[container] = record
@@ -282,7 +283,7 @@ def put_container(tx: Transaction, container: int, layout: Striped) -> None:
     if not layout.is_protected:
         servers.mark_unprotected(tx, layout.servers)
     tx.put(keys.container(container), Container(layout, 0, 0).encode())
-    tx.put(keys.open_container(container), b"")
+    tx.put(keys.open_container(container), keys.host_value(tx.host))
 
 
 def seal_container(tx: Transaction, container: int) -> list[int]:

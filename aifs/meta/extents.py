@@ -131,7 +131,7 @@ def put_loose(
     """
     alive, dead = shared.take(tx, extents, new)
     alive += _own(extents)
-    tx.put(keys.loose(oid), b"")
+    tx.put(keys.loose(oid), keys.host_value(tx.host))
     put_list(tx, oid, extents, first, start)
     chunks.count_in(tx, alive, dead)
     chunks.put_lost(tx, lost)

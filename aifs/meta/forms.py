@@ -7,6 +7,7 @@ meanwhile stays. Which step must come before which is the business of files/tran
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from aifs.core.errors import Stale
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
@@ -26,15 +27,16 @@ from aifs.meta.records import (
 from aifs.meta.servers import mark_unprotected
 
 
-def load(tx: ReadTransaction, ino: int) -> tuple[Inode, bool, int]:
-    """The inode, whether it has a dirty mark, and the mask of columns that must not be read. Raises
-    NotFound.
+def load(tx: ReadTransaction, ino: int) -> tuple[Inode, int | None, int]:
+    """The inode, the host whose dirty mark it has, None if it has none, and the mask of columns
+    that must not be read. Raises NotFound.
     """
     inode = namespace.get_inode(tx, ino)
     protected = inode.layout is not None and inode.layout.is_protected
+    mark = tx.get(keys.dirty(ino))
     return (
         inode,
-        tx.get(keys.dirty(ino)) is not None,
+        None if mark is None else keys.host_of(mark),
         find_unread(tx, inode.oid) if protected else 0,
     )
 
@@ -127,7 +129,7 @@ def put_access_times(tx: Transaction, times: Mapping[int, int]) -> None:
 @grows
 def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
     """Record that there may be objects of ``oid``, which nothing refers to (I8)."""
-    tx.put(keys.garbage(oid), Garbage(ino, layout).encode())
+    tx.put(keys.garbage(oid), Garbage(ino, layout, tx.host).encode())
 
 
 # --- marks ----------------------------------------------------------------------------------------
@@ -135,10 +137,15 @@ def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
 
 def put_mark(tx: Transaction, inode: Inode) -> bool:
     """Record that the bytes of the file may change without notice from now on, and what it is now
-    (I3). Whether it had checksums, which it has no more.
+    (I3). Whether it had checksums, which it has no more. Raises ChangedElsewhere.
     """
+    if tx.host:
+        stored = namespace.get_inode(tx, inode.ino)
+        _require_before(tx, stored, inode)
+        if stored.copy != inode.copy and stored.copy is not None:
+            namespace.discard_copy(tx, stored.copy)
     stored = namespace.put_bytes(tx, inode)
-    tx.put(keys.dirty(inode.ino), b"")
+    namespace.put_mark(tx, inode.ino)
     if inode.copy is not None and inode.in_burst:  # it was in order, so the copy has been synced
         _put_burst(tx, stored.ino, inode.copy, durable=True, now=0)
     return inode.layout is not None and namespace.drop_checksums(tx, inode.oid)
@@ -180,6 +187,26 @@ class FormChange(NamedTuple):
     """Mask of the columns of a protected file that could not be written."""
     due: bool = False
     """The file should be protected and is not."""
+    before: Inode | None = None
+    """What its bytes were, as core has it; None where the store has one host, and core is right."""
+
+
+class ChangedElsewhere(Stale):
+    """Another host has changed what bytes a file has, which is on record here."""
+
+
+def _require_before(tx: Transaction, stored: Inode, before: Inode | None) -> None:
+    """Raises ChangedElsewhere if the file is not what core takes it for. A clean copy on another
+    host is nothing to core: it is given up with the next change of form.
+    """
+    if before is None:
+        return
+    mark = tx.get(keys.dirty(stored.ino))
+    as_before = (stored.oid, stored.layout, stored.data) == (before.oid, before.layout, before.data)
+    if before.copy is not None or stored.in_burst:
+        as_before = as_before and stored.copy == before.copy
+    if not as_before or (mark is not None and keys.host_of(mark) != tx.host):
+        raise ChangedElsewhere(f"inode {stored.ino} has been changed by another host")
 
 
 def change_forms(
@@ -197,7 +224,7 @@ def change_forms(
     name them have their places. ``now``: since when a copy that becomes the file is undrained.
 
     Raises NotFound if one of the files has been erased; Stale if a shared chunk that an extent
-    names is neither new nor on record (any more). Nothing is changed then.
+    names is neither new nor on record (any more); ChangedElsewhere. Nothing is changed then.
     """
     lists = {c.inode.oid: c.extents for c in changes if c.inode.lists_extents}
     if lists:
@@ -207,24 +234,25 @@ def change_forms(
     garbage: list[int] = []
     for change in changes:
         stored = namespace.get_inode(tx, change.inode.ino)
+        _require_before(tx, stored, change.before)
         garbage += _give_up(tx, stored, change.inode)
         if change.inode.layout is not None and (change.inode.oid, change.inode.layout) != (
             stored.oid,
             stored.layout,
         ):
             _put_placed(tx, change)
-        had, was_cached = stored.copy, stored.copy is not None and not stored.in_burst
+        had, was_in_burst = stored.copy, stored.in_burst
         namespace.take_bytes(stored, change.inode)
         namespace.put_inode(tx, stored)
         copy = stored.copy
         if copy is not None and stored.in_burst:
             _put_burst(tx, stored.ino, copy, change.durable, now)
-        elif copy is not None and not was_cached:
-            if had is None:
+        elif copy is not None and (was_in_burst or had != copy):
+            if had != copy:
                 tx.delete(keys.garbage(copy.id))
             namespace.put_copy(tx, stored.ino, copy, undrained=False, durable=change.durable, now=0)
         if change.marked:
-            tx.put(keys.dirty(stored.ino), b"")
+            namespace.put_mark(tx, stored.ino)
         else:
             tx.delete(keys.dirty(stored.ino))
     chunks.put_lost(tx, lost)

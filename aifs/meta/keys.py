@@ -10,8 +10,11 @@
     e parent cookie                  the same dentry by its directory cookie: ino, type, name
                                      (readdir's order)
     x ino name                       value of an extended attribute
-    w ino                            dirty mark: objects may differ from the record; empty
+    w ino                            dirty mark: objects may differ from the record; the host that
+                                     changes the file
     o ino                            orphan: no name left, still open or known to the kernel; empty
+    o ino host                       hold: that host has the orphan open; empty. Not where the store
+                                     has one host
     g oid                            garbage: objects to delete (records.Garbage)
     b id                             burst copy: whose it is (records.BurstRecord)
     k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of
@@ -22,9 +25,10 @@
     h digest                         shared chunk: where it lies, and how many extents name it
                                      (meta/shared.py)
     y oid                            loose: the chunk list oid is no file's (yet, or any more), and
-                                     to be dropped; empty
+                                     to be dropped; the host that makes it, or 0
     t id                             container: layout, length, live bytes (chunks.Container)
-    a id                             open container: chunks may be appended to it; empty
+    a id                             open container: chunks may be appended to it; the host that
+                                     does
     q oid                            degraded: columns that must not be read, a rebuild is due
                                      (records.Degraded)
     m oid server                     stray: an object of oid may lie on a server that its layout
@@ -40,12 +44,16 @@
                                      (meta/groups.py)
     j name                           where a background job that goes through the store has got to;
                                      its own format
+    p host                           host: its name (meta/hosts.py)
+    v host                           the last two windows of ids that the host has taken: the first
+                                     id of each, 8 bytes, little-endian (store/ids.py)
 
-ino, parent, cookie, oid, id and first are 8 bytes, server is 2 bytes, all big-endian, so that
-numeric order is key order. Inode numbers, cookies and object ids come from one sequence (counter
-``ids``) and are never used again. A cookie is the dentry's place in its directory for readdir:
-larger than that of every older dentry, so a listing in progress neither repeats nor misses an entry
-that stays.
+ino, parent, cookie, oid, id and first are 8 bytes, server and host are 2 bytes, all big-endian, so
+that numeric order is key order. A host's number, also as a value, is that of kv.Engine.host: a host
+keeps it for ever; 0 is the host of a store that has one, and nobody where there are several. Inode
+numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again. A
+cookie is the dentry's place in its directory for readdir: larger than that of every older dentry,
+so a listing in progress neither repeats nor misses an entry that stays.
 """
 
 import struct
@@ -106,6 +114,25 @@ def orphan(ino: int) -> bytes:
     return _NUMBER(b"o", ino)
 
 
+def hold(ino: int, host: int) -> bytes:
+    return _NUMBER_AND_SERVER(b"o", ino, host)
+
+
+def holds(ino: int) -> tuple[bytes, bytes]:
+    """The key range of the holds of an orphan."""
+    return hold(ino, 0), _NUMBER(b"o", ino + 1)
+
+
+def is_hold(key: bytes) -> bool:
+    """Whether an ``o`` key is a hold's, not the orphan's own."""
+    return len(key) > 9
+
+
+def hold_parts(key: bytes) -> tuple[int, int]:
+    """The inode number of a hold's key, and its host."""
+    return stray_parts(key)
+
+
 def garbage(oid: int) -> bytes:
     return _NUMBER(b"g", oid)
 
@@ -159,6 +186,23 @@ def job(name: bytes) -> bytes:
 
 def server(number: int) -> bytes:
     return _SERVER(b"s", number)
+
+
+def host(number: int) -> bytes:
+    return _SERVER(b"p", number)
+
+
+def windows(host: int) -> bytes:
+    return _SERVER(b"v", host)
+
+
+def host_value(host: int) -> bytes:
+    """A host, as the value of a record."""
+    return host.to_bytes(2, "big")
+
+
+def host_of(value: bytes) -> int:
+    return int.from_bytes(value, "big")
 
 
 def describe(key: bytes) -> str:

@@ -192,7 +192,7 @@ def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) 
     directory = get_directory_loosely(tx, parent)
     _require_not_immutable(directory)
     new = _make(tx, directory, inode, umask, 0)
-    tx.put(keys.orphan(new.ino), b"")
+    _put_orphan(tx, new.ino)
     return new
 
 
@@ -266,6 +266,8 @@ def link(
         if not nameless:
             raise NotFound()
         tx.delete(keys.orphan(ino))
+        if tx.host:
+            tx.delete(keys.hold(ino, tx.host))
     if inode.nlink >= LINK_MAX:
         raise TooManyLinks()
     inode.parent = SEVERAL if inode.nlink else parent
@@ -310,16 +312,38 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
 
 
 def remove_orphan(tx: Transaction, ino: int, xattrs: Collection[bytes]) -> list[int]:
-    """Erase an inode without names; the ids of what it leaves as garbage. [] too if it is not an
-    orphan (any more). ``xattrs``: what ``find_xattrs`` says of it.
+    """This host does not hold an inode without names any more, which is erased unless another one
+    does; the ids of what it leaves as garbage. [] too if it is not an orphan (any more).
+    ``xattrs``: what ``find_xattrs`` says of it.
     """
     if tx.get(keys.orphan(ino)) is None:
         return []
+    if tx.host:
+        tx.delete(keys.hold(ino, tx.host))
+        if any(True for _ in tx.range(*keys.holds(ino), 1)):
+            return []
     inode = find_inode(tx, ino)
     tx.delete(keys.orphan(ino))
     if inode is None or inode.nlink:
         return []
     return erase(tx, inode, xattrs)
+
+
+def _put_orphan(tx: Transaction, ino: int) -> None:
+    tx.put(keys.orphan(ino), b"")
+    if tx.host:
+        tx.put(keys.hold(ino, tx.host), b"")
+
+
+@grows
+def put_holds(tx: Transaction, inos: Collection[int]) -> list[int]:
+    """This host has these inodes open: those that are orphans stay until it lets go of them
+    (``remove_orphan``), and are returned.
+    """
+    held = [ino for ino in inos if tx.get(keys.orphan(ino)) is not None]
+    for ino in held:
+        tx.put(keys.hold(ino, tx.host), b"")
+    return held
 
 
 def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:
@@ -364,7 +388,12 @@ def put_undrained(tx: Transaction, inode: Inode, durable: bool, now: int) -> Non
     """
     assert inode.copy is not None
     put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=now)
-    tx.put(keys.dirty(inode.ino), b"")
+    put_mark(tx, inode.ino)
+
+
+def put_mark(tx: Transaction, ino: int) -> None:
+    """This host changes the file from now on."""
+    tx.put(keys.dirty(ino), keys.host_value(tx.host))
 
 
 def put_copy(
@@ -597,6 +626,6 @@ def drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:
     inode.nlink = 0 if inode.is_dir else inode.nlink - 1
     inode.ctime_ns = now
     if inode.nlink == 0:
-        tx.put(keys.orphan(inode.ino), b"")
+        _put_orphan(tx, inode.ino)
     put_inode(tx, inode)
     return inode

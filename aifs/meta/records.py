@@ -18,8 +18,8 @@ dentry
 entry
     u64 ino (big-endian, as it ends the key of the inode), u8 type, name
 garbage
-    u64 ino, u32 unit, servers (u16 each; what the columns are for is not recorded, since it does
-    not matter any more)
+    u64 ino, u32 unit, u16 maker, servers (u16 each; what the columns are for is not recorded, since
+    it does not matter any more)
 burst copy
     u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2
     durable: it has been synced since it was made), i64 since (ns, undrained since)
@@ -65,7 +65,7 @@ _ACL_LENGTHS = struct.Struct("<HH")
 _ACL_LENGTHS_AT = INODE.size - _ACL_LENGTHS.size
 _DENTRY = struct.Struct("<QQB")
 _ENTRY = struct.Struct(">QB")
-_GARBAGE = struct.Struct("<QI")
+_GARBAGE = struct.Struct("<QIH")
 _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
@@ -393,15 +393,18 @@ class Garbage(NamedTuple):
 
     ino: int
     layout: Striped
+    maker: int = 0
+    """The host that may still be making them; 0: nobody, or the host of a store that has one."""
 
     def encode(self) -> bytes:
-        return _GARBAGE.pack(self.ino, self.layout.unit) + _pack_servers(self.layout.servers)
+        head = _GARBAGE.pack(self.ino, self.layout.unit, self.maker)
+        return head + _pack_servers(self.layout.servers)
 
 
 def decode_garbage(record: bytes) -> Garbage:
     try:
-        ino, unit = _GARBAGE.unpack_from(record)
-        return Garbage(ino, _striped(unit, record[_GARBAGE.size :]))
+        ino, unit, maker = _GARBAGE.unpack_from(record)
+        return Garbage(ino, _striped(unit, record[_GARBAGE.size :]), maker)
     except struct.error:
         raise Unavailable("a garbage record is damaged") from None
 

@@ -2,10 +2,10 @@
 (see kv.py).
 
 ``s server`` is a JSON object: ``path`` (relative for what lies below a SOURCE directory), ``state``
-(one of SERVER_STATES), ``domain`` (what fails together has the same; "": the server alone) and
-``successor`` (the number of the server that takes over its objects, or null). Formats 1 and 2 had
-the path alone. Numbers are never used again: the counters ``cservers`` and ``cburst`` say which
-come next.
+(one of SERVER_STATES), ``domain`` (what fails together has the same; "": the server alone),
+``successor`` (the number of the server that takes over its objects, or null) and ``host`` (the host
+that has the burst directory; 0: where the store has one host, and of a data server). Numbers are
+never used again: the counters ``cservers`` and ``cburst`` say which come next.
 """
 
 import json
@@ -26,6 +26,7 @@ class ServerRecord:
     state: str = ACTIVE
     domain: str = ""
     successor: int | None = None
+    host: int = 0
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -35,13 +36,13 @@ def decode_server(value: bytes) -> ServerRecord:
     """Raises Unavailable if the record is damaged."""
     try:
         record = ServerRecord(**json.loads(value))
-        kinds = type(record.path), type(record.domain), type(record.successor)
+        kinds = type(record.path), type(record.domain), type(record.host), type(record.successor)
     except (ValueError, TypeError) as error:
         raise Unavailable("a record of the table of servers is damaged") from error
     if (
         record.state not in SERVER_STATES
-        or kinds[:2] != (str, str)
-        or kinds[2] not in (int, type(None))
+        or kinds[:3] != (str, str, int)
+        or kinds[3] not in (int, type(None))
     ):
         raise Unavailable("a record of the table of servers is damaged")
     return record

@@ -155,7 +155,8 @@ def remove_slice(
     ``after``: those before it are removed, and to look through them again would take ever longer.
     The directory itself goes when nothing is left in it.
 
-    Files without other names are erased, if they are in ``closed``: others become orphans.
+    Files without other names are erased, if they are in ``closed``, and no other host can have them
+    open: others become orphans.
     Raises DamagedTree, with nothing changed.
     """
     done = Slice(after=after)
@@ -189,7 +190,7 @@ def _remove(
     if inode.is_dir:
         _put(tx, inode, doomed, now)
         done.directories.append(inode.ino)
-    elif inode.nlink <= 1 and inode.ino in closed:
+    elif inode.nlink <= 1 and inode.ino in closed and not tx.host:
         _erase(tx, inode, done)
     else:
         done.kept.append(namespace.drop_link(tx, inode, now))

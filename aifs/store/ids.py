@@ -1,12 +1,20 @@
 """Fresh numbers for inodes, directory cookies and object ids."""
 
+import struct
+
 import trio
 
+from aifs.core.errors import Unavailable
 from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 
 WINDOW = 8192
 """Ids that are reserved at a time: one journal sync per so many."""
+
+_TAKEN = struct.Struct("<QQ")
+"""Value of a ``v`` record: the first ids of the last two windows, the older one first; equal if
+there is one.
+"""
 
 
 class IdAllocator:
@@ -14,7 +22,7 @@ class IdAllocator:
 
     They come from a window whose end is durable before its first number is used. A new window is
     reserved with a barrier, which also makes all older transactions durable: so after a power cut
-    every id that the recovered metadata does not know of lies in the last window.
+    every id that the recovered metadata does not know of lies in the host's last windows.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -42,7 +50,7 @@ class IdAllocator:
     async def _reserve(self) -> None:
         async with self._lock:
             if self._next == self._end:
-                end = await self._engine.transact(take_ids, WINDOW)
+                end = await self._engine.transact(_take_window)
                 await self._engine.barrier()
                 self._next, self._end = end - WINDOW, end
 
@@ -54,11 +62,34 @@ def take_ids(tx: Transaction, count: int) -> int:
     return end
 
 
-async def last_windows(engine: Engine) -> tuple[int, int]:
-    """Where unknown ids may be: first id, and the one behind the last.
+def _take_window(tx: Transaction) -> int:
+    end = take_ids(tx, WINDOW)
+    taken = _find_windows(tx, tx.host)
+    tx.put(keys.windows(tx.host), _TAKEN.pack(taken[-1] if taken else end - WINDOW, end - WINDOW))
+    return end
 
-    It is the window that was in use when the store was last open, and the one before, from which
-    files may have been made ahead that nobody has used.
+
+def decode_windows(record: bytes | None) -> tuple[int, ...]:
+    """The first ids of the windows that a ``v`` record names. Raises Unavailable if it is
+    damaged.
     """
-    end = await engine.view(ReadTransaction.counter, keys.COUNTER_IDS)
-    return max(end - 2 * WINDOW, keys.FIRST_FREE_ID), end
+    try:
+        return () if record is None else _TAKEN.unpack(record)
+    except struct.error:
+        raise Unavailable("the record of a host's windows of ids is damaged") from None
+
+
+async def last_windows(engine: Engine) -> list[tuple[int, int]]:
+    """Where ids of this host may be that nobody knows: first id, and the one behind the last.
+
+    They are the window that was in use when the host had the store last, and the one before, from
+    which files may have been made ahead that nobody has used.
+    """
+    taken = await engine.view(_find_windows, engine.host)
+    if len(taken) == 2 and taken[0] + WINDOW == taken[1]:
+        return [(taken[0], taken[1] + WINDOW)]
+    return [(first, first + WINDOW) for first in dict.fromkeys(taken)]
+
+
+def _find_windows(tx: ReadTransaction, host: int) -> tuple[int, ...]:
+    return decode_windows(tx.get(keys.windows(host)))

@@ -46,7 +46,6 @@ from aifs.meta.records import decode_burst
 from aifs.meta.servers import read_table, reserve_number
 from aifs.store import directories
 from aifs.store.backup import Backup
-from aifs.store.ids import WINDOW
 from aifs.store.owner import NAME as OWNER_NAME
 from aifs.store.owner import OwnerLock
 from aifs.store.ownership import end_rights, require_unused
@@ -55,7 +54,7 @@ from aifs.store.store import open_store
 
 _log = logger(__name__)
 
-_NOT_RESTORED = b"gmj"
+_NOT_RESTORED = b"gmjv"
 """Kinds of records that would have objects deleted that newer files may be in, or say where a job
 was that has gone on.
 """
@@ -404,7 +403,7 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
                 key, record._replace(durable=True).encode()
             )  # should it be missing, the file is not just empty
             if inode is not None and inode.in_burst:
-                tx.put(keys.dirty(inode.ino), b"")  # it may have got another size
+                namespace.put_mark(tx, inode.ino)  # it may have got another size
         elif inode is not None and inode.copy is not None and not inode.in_burst:
             inode.copy = None
             namespace.put_inode(tx, inode)
@@ -441,4 +440,4 @@ def _finish(tx: Transaction, config: Config, seq: int, beyond: int) -> None:
     answers = ask_all([(Patience(), storage_at(path).id_bound, ()) for path in paths], _ANSWER_S)
     highest = max((answer for answer in answers if isinstance(answer, int)), default=0)
     ids = tx.counter(keys.COUNTER_IDS)
-    tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST + 2 * WINDOW)
+    tx.add(keys.COUNTER_IDS, max(highest - ids, 0) + _IDS_LOST_AT_MOST)

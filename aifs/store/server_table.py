@@ -102,7 +102,9 @@ class ServerTable:
                 )
             faults.reach(_MARKED)
             server = await self._servers.make_ready(server_id, directory, domain)
-            record = ServerRecord(directories.recorded_path(self._config, directory), domain=domain)
+            host = self._engine.host if role == "burst" else 0
+            path = directories.recorded_path(self._config, directory)
+            record = ServerRecord(path, domain=domain, host=host)
             rows = {server_id: record}
             if old is not None:
                 rows[old] = replace(await self.find(old), state=state, successor=server_id)
@@ -198,10 +200,12 @@ def _garbage_on(tx: ReadTransaction, server_id: int) -> Iterator[tuple[bytes, Ga
 
 def _forget_garbage(tx: Transaction, server_id: int) -> None:
     """What lies on a lost server is nobody's concern."""
-    for key, (ino, layout) in list(_garbage_on(tx, server_id)):
+    for key, garbage in list(_garbage_on(tx, server_id)):
+        layout = garbage.layout
         others = tuple(number for number in layout.servers if number != server_id)
         if others:
-            tx.put(key, Garbage(ino, Striped(layout.unit, others)).encode())
+            left = garbage._replace(layout=Striped(layout.unit, others))
+            tx.put(key, left.encode())
         else:
             tx.delete(key)
 
@@ -221,6 +225,8 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
         await engine.view(servers.find_unprotected),
     )
     for server_id, record in records.items():
+        if server_id in in_use.elsewhere:
+            continue
         in_use.classify(server_id, record.state, record.domain, record.successor)
     dispensable = set[int]()
     for server in in_use.capacity():

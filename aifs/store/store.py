@@ -10,7 +10,7 @@ import stat
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
@@ -19,6 +19,7 @@ from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.kinds import is_path
+from aifs.core.role import Role
 from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
@@ -31,6 +32,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers, read_table
+from aifs.peers.peers import Peers
 from aifs.store import directories
 from aifs.store.owner import OwnerLock
 from aifs.store.ownership import Ownership, require_unused
@@ -61,6 +63,10 @@ class Store:
     table: ServerTable
     owner: OwnerLock
     ownership: Ownership
+    role: Role = field(default_factory=Role)
+    """Whether this host does the work of the whole store."""
+    peers: Peers | None = None
+    """The other hosts; None: the store has one."""
 
     def close(self, orderly: bool = True) -> None:
         """Blocks; the metadata is durable when it returns. The caller has stopped all use of the
@@ -207,7 +213,12 @@ async def open_store(
                 f"{meta}: the store has format {superblock['format']!r}; this version knows "
                 f"{FORMAT!r} alone"
             )
-        paths = {number: below(config.source, record.path) for number, record in table.items()}
+        elsewhere = {n: row.host for n, row in table.items() if row.host not in (0, engine.host)}
+        paths = {
+            number: below(config.source, record.path)
+            for number, record in table.items()
+            if number not in elsewhere
+        }
         if not is_directory_source(config.source):
             require_registered(config, list(paths.values()), adding)
         await adopt_domains(config, engine)
@@ -220,6 +231,7 @@ async def open_store(
             patience_s=config.data.timeout_s or FOR_EVER,
             lost_after_s=config.data.lost_after_s or FOR_EVER,
             hedge_s=config.data.hedge_s,
+            elsewhere=elsewhere,
         )
         await load_servers(config, engine, servers, read_only)
         same_boot = superblock.get("boot") == files.boot_id()

@@ -110,11 +110,11 @@ class Scrub:
     def state(self) -> ScrubState:
         return self._findings.state
 
-    async def load(self) -> None:
-        """Go on from what is on record. ``work`` begins with it; what is said before is that of a
-        new store.
+    async def load(self, again: bool = False) -> None:
+        """Go on from what is on record; ``again``: which another host has changed meanwhile.
+        ``work`` begins with it; what is said before is that of a new store.
         """
-        if not self.loaded:
+        if again or not self.loaded:
             asked = self.state
             self._findings.begin(await scrub_state.load(self._engine))
             self.loaded = True

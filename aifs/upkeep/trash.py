@@ -101,6 +101,8 @@ class Trash:
         faults.reach(_REMOVED)
 
     def _add(self, ino: int, tree: int) -> None:
+        if ino in self.directories:
+            return
         self.directories[ino] = tree
         self._trees[tree] += 1
         self._upkeep.wake(Work.TRASH)

@@ -42,6 +42,8 @@ class Attributes:
         if changes.size is not None:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
+        if changes.mtime_ns is not None and self._engine.host:
+            await self._io.take_closed_from_home(ino)
         return await self.change(
             ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns
         )

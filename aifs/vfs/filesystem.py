@@ -2,9 +2,11 @@
 operations.
 """
 
+from aifs.burst.remote import HOME_WAIT_S, Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.budget import RELAX_EVERY_S
 from aifs.core.loop_share import LoopShare
+from aifs.core.role import Role
 from aifs.core.upkeep import Job, Upkeep, Work
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -12,6 +14,7 @@ from aifs.files.damage import Damage
 from aifs.files.drain import Drain
 from aifs.files.file_io import ACCESSES_S, FileIO
 from aifs.files.handles import Handles
+from aifs.files.home import Home
 from aifs.files.kernel import Kernel
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
@@ -74,6 +77,7 @@ class Filesystem:
     ) -> None:
         config, engine, servers = store.config, store.engine, store.servers
         self.store, self.kernel, self.options = store, kernel, options
+        self.role: Role = store.role
         self.recovered = recovered = Recovered()
         self.refusals = refusals = Refusals()
         self.operation_log = operation_log = OperationLog(kernel.see_all)
@@ -86,8 +90,9 @@ class Filesystem:
         self.ids = ids = IdAllocator(engine)
         self.handles = handles = Handles(kernel, options.access_due_ns)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
+        homes = Homes(engine, servers, store.peers, HOME_WAIT_S)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
-        self.collector = collector = Collector(engine, servers, backup, tier, upkeep)
+        self.collector = collector = Collector(engine, servers, backup, tier, upkeep, self.role)
         self.pool = pool = Pool(
             config.data.movers,
             servers,
@@ -121,6 +126,7 @@ class Filesystem:
             handles,
             upkeep,
             pool,
+            homes,
         )
         self.writeback = writeback = WriteBack(
             engine, tier, io, servers, config.data.writeback_interval_s
@@ -129,6 +135,9 @@ class Filesystem:
         self.drain = drain = Drain(
             config, servers, tier, io, ids, collector, containers, handles, upkeep
         )
+
+        if store.peers is not None:
+            Home(engine, servers, tier, io, writeback, drain, store.peers)
 
         # Groups of ranks.
         self.group_drain = group_drain = GroupDrain(
@@ -305,7 +314,7 @@ class Filesystem:
         self.query_group = ioctls.query_group
 
     def jobs(self) -> dict[Work, Job]:
-        """The background work for as long as the store is served."""
+        """The background work of every host, for as long as the store is served."""
         servers, commit_s = self.store.servers, self.store.config.meta.commit_interval_s
         always = {
             Work.COLLECT: Job(self.collector.collect),
@@ -314,8 +323,6 @@ class Filesystem:
             Work.WRITE_BACK: Job(self.writeback.work, retry_s=commit_s),
             Work.LOOK_AT_BURST: Job(self.tier.work),
             Work.WATCH_SERVERS: Job(self.server_admin.watch, workers=WATCHERS),
-            Work.SERVERS: Job(self.server_admin.work),
-            Work.BACKUP: Job(self.backup.work),
             Work.RELAX: Job(servers.budget.relax, first_s=RELAX_EVERY_S),
         }
         if self.options.read_only:
@@ -325,6 +332,17 @@ class Filesystem:
             Work.GROUPS: Job(self.groups.work),
             Work.EVICT: Job(self.evictor.work, retry_s=PAUSE_S),
             Work.STAGE: Job(self.stager.work, STAGERS),
+        }
+
+    def jobs_of_role(self) -> dict[Work, Job]:
+        """That of the host that has the role, besides."""
+        always = {
+            Work.SERVERS: Job(self.server_admin.work),
+            Work.BACKUP: Job(self.backup.work),
+        }
+        if self.options.read_only:
+            return always
+        return always | {
             Work.COMPACT: Job(self.compaction.work, first_s=COMPACT_EVERY_S),
             Work.TRASH: Job(self.trash.work),
             Work.STRAYS: Job(self.rebuild.strays.work),

@@ -17,7 +17,7 @@ from aifs.data.patience import background as in_background
 from aifs.files.kernel import Kernel
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.recovery import load_copies, recover
+from aifs.vfs.recovery import load_copies, recover, take_over
 from aifs.vfs.serve_options import ServeOptions
 
 _log = logger(__name__)
@@ -68,7 +68,12 @@ async def open_filesystem(
                     background.start_soon(
                         _keep_running, partial(fs.groups.run, fs.publishing.publish_group)
                     )
-                background.start_soon(_keep_running, partial(fs.upkeep.run, fs.jobs()))
+                jobs = fs.jobs()
+                if fs.role.is_shared:
+                    background.start_soon(_keep_running, partial(_serve_role, fs))
+                else:
+                    jobs |= fs.jobs_of_role()
+                background.start_soon(_keep_running, partial(fs.upkeep.run, jobs))
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
@@ -100,7 +105,8 @@ async def open_filesystem(
 async def _load(fs: Filesystem) -> None:
     """What the parts have to know before anything is asked of them, in an order that matters."""
     # What backups there are: whoever gives something up asks from now on what they may refer to.
-    await fs.backup.load(fs.options.read_only)
+    if not fs.role.is_shared:
+        await fs.backup.load(fs.options.read_only)
     # The records themselves, before anybody reads them: files that were changed when the daemon
     # died get their sizes, and what nobody refers to is queued for deletion.
     await recover(fs.store, fs.tier, fs.collector, fs.recovered)
@@ -115,6 +121,28 @@ async def _load(fs: Filesystem) -> None:
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
     await fs.groups.load(undrained)
+
+
+async def _serve_role(fs: Filesystem) -> None:
+    """When this host gets the role, it does the work of the whole store, too; and it deals with
+    what hosts leave whose sessions end.
+    """
+    while not fs.role.held:
+        await fs.role.change()
+    _log.info("this host does the background work of the store from now on")
+    live = fs.role.live
+    await fs.backup.load(fs.options.read_only)
+    await take_over(fs.store, fs.role, fs.collector)
+    await fs.trash.load()
+    await fs.rebuild.strays.load()
+    await fs.retention.load()
+    await fs.scrub.load(again=True)
+    fs.upkeep.add(fs.jobs_of_role())
+    while True:
+        while fs.role.live == live:
+            await fs.role.change()
+        live = fs.role.live
+        await take_over(fs.store, fs.role, fs.collector)
 
 
 async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
@@ -155,4 +183,5 @@ async def _close(fs: Filesystem) -> None:
         await fs.store.servers.cache.settle()
     await fs.sync()
     await set_clean(fs.store.engine, True)
-    await fs.backup.finish()
+    if fs.role.held:
+        await fs.backup.finish()

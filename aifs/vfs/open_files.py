@@ -67,6 +67,8 @@ class OpenFiles:
         file = await self._io.acquire(ino)
         opening = 0
         try:
+            if file.home:  # it may have been closed there since it was opened here
+                await self._io.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)
             if flags & os.O_TRUNC:
@@ -78,7 +80,8 @@ class OpenFiles:
                 if taken or await self._engine.view(attribute_changes.has_capabilities, ino):
                     await self._kill_privileges(file)
                 self._groups.opened(ino)
-            if not flags & os.O_WRONLY and not flags & os.O_NOATIME and self._accessed(file.inode):
+            reads = not flags & os.O_WRONLY and not flags & os.O_NOATIME and not file.home
+            if reads and self._accessed(file.inode):
                 file.unsaved = True
                 self._kernel.drop_attributes(ino)
             opened = await self.add_handle(file, flags)
@@ -124,6 +127,8 @@ class OpenFiles:
         """The last descriptor of ``handle`` is closed."""
         await self._take_back(handle)
         opened = self._handles.remove(handle)
+        if opened.writable and self._engine.host:
+            await self._io.show(opened.file)
         await self._io.release(opened.file)
         self._correct_attributes(opened.file)
         await self._closed(opened.file, opened.writable)
@@ -137,6 +142,8 @@ class OpenFiles:
         """Somebody has closed the file; ``written``: who may have changed it."""
         inode = file.inode
         copy = inode.copy
+        if file.home:
+            return
         if copy is not None and inode.in_burst and inode.nlink and not file.writers:
             self._tier.dirty(copy.id, copy.server, inode.space)
         if not inode.in_burst:

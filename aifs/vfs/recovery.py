@@ -1,10 +1,15 @@
 """What a mount does after a crash (docs/metadata.md, crash table). The journal has been replayed by
 then.
 
-The work depends on what was in flight: dirty marks, orphans, garbage, and the last window of ids.
+The work depends on what was in flight: dirty marks, orphans, garbage, and the last windows of ids.
+All of it was this host's. What another host that died has left, the holder of the role deals with
+as far as that can be done without that host's burst directories (``take_over``); the rest stays as
+it is until that host mounts the store again.
 """
 
 import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +19,7 @@ from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.core.role import Role
 from aifs.core.tasks import run_all
 from aifs.data.objects.object_set import ObjectSet, delete_objects
 from aifs.data.server import DataServer, MissingObject
@@ -23,9 +29,9 @@ from aifs.files.drain import Undrained
 from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import forms, keys, moves, namespace
+from aifs.meta import chunks, forms, keys, moves, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import BurstRecord, Copy, Inode, decode_burst
+from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, decode_burst, decode_garbage
 from aifs.movers.movers import Movers
 from aifs.store.ids import last_windows
 from aifs.store.store import Store
@@ -79,7 +85,9 @@ async def recover(
     recovered.transactions = store.engine.recovered
     if not (store.clean or store.same_boot):
         await _restore_marks(store, tier)
-    dirty, orphans, garbage = await store.engine.view(_read_in_flight)
+    dirty, orphans, garbage = await store.engine.view(
+        _read_in_flight, store.engine.host, collector.is_ours
+    )
     recovered.unsynced_files, recovered.orphans, recovered.garbage = (
         len(dirty),
         len(orphans),
@@ -103,11 +111,118 @@ async def recover(
     recovered.unknown_objects = await _delete_unknown_objects(store)
 
 
-def _read_in_flight(tx: ReadTransaction) -> tuple[list[int], list[int], list[int]]:
-    def numbers(kind: bytes) -> list[int]:
-        return [keys.number(key) for key, _ in tx.range(*keys.all_of(kind))]
+def _read_in_flight(
+    tx: ReadTransaction, host: int, is_ours: Callable[[Garbage], bool]
+) -> tuple[list[int], list[int], list[int]]:
+    """Files with dirty marks of a host, the orphans that it holds, and what is its garbage."""
+    orphans, holds = _read_orphans(tx)
+    held = [ino for ino in orphans if (host in holds[ino] if host else not holds[ino])]
+    garbage = [oid for oid, record in _read_garbage(tx) if record is None or is_ours(record)]
+    return _numbers_of(tx, b"w", {host}), held, garbage + _numbers_of(tx, b"y", {host})
 
-    return numbers(b"w"), numbers(b"o"), numbers(b"g") + numbers(b"y")
+
+def _numbers_of(tx: ReadTransaction, kind: bytes, hosts: Set[int]) -> list[int]:
+    """Of the records of a kind that say one of these hosts."""
+    found = tx.range(*keys.all_of(kind))
+    return [keys.number(key) for key, value in found if keys.host_of(value) in hosts]
+
+
+def _read_orphans(tx: ReadTransaction) -> tuple[list[int], defaultdict[int, set[int]]]:
+    """All orphans, and the hosts that hold each."""
+    orphans, holds = list[int](), defaultdict[int, set[int]](set)
+    for key, _ in tx.range(*keys.all_of(b"o")):
+        if keys.is_hold(key):
+            ino, host = keys.hold_parts(key)
+            holds[ino].add(host)
+        else:
+            orphans.append(keys.number(key))
+    return orphans, holds
+
+
+def _read_garbage(tx: ReadTransaction) -> Iterator[tuple[int, Garbage | None]]:
+    """With None for a record that is damaged: fsck names it."""
+    for key, value in tx.range(*keys.all_of(b"g")):
+        try:
+            yield keys.number(key), decode_garbage(value)
+        except Unavailable:
+            yield keys.number(key), None
+
+
+async def take_over(store: Store, role: Role, collector: Collector) -> None:
+    """The holder of the role deals with what nobody else will: garbage that is no host's, and what
+    hosts have left that have no session any more. To be called when it gets the role, and whenever
+    a session has ended.
+
+    Dirty marks stay: those files may have their newest bytes in burst directories that only their
+    hosts can reach. So do the windows of ids. What is looked at comes first, and then who lives: a
+    host that has begun a new session meanwhile deals with it itself, and nothing that this session
+    makes is taken from it.
+    """
+    engine = store.engine
+    left = await engine.view(_read_left)
+    dead = left.hosts - await role.ask_live()
+    if dead:
+        for container in await engine.transact(_inherit, left, dead):
+            for oid in await engine.transact(chunks.seal_container, container):
+                collector.add_garbage(oid)
+    orphans, garbage = await engine.view(_read_nobodys)
+    for ino in orphans:
+        collector.add_orphan(ino)
+    for oid in garbage:
+        collector.add_garbage(oid)
+
+
+class _Left(NamedTuple):
+    """What hosts are at, by the keys of the records: which host."""
+
+    made: dict[bytes, int]
+    lists: dict[bytes, int]
+    containers: dict[bytes, int]
+    holds: dict[bytes, int]
+
+    @property
+    def hosts(self) -> set[int]:
+        return {host for part in self for host in part.values()}
+
+
+def _read_left(tx: ReadTransaction) -> _Left:
+    lists, containers = (
+        {key: keys.host_of(value) for key, value in tx.range(*keys.all_of(kind))}
+        for kind in (b"y", b"a")
+    )
+    made = {keys.garbage(oid): record.maker for oid, record in _read_garbage(tx) if record}
+    holds = {
+        key: keys.hold_parts(key)[1] for key, _ in tx.range(*keys.all_of(b"o")) if keys.is_hold(key)
+    }
+    return _Left(
+        *(
+            {key: host for key, host in part.items() if host}
+            for part in (made, lists, containers, holds)
+        )
+    )
+
+
+def _inherit(tx: Transaction, left: _Left, dead: Set[int]) -> list[int]:
+    """What dead hosts have left is nobody's; the containers that are to be sealed."""
+    for key, host in left.made.items():
+        if host in dead and (record := tx.get(key)) is not None:
+            garbage = decode_garbage(record)
+            if garbage.maker == host:
+                tx.put(key, garbage._replace(maker=0).encode())
+    for key, host in left.lists.items():
+        if host in dead and (record := tx.get(key)) is not None and keys.host_of(record) == host:
+            tx.put(key, keys.host_value(0))
+    for key, host in left.holds.items():
+        if host in dead:
+            tx.delete(key)
+    return [keys.number(key) for key, host in left.containers.items() if host in dead]
+
+
+def _read_nobodys(tx: ReadTransaction) -> tuple[list[int], list[int]]:
+    """Orphans that nobody holds, and garbage that is no host's."""
+    orphans, holds = _read_orphans(tx)
+    garbage = [oid for oid, record in _read_garbage(tx) if record is None or not record.maker]
+    return [ino for ino in orphans if not holds[ino]], garbage + _numbers_of(tx, b"y", {0})
 
 
 async def _restore_marks(store: Store, tier: BurstTier) -> None:
@@ -151,7 +266,7 @@ async def _compare_length(tier: BurstTier, inode: Inode, unlike: list[int]) -> N
 
 def _put_marks(tx: Transaction, inos: list[int]) -> None:
     for ino in inos:
-        tx.put(keys.dirty(ino), b"")
+        namespace.put_mark(tx, ino)
 
 
 async def _settle(
@@ -226,8 +341,8 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 
 
 async def _delete_unknown_objects(store: Store) -> int:
-    """Delete objects in the last window of ids that neither an inode nor a garbage record knows
-    (I7).
+    """Delete objects in the host's last windows of ids that neither an inode nor a garbage record
+    knows (I7).
 
     A server that does not say what it has, or does not delete it, is put on record, with the
     window, for the next mount.
@@ -237,7 +352,7 @@ async def _delete_unknown_objects(store: Store) -> int:
     windows = dict.fromkeys(earlier)
     if not store.clean:
         newest = await last_windows(store.engine)
-        windows |= dict.fromkeys(_Unlisted(number, *newest) for number in servers)
+        windows |= dict.fromkeys(_Unlisted(n, *window) for n in servers for window in newest)
     asked = [window for window in windows if _may_have_objects(servers.find(window.server))]
     calls = [
         (servers[number].workers, servers[number].list_range, (first, end))
@@ -337,6 +452,8 @@ async def load_copies(
                 or inode.in_burst != record.undrained
             ):
                 continue  # fsck names it
+            if record.server in store.servers.elsewhere:
+                continue
             server = store.servers.find(record.server)
             if server is None or server.absent:
                 # What the missing directory holds is on record as garbage, should it ever come

@@ -6,6 +6,7 @@ filesystem.
 """
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.config import load
+from aifs.core.role import Role
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data import health
@@ -120,7 +122,7 @@ class Mounted:
         backup = Backup(
             load("/nowhere", {"meta.backup_interval": "0"}), "", engine, servers, Upkeep()
         )
-        self.collector = Collector(engine, servers, backup, tier=None, upkeep=Upkeep())
+        self.collector = Collector(engine, servers, backup, None, Upkeep(), Role())
         size = CONTAINER if not redundancy.parity else 3 * ROW
         self.containers = Containers(
             engine,
@@ -142,8 +144,9 @@ class Mounted:
                 lambda tx, start=start, end=end: list(tx.range(start, end))
             ):
                 self.collector.add_garbage(keys.number(key))
-        first, end = await vfs_ids.last_windows(self.engine)
-        for server, ino, oid in await list_window(self.servers, first, end):
+        windows = await vfs_ids.last_windows(self.engine)
+        found = [await list_window(self.servers, *window) for window in windows]
+        for server, ino, oid in itertools.chain(*found):
             known = await self.engine.view(
                 lambda tx, oid=oid: (
                     chunks.find_container(tx, oid) or tx.get(keys.garbage(oid)) is not None

@@ -199,8 +199,8 @@ def test_other_golden_records() -> None:
     assert (
         records.encode_entry(0x0102, 8, b"name").hex() == "0000000000000102" + "08" + b"name".hex()
     )
-    garbage = Garbage(9, Striped(4096, (1, 256)))
-    assert garbage.encode().hex() == "0900000000000000" + "00100000" + "01000001"
+    garbage = Garbage(9, Striped(4096, (1, 256)), 3)
+    assert garbage.encode().hex() == "0900000000000000" + "00100000" + "0300" + "01000001"
     assert records.encode_policy(Policy(4096, 3, (2,))).hex() == "00100000" + "03" + "0200"
     policy = Policy(4096, 3, (2,), "interleaved", 5, "pinned", 0x102)
     assert (
