@@ -1,0 +1,211 @@
+"""The session of a host: its lease, and what it hears of others. What the functions of the database
+do is in schema.sql.
+
+A host renews its lease each second, and stops by itself ``STOP_S`` after it *began* its last beat
+that succeeded, by a clock that does not jump: long before its lease of ``LEASE_S`` ends by the
+database's clock. So whoever waits for a lease to end knows that its host says nothing any more.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import trio
+
+from aifs.core.errors import StoreBusy, Unavailable
+from aifs.meta.replicated import database as db
+from aifs.meta.replicated.database import AnswerLost, MapDatabase
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+STOP_S = 5.0
+BEAT_S = 1.0
+PATIENCE_S = 10.0
+"""How long a database that has crashed waits for the sessions that it knows."""
+
+_LOOK_S = 0.02
+"""Between two looks at who has shown something, if nobody tells."""
+
+
+class Member(NamedTuple):
+    """A session that has not ended."""
+
+    session: int
+    """Its number."""
+    host: int
+    """The number of the host's name."""
+    name: str
+    """Of the host."""
+    address: str
+    """Where other hosts reach it."""
+    age_s: float
+    """Since it began."""
+    lease_left_s: float
+    """Below 0: the lease is over."""
+    cursor: int
+    """Its replica has the feed up to here, as its last beat said."""
+    shown: int
+    """So has its kernel."""
+
+
+class Session:
+    """The session of this host, from ``begin`` to ``end``. Used from one trio thread."""
+
+    def __init__(self, database: MapDatabase, name: str, number: int, host: int, head: int) -> None:
+        self.name = name
+        self.number = number
+        self.host = host
+        """The number of the host's name."""
+        self.head = head
+        """The last number of the feed that it has heard of."""
+        self.cursor = 0
+        """The replica has the feed up to here. The engine says so, as of ``shown``."""
+        self.shown = 0
+        """So has the kernel."""
+        self.members = 0
+        """How often sessions had begun or ended, as it was heard last."""
+        self.sure_until_s = 0.0
+        """By time.monotonic: until then views and transactions may go on."""
+        self.ended = ""
+        """Why it has ended; empty: it goes on."""
+        self._database = database
+        self._told: dict[int, int] = {}
+        """What other sessions have said that they have shown."""
+        self._news = trio.Event()
+        """Set when that changes."""
+
+    @classmethod
+    async def begin(
+        cls, database: MapDatabase, name: str, address: str, former: int, cursor: int | None
+    ) -> "Session":
+        """A new session for the host ``name``. ``former``: the number of its last one; 0: it had
+        none here. ``cursor``: how much of the feed its replica has; None: it copies the map.
+
+        Raises StoreBusy if another host has the name; Unavailable.
+        """
+        while True:
+            began_s = time.monotonic()
+            base = db.NULL if cursor is None else db.of_bigint(cursor)
+            ((status, number, host, head, other, left_s),) = await database.settles.repeat(
+                db.BEGIN,
+                name.encode(),
+                address.encode(),
+                db.of_int(former),
+                base,
+                db.of_float(LEASE_S),
+            )
+            match db.to_int(status):
+                case db.DONE:
+                    session = cls(
+                        database, name, db.to_int(number), db.to_int(host), db.to_int(head)
+                    )
+                    session.sure_until_s = began_s + STOP_S
+                    return session
+                case db.TAKEN:
+                    raise StoreBusy(
+                        f"a host named {name} has the store mounted ({(other or b'').decode()}). "
+                        f"If it is dead, try again in {max(0.0, db.to_float(left_s)):.0f} s, when "
+                        "its lease is over; if it is another host, give one of them another "
+                        "host.name"
+                    )
+                case db.RECOVERING:
+                    await database.settles.repeat(db.REOPEN, db.of_int(0), db.of_float(PATIENCE_S))
+                    await trio.sleep(_LOOK_S)
+
+    def check(self) -> None:
+        """Raises Unavailable if it has ended."""
+        if self.ended:
+            raise Unavailable(
+                f"this host's session has ended ({self.ended}); unmount, and mount again"
+            )
+
+    async def beat(self) -> int:
+        """Renew the lease; what was committed before is durable on return. What the database has
+        said: DONE, or RECOVERING. Waits for the database as long as it takes. Raises AnswerLost,
+        Unavailable.
+
+        It leaves ``sure_until_s`` to the caller, who may have to hear what has changed first.
+        """
+        ((status, head, members, reason),) = await self._database.settles.ask(
+            db.BEAT,
+            db.of_int(self.number),
+            db.of_bigint(self.cursor),
+            db.of_bigint(self.shown),
+            db.of_float(LEASE_S),
+        )
+        if db.to_int(status) == db.ENDED:
+            self.ended = (reason or b"the database does not know it").decode()
+            self.check()
+        self.head, self.members = max(self.head, db.to_int(head)), db.to_int(members)
+        return db.to_int(status)
+
+    async def keep(self, beat: Callable[[], Awaitable[None]]) -> None:
+        """Call ``beat`` each second, until the session ends."""
+        while not self.ended:
+            next_s = trio.current_time() + BEAT_S
+            try:
+                await beat()
+            except AnswerLost:
+                continue
+            except Unavailable as error:
+                if not self.ended:
+                    log.warning("metadata: %s", error)
+            await trio.sleep_until(next_s)
+
+    async def live(self) -> list[Member]:
+        """All sessions that have not ended, with the smallest number first. Raises Unavailable."""
+        return [
+            Member(
+                db.to_int(session),
+                db.to_int(host),
+                (name or b"").decode(),
+                (address or b"").decode(),
+                db.to_float(age_s),
+                db.to_float(left_s),
+                db.to_int(cursor),
+                db.to_int(shown),
+            )
+            for session, host, name, address, age_s, left_s, cursor, shown in (
+                await self._database.settles.repeat(db.MEMBERS)
+            )
+        ]
+
+    def hear_shown(self, session: int, seq: int) -> None:
+        """Another session has shown the feed up to ``seq``."""
+        if seq > self._told.get(session, 0):
+            self._told[session] = seq
+            self._news.set()
+            self._news = trio.Event()
+
+    async def wait_shown(self, seq: int) -> None:
+        """All sessions but ours have shown the feed up to ``seq``, or their lease is over. Raises
+        Unavailable."""
+        waiting: set[int] | None = None
+        while True:
+            self.check()
+            if waiting is not None:
+                waiting = {one for one in waiting if self._told.get(one, 0) < seq}
+            if not waiting:
+                rows = await self._database.settles.repeat(db.BEHIND, db.of_bigint(seq))
+                waiting = {db.to_int(session) for (session,) in rows} - {self.number}
+                waiting = {one for one in waiting if self._told.get(one, 0) < seq}
+                if not waiting:
+                    return
+            with trio.move_on_after(_LOOK_S):
+                await self._news.wait()
+                continue
+            waiting = None
+
+    async def end(self, reason: str = "unmounted") -> None:
+        """Nothing is asked for in its name any more. Raises Unavailable."""
+        if not self.ended:
+            self.ended = reason
+            await end_session(self._database, self.number, reason)
+
+
+async def end_session(database: MapDatabase, number: int, reason: str) -> bool:
+    """End any session; whether it had not ended. Raises Unavailable."""
+    ((done,),) = await database.settles.repeat(db.END, db.of_int(number), reason.encode())
+    return done == b"\1"

@@ -1,0 +1,624 @@
+"""Hosts that share a map in PostgreSQL: what each of their engines sees, and that all see the same.
+
+The contract of ``meta/kv.py`` is tested on this engine, too, in test_kv.py.
+"""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from aifs.core.errors import Exists, NotEmpty, NotFound, StoreBusy, StoreError, Unavailable
+from aifs.meta import keys, namespace
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.records import Inode
+from aifs.meta.replicated import database as db
+from aifs.meta.replicated import engine as replicated
+from aifs.meta.replicated import sessions
+from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
+from aifs.meta.replicated.engine import ReplicatedEngine, join
+from aifs.meta.replicated.sessions import end_session
+from tests.support.memory_engine import MemoryEngine
+
+LOW, HIGH = b"\0", b"\xff" * 9
+
+
+def put(tx: Transaction, key: bytes, value: bytes) -> None:
+    tx.put(key, value)
+
+
+def delete(tx: Transaction, key: bytes) -> None:
+    tx.delete(key)
+
+
+def get(tx: ReadTransaction, key: bytes) -> bytes | None:
+    return tx.get(key)
+
+
+class Cluster:
+    """Hosts of one database, all in this process."""
+
+    def __init__(self, conninfo: str, directory: Path) -> None:
+        self.conninfo = conninfo
+        self._directory = directory
+        self.hosts: dict[str, ReplicatedEngine] = {}
+        self.database = MapDatabase(conninfo)
+        """A connection of the tests' own."""
+
+    async def join(self, name: str, **options: Any) -> ReplicatedEngine:
+        directory = self._directory / name
+        directory.mkdir(exist_ok=True)
+        local = LmdbEngine(str(directory))
+        try:
+            engine = await join(local, MapDatabase(self.conninfo), name, f"{name}:7947", **options)
+        except BaseException:
+            local.abandon()
+            raise
+        self.hosts[name] = engine
+        return engine
+
+    def kill(self, name: str) -> None:
+        self.hosts.pop(name).abandon()
+
+    async def everything(self) -> dict[bytes, bytes]:
+        """The map as the database has it."""
+        connection = await MapDatabase(self.conninfo).connect()
+        try:
+            query = "select key, value from aifs.map"
+            return {key: value async for key, value in connection.copy_pairs(query)}
+        finally:
+            connection.close()
+
+    async def check(self) -> None:
+        """All replicas end equal to the database's map."""
+        async with trio.open_nursery() as nursery:
+            for engine in self.hosts.values():
+                nursery.start_soon(caught_up, engine)
+        expected = await self.everything()
+        for engine in self.hosts.values():
+            await caught_up(engine)
+            assert await everything(engine) == expected
+
+
+async def caught_up(engine: ReplicatedEngine) -> None:
+    """It has all that was committed before."""
+    engine.session.sure_until_s = 0.0
+    await engine.view(lambda tx: None)
+
+
+async def everything(engine: ReplicatedEngine) -> dict[bytes, bytes]:
+    return await engine.view(lambda tx: dict(tx.range(LOW, HIGH)))
+
+
+@asynccontextmanager
+async def running(*engines: ReplicatedEngine) -> AsyncIterator[trio.Nursery]:
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(engine.run)
+        yield nursery
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def cluster(database, tmp_path):
+    await MapDatabase(database.conninfo).make_schema()
+    cluster = Cluster(database.conninfo, tmp_path)
+    yield cluster
+    await cluster.check()
+    for engine in cluster.hosts.values():
+        engine.close()
+    cluster.database.close()
+
+
+async def test_what_one_host_commits_another_one_finds(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    assert (a.host, b.host) == (1, 2)
+    await a.transact(put, b"k", b"1")
+    await a.transact(put, b"gone", b"1")
+    await a.transact(delete, b"gone")
+    assert await b.view(get, b"k") is None
+    await caught_up(b)
+    assert await everything(b) == {b"k": b"1"}
+
+
+async def test_a_conflict_runs_the_function_again_on_what_others_have_done(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+
+    def count(tx: Transaction) -> int:
+        value = tx.counter(b"n") + 1
+        tx.put(b"n", value.to_bytes(8, "little"))
+        return value
+
+    found = [await engine.transact(count) for engine in (a, b, a, a, b, b)]
+    assert found == [1, 2, 3, 4, 5, 6]
+
+
+async def test_adds_and_patches_of_two_hosts_do_not_conflict(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await a.transact(put, b"k", b"0123456789")
+    await caught_up(b)
+    runs: list[bytes | None] = []
+
+    def change(tx: Transaction, offset: int, part: bytes) -> None:
+        runs.append(tx.get_loosely(b"k"))
+        tx.patch(b"k", offset, part)
+        tx.add(b"n", offset)
+
+    await a.transact(change, 1, b"A")
+    await b.transact(change, 2, b"BB")
+    await a.transact(change, 5, b"AAA")
+    await b.transact(change, 6, b"B")
+    assert len(runs) == 4
+    await caught_up(a)
+    for engine in (a, b):
+        assert await engine.view(get, b"k") == b"0ABB4ABA89"
+        assert await engine.view(ReadTransaction.counter, b"n") == 14
+    await a.transact(put, b"k", b"changed 89")
+    await b.transact(change, 0, b"C")
+    assert len(runs) == 6, "what was put is not patched unseen"
+    assert await b.view(get, b"k") == b"Changed 89"
+
+
+async def test_a_range_conflicts_as_far_as_it_was_read(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    for number in range(0, 10, 2):
+        await a.transact(put, b"k%d" % number, b"")
+    await caught_up(b)
+    runs = []
+
+    def first_two(tx: Transaction) -> list[bytes]:
+        found = [key for key, _ in tx.range(b"k", b"l", 2)]
+        runs.append(found)
+        tx.put(b"found", b"".join(found))
+        return found
+
+    await a.transact(put, b"k5", b"")
+    assert await b.transact(first_two) == [b"k0", b"k2"]
+    assert len(runs) == 1
+    await a.transact(put, b"k1", b"")
+    assert await b.transact(first_two) == [b"k0", b"k1"]
+    assert len(runs) == 3
+    await a.transact(delete, b"k0")
+    assert await b.transact(first_two) == [b"k1", b"k2"]
+    assert len(runs) == 5
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def new(ino: int, mode: int = 0o100644) -> Inode:
+    return Inode(ino, mode, 0, 0, 1, 0, 0, 0, 5, 5, 5)
+
+
+async def two_with_root(cluster: Cluster) -> tuple[ReplicatedEngine, ReplicatedEngine]:
+    a, b = await cluster.join("a"), await cluster.join("b")
+    root = new(ROOT_INO, 0o040755)
+    root.parent, root.nlink = ROOT_INO, 2
+    await a.transact(namespace.put_inode, root)
+    await caught_up(b)
+    return a, b
+
+
+async def create(engine: ReplicatedEngine, name: bytes, ino: int, parent: int = ROOT_INO) -> Inode:
+    return await engine.transact(namespace.create, parent, name, new(ino))
+
+
+async def test_one_name_is_made_once(cluster):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    with pytest.raises(Exists):
+        await create(b, b"f", 11)
+    assert (await b.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
+
+
+async def test_names_in_one_directory_do_not_conflict(cluster):
+    a, b = await two_with_root(cluster)
+    runs = []
+
+    def change(tx: Transaction, function: Callable, *args: Any) -> None:
+        runs.append(args)
+        function(tx, *args)
+
+    for number in range(20):
+        inode = new(10 + number)
+        engine = (a, b)[number % 2]
+        await engine.transact(change, namespace.create, ROOT_INO, b"%d" % number, inode)
+    for number in range(0, 20, 2):
+        await a.transact(change, namespace.unlink, ROOT_INO, b"%d" % number, 6)
+    assert len(runs) == 30
+    await caught_up(b)
+    assert await b.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 20
+
+
+async def test_a_directory_is_removed_or_gets_a_name_but_not_both(cluster):
+    a, b = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await a.transact(namespace.create, ROOT_INO, b"e", new(11, 0o040755))
+    await caught_up(b)
+    await a.transact(namespace.rmdir, ROOT_INO, b"d", 6)
+    with pytest.raises(NotFound):
+        await create(b, b"f", 20, parent=10)
+    await create(a, b"f", 21, parent=11)
+    with pytest.raises(NotEmpty):
+        await b.transact(namespace.rmdir, ROOT_INO, b"e", 6)
+
+
+async def test_a_rename_and_an_unlink_of_one_name_count_one_after_the_other(cluster):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    await caught_up(b)
+    moved = (ROOT_INO, b"f", ROOT_INO, b"g", 0, (30, 31), 6, {10})
+    await a.transact(namespace.rename, *moved)
+    with pytest.raises(NotFound):
+        await b.transact(namespace.unlink, ROOT_INO, b"f", 6)
+    await b.transact(namespace.unlink, ROOT_INO, b"g", 6)
+    with pytest.raises(NotFound):
+        await a.view(namespace.lookup, ROOT_INO, b"f")
+    await caught_up(a)
+    with pytest.raises(NotFound):
+        await a.view(namespace.lookup, ROOT_INO, b"g")
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+async def test_transactions_that_wait_go_together_and_see_those_before(cluster):
+    a = await cluster.join("a")
+    found: list[int] = []
+
+    def count(tx: Transaction) -> int:
+        before = tx.counter(b"n")
+        tx.add(b"n", 1)
+        if before % 5 == 2:
+            tx.put(b"undone", b"")
+            raise LookupError("mine")
+        tx.add(b"sum", before)
+        return before
+
+    async def work() -> None:
+        try:
+            found.append(await a.transact(count))
+        except LookupError:
+            await a.transact(lambda tx: tx.add(b"n", 1))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(40):
+            nursery.start_soon(work)
+    assert await a.view(lambda tx: tx.counter(b"n")) == 40
+    assert await a.view(get, b"undone") is None
+    assert a.session.cursor < 20
+
+
+async def test_a_transaction_is_cancelled_before_it_is_sent_or_not_at_all(cluster):
+    a = await cluster.join("a")
+    done, cancelled = [], []
+
+    async def work(number: int, scope: trio.CancelScope) -> None:
+        with scope:
+            await a.transact(put, b"k%d" % number, b"")
+            done.append(number)
+        if scope.cancelled_caught:
+            cancelled.append(number)
+
+    for lap in range(10):
+        async with trio.open_nursery() as nursery:
+            scopes = [trio.CancelScope() for _ in range(8)]
+            for number, scope in enumerate(scopes):
+                nursery.start_soon(work, 8 * lap + number, scope)
+            for number in range(lap):
+                await trio.lowlevel.checkpoint()
+            for number in (0, 3, 7):
+                scopes[number].cancel()
+    assert sorted(await everything(a)) == sorted(b"k%d" % number for number in done)
+    assert len(done) + len(cancelled) == 80 and cancelled
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+async def test_who_has_lost_its_session_changes_nothing(cluster):
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"1")
+    assert await end_session(cluster.database, a.session.number, "fenced by a test")
+    with pytest.raises(Unavailable, match="fenced by a test"):
+        await a.transact(put, b"k", b"2")
+    with pytest.raises(Unavailable, match="fenced by a test"):
+        await a.view(get, b"k")
+    cluster.kill("a")
+    a = await cluster.join("a")
+    assert await a.view(get, b"k") == b"1"
+    assert (a.host, a.session.number) == (1, 2)
+
+
+async def test_who_is_silent_for_too_long_waits_until_it_is_sure_again(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await a.transact(put, b"k", b"1")
+    b.session.sure_until_s = 0.0
+    assert await b.view(get, b"k") == b"1", "what it has missed comes first"
+    connection = await cluster.database.connect()
+    await connection.script("update aifs.session set lease_end = '-infinity'")
+    connection.close()
+    await b.transact(put, b"k", b"2")
+    await b.shown()
+    await caught_up(a)
+
+
+async def test_two_hosts_of_one_name_are_refused_but_not_one_that_comes_back(cluster, tmp_path):
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"1")
+    (tmp_path / "other").mkdir()
+    local = LmdbEngine(str(tmp_path / "other"))
+    with pytest.raises(StoreBusy, match=r"a host named a has the store mounted \(a:7947\)"):
+        await join(local, cluster.database, "a", "b:7947")
+    local.abandon()
+    cluster.kill("a")
+    a = await cluster.join("a")
+    assert await a.view(get, b"k") == b"1"
+
+
+async def test_shown_waits_for_the_followers_of_others(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    told: list[tuple[int, dict]] = []
+    b.follow(lambda writes: told.append((b.seq, dict(writes))))
+    async with running(a, b) as nursery:
+        await a.transact(put, b"k", b"1")
+        done = trio.Event()
+
+        async def show() -> None:
+            await a.shown()
+            done.set()
+
+        nursery.start_soon(show)
+        await caught_up(b)
+        assert [writes for _, writes in told] == [{b"k": b"1"}]
+        await trio.sleep(2 * sessions.BEAT_S)
+        assert not done.is_set()
+        b.note_shown(told[-1][0])
+        await done.wait()
+        assert a.session.shown == b.session.shown == 1
+
+
+async def test_rows_that_are_pushed_out_of_order_are_applied_in_order(cluster):
+    rows = []
+    a, b = await cluster.join("a", announce=rows.append), await cluster.join("b")
+    for number in range(6):
+        await a.transact(put, b"k", b"%d" % number)
+    b.hear([rows[1], rows[2]])
+    assert await b.view(get, b"k") is None
+    b.hear([rows[0]])
+    assert await b.view(get, b"k") == b"2" and b.session.cursor == 3
+    b.hear([rows[1], rows[5]])
+    async with running(b):
+        while b.session.cursor < 6:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+    assert await b.view(get, b"k") == b"5"
+
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster, monkeypatch):
+    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    a, b = await cluster.join("a"), await cluster.join("b")
+    for number in range(30):
+        await a.transact(put, b"k%d" % number, b"x" * number)
+    cluster.kill("b")
+    copies: set[int] = set()
+
+    def reach(point: str) -> None:
+        if point == replicated.COPYING:
+            copies.add(len(cluster.hosts))
+
+    monkeypatch.setattr(replicated.faults, "reach", reach)
+    for number in range(10):
+        await a.transact(delete, b"k%d" % (2 * number))
+    b = await cluster.join("b")
+    assert not copies and len(await everything(b)) == 20
+    await cluster.join("c")
+    assert copies == {2}
+    copies.clear()
+    cluster.kill("b")
+    for number in range(5):
+        await a.transact(delete, b"k%d" % (2 * number + 1))
+    await a.session.beat()
+    await end_session(cluster.database, b.session.number, "dead")
+    await caught_up(cluster.hosts["c"])
+    await cluster.hosts["c"].session.beat()
+    ((removed,),) = await cluster.database.settles.repeat(db.TRIM, db.of_int(1))
+    assert db.to_int(removed) == 44
+    await cluster.join("b")
+    assert copies == {2}, "the feed does not go back so far"
+
+
+async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
+    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    a = await cluster.join("a")
+    for number in range(30):
+        await a.transact(put, b"k%d" % number, b"")
+
+    class Cut(Exception):
+        pass
+
+    def cut(point: str) -> None:
+        if point == replicated.COPYING:
+            raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replicated.faults, "reach", cut)
+        with pytest.raises(Cut):
+            await cluster.join("b")
+    await a.transact(delete, b"k3")
+    await cluster.join("b")
+
+
+async def test_a_database_that_is_not_a_stores_is_refused(database, tmp_path):
+    local = LmdbEngine(str(tmp_path))
+    with pytest.raises(StoreError, match="no store's metadata"):
+        await join(local, MapDatabase(database.conninfo), "a", "a:7947")
+    await MapDatabase(database.conninfo).make_schema()
+    with pytest.raises(StoreError, match="already"):
+        await MapDatabase(database.conninfo).make_schema()
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await join(local, MapDatabase(database.url), "a", "a:7947")
+    local.abandon()
+
+
+# --- faults of the database -----------------------------------------------------------------------
+
+
+async def test_an_answer_that_is_lost_counts_once(cluster, monkeypatch):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    ask, lost = db.Connection.ask, []
+
+    async def lose(connection: Any, statement: Any, parameters: Any) -> Any:
+        answer = await ask(connection, statement, parameters)
+        if statement is db.COMMIT and len(lost) < 2:
+            lost.append(answer)
+            await b.transact(lambda tx: tx.add(b"others", 1))
+            raise AnswerLost("a test has lost it")
+        return answer
+
+    monkeypatch.setattr(db.Connection, "ask", lose)
+    await a.transact(lambda tx: tx.add(b"n", 1))
+    assert len(lost) == 2
+    assert await a.view(lambda tx: tx.counter(b"n")) == 1
+    await a.transact(lambda tx: tx.add(b"n", tx.counter(b"others")))
+    assert await a.view(lambda tx: tx.counter(b"n")) == 1 + len(lost) - 1
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_the_database_is_restarted_while_hosts_write(cluster, a_postgres, kill):
+    a, b, c = [await cluster.join(name) for name in "abc"]
+    told: list[bytes] = []
+    reached = {count: trio.Event() for count in (30, 90)}
+
+    async def write(engine: ReplicatedEngine, number: int) -> None:
+        for step in range(60):
+            key = b"k%d.%d" % (number, step)
+            await engine.transact(put, key, b"")
+            await engine.transact(lambda tx: tx.add(b"n", 1))
+            told.append(key)
+            if len(told) in reached:
+                reached[len(told)].set()
+            if step == 40:
+                await engine.barrier()
+
+    async with running(a, b, c), trio.open_nursery() as writing:
+        for number, engine in enumerate((a, b, c)):
+            writing.start_soon(write, engine, number)
+        for event in reached.values():
+            await event.wait()
+            await trio.to_thread.run_sync(a_postgres.restart, kill)
+    await cluster.check()
+    found = await cluster.everything()
+    assert len(told) == 180 and set(told) < set(found)
+    assert int.from_bytes(found[b"n"], "little") == 180
+
+
+async def test_what_a_crash_takes_from_the_database_hosts_put_back(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    for number in range(10):
+        await a.transact(put, b"k%d" % number, b"1")
+        await b.transact(lambda tx: tx.add(b"n", 1))
+    await a.transact(delete, b"k3")
+    lost = a.session.cursor - 5
+    connection = await cluster.database.connect()
+    await connection.script(
+        f"begin; truncate aifs.head; delete from aifs.feed where seq > {lost}; "
+        "delete from aifs.map where key in ('k9', 'k8'); "
+        "update aifs.map set value = 'old' where key = 'n'; "
+        "insert into aifs.map values ('k3', 'old'); commit"
+    )
+    connection.close()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(caught_up, b)
+        nursery.start_soon(b.barrier)
+        await a.transact(put, b"k10", b"1")
+    found = await cluster.everything()
+    assert b"k3" not in found and found[b"k9"] == found[b"k10"] == b"1"
+    assert int.from_bytes(found[b"n"], "little") == 10
+
+
+# --- histories ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_histories_of_three_hosts_are_serializable(cluster, seed):
+    """All transactions, in the order of the feed, give the same results one after the other."""
+    draw = random.Random(seed)
+    engines = [await cluster.join(name) for name in "abc"]
+    history: dict[bytes, tuple[list[tuple], list[Any]]] = {}
+
+    async def work(engine: ReplicatedEngine, mark: bytes, chance: random.Random) -> None:
+        for step in range(25):
+            own = mark + b"%d" % step
+            operations = [drawn(chance) for _ in range(chance.randint(1, 4))]
+            history[own] = operations, await engine.transact(play, own, operations)
+            if chance.random() < 0.3:
+                await caught_up(engine)
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            for number in range(3):
+                mark = b"t%d.%d." % (engine.host, number)
+                nursery.start_soon(work, engine, mark, random.Random(draw.random()))
+    model = MemoryEngine()
+    for row in await feed(cluster.database):
+        for key in row.keys:
+            if key in history:
+                operations, found = history.pop(key)
+                assert await model.transact(play, key, operations) == found
+    assert not history
+    await cluster.check()
+    assert await model.view(lambda tx: dict(tx.range(LOW, HIGH))) == await cluster.everything()
+
+
+async def feed(database: MapDatabase) -> list[Row]:
+    """All of it."""
+    fetched: list[Row] = []
+    while True:
+        _, *rows = await database.settles.repeat(
+            db.FETCH, db.of_bigint(len(fetched)), db.of_int(1000)
+        )
+        if not rows:
+            return fetched
+        fetched += [db.to_row(row) for row in rows]
+
+
+KEYS = [b"a%d" % number for number in range(6)]
+
+
+def drawn(chance: random.Random) -> tuple:
+    key = chance.choice(KEYS)
+    kind = chance.choice(["get", "loosely", "put", "delete", "add", "patch", "range"])
+    return kind, key, chance.choice(KEYS), chance.randint(1, 9)
+
+
+def play(tx: Transaction, mark: bytes, operations: list[tuple]) -> list[Any]:
+    """What each operation finds. The ``mark`` tells where the transaction is in the feed."""
+    found: list[Any] = []
+    tx.put(mark, b"")
+    for kind, key, other, number in operations:
+        if kind == "get":
+            found.append(tx.get(key))
+        elif kind == "put":
+            tx.put(key, b"%08d" % number)
+        elif kind == "delete":
+            tx.delete(key)
+        elif kind == "add":
+            tx.add(b"n" + key, number)
+            if number % 2:
+                found.append(tx.counter(b"n" + key))
+        elif kind == "range":
+            found.append(list(tx.range(key, other, number % 3)))
+        elif (value := tx.get_loosely(key)) is not None:
+            found.append(len(value))
+            if kind == "patch":
+                tx.patch(key, number % 8, b"%d" % number)
+    return found
