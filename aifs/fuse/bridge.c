@@ -42,31 +42,29 @@ struct custom_io {
 #define TURN_NS 1000000
 #define BUSY_POLL_NS 40000
 
-static struct bridge bridge;
+static struct bridge bridge = {.shared.device = -1};
 static PyObject *on_request; /* NULL: switched off */
-static int device = -1;      /* /dev/fuse, while the bridge is in use */
 static size_t handed_over;   /* requests that Python has not yet answered */
-static bool busy_polls;      /* clients have another processor */
 
 /* --- messages --- */
 
 static int send_reply(uint64_t unique, int error, const void *data, size_t size)
 {
-    struct out_header header = {.len = (uint32_t)(sizeof header + size), .error = -error, .unique = unique};
+    struct fuse_out_header header = {(uint32_t)(sizeof header + size), -error, unique};
     struct iovec parts[] = {{&header, sizeof header}, {(void *)data, size}};
-    return writev(device, parts, size ? 2 : 1) < 0 ? -1 : 0;
+    return writev(bridge.shared.device, parts, size ? 2 : 1) < 0 ? -1 : 0;
 }
 
-/* Have the kernel ask again for the attributes of an inode. It waits for an answer about it, so this does not block. */
+/* Have the kernel ask again for the attributes of an inode. It waits for an answer about it, so this does not block; if
+ * it does not know the inode any more, this fails, and nothing is to be done. */
 static void drop_attributes(uint64_t nodeid)
 {
-    struct inval_inode_out notice = {{sizeof notice, NOTIFY_INVAL_INODE, 0}, nodeid, -1, 0};
-    if (write(device, &notice, sizeof notice) < 0)
-        return; /* the kernel does not know the inode any more */
+    const struct fuse_notify_inval_inode_out notice = {.ino = nodeid, .off = -1}; /* of the attributes alone */
+    send_reply(0, -FUSE_NOTIFY_INVAL_INODE, &notice, sizeof notice);
 }
 
 /* Whether Python has taken the request. A callable that raises takes none; what it hands back then is EIO. */
-static bool hand_over(const struct in_header *header)
+static bool hand_over(const struct fuse_in_header *header)
 {
     const char *body = (const char *)(header + 1);
     Py_ssize_t size = (Py_ssize_t)(header->len - sizeof *header);
@@ -106,7 +104,6 @@ static bool is_readable(int fd, uint64_t until_ns)
  */
 static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata)
 {
-    (void)userdata;
     uint64_t end_ns = 0;
     PyThreadState *released = NULL;
     ssize_t size, passed = -1;
@@ -117,7 +114,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
                 errno = EINTR;
             break;
         }
-        const struct in_header *header = buffer;
+        const struct fuse_in_header *header = buffer;
         struct answer answer;
         enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), &answer);
         if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
@@ -125,7 +122,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
             break;
         }
         if (verdict == ANSWER) {
-            bridge.counts[header->opcode][1]++;
+            bridge.shared.counts[header->opcode][1]++;
             if (answer.is_access)
                 drop_attributes(header->nodeid);
             send_reply(header->unique, answer.error, &answer.open, answer.size);
@@ -136,7 +133,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
                 send_reply(header->unique, EIO, NULL, 0);
         }
         uint64_t now_ns = clock_ns(CLOCK_MONOTONIC);
-        bool waits = busy_polls && handed_over == 0;
+        bool waits = bridge.shared.busy_polls && handed_over == 0;
         end_ns = end_ns ? end_ns : now_ns + TURN_NS;
         if (waits && released == NULL)
             released = PyEval_SaveThread();
@@ -153,8 +150,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
 /* libfuse's writev(): a reply, or a notification. */
 static ssize_t bridge_writev(int fd, struct iovec *parts, int count, void *userdata)
 {
-    (void)userdata;
-    const struct out_header *header = parts[0].iov_base;
+    const struct fuse_out_header *header = parts[0].iov_base;
     if (header->unique != 0 && bridge.expected_count != 0)
         edit_reply(&bridge, header, count > 1 ? parts[1].iov_base : NULL, count > 1 ? parts[1].iov_len : 0);
     return writev(fd, parts, count);
@@ -177,7 +173,7 @@ static void take_over(void *libfuse, struct fuse_session *session)
     else if (custom_io != NULL)
         failed = custom_io(session, &io, fd);
     if (!failed) {
-        device = fd;
+        bridge.shared.device = fd;
         /* A request may be withdrawn after it was announced: then read() would wait for another one, with the GIL. */
         fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     }
@@ -205,68 +201,34 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
 /* --- the Python module; aifs/fuse/bridge.py says what its functions are for --- */
 
 /*
- * configure(on_request, wanted, max_background, ioctl_type, busy_polls, entry_ns, attr_ns, block_size): use the bridge
- * for the next mount. on_request None: do not.
+ * configure(on_request): use the bridge for the next mount, as `shared` says from then on. None: do not.
  *
  * on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python can answer, on
  * the thread that reads requests; it returns at once, true if reply() will be called. For INTERRUPT it returns whether
- * the body names one of its own requests, and owes no reply. wanted: flags of INIT, used where the kernel offers them.
- * max_background: requests without a waiting process that the kernel sends at once, 0 for its default. ioctl_type: of
- * the ioctls handed over. busy_polls: clients have another processor. entry_ns, attr_ns, block_size: struct keeping.
+ * the body names one of its own requests, and owes no reply.
  */
-static PyObject *configure(PyObject *self, PyObject *args)
+static PyObject *configure(PyObject *self, PyObject *callable)
 {
-    (void)self;
-    PyObject *callable;
-    unsigned long long wanted, entry_ns, attr_ns;
-    unsigned short max_background;
-    unsigned char ioctl_type;
-    unsigned int block_size;
-    int polls;
-    if (!PyArg_ParseTuple(args, "OKHbpKKI", &callable, &wanted, &max_background, &ioctl_type, &polls, &entry_ns,
-                          &attr_ns, &block_size))
-        return NULL;
     memset(&bridge, 0, sizeof bridge);
-    bridge.wanted = wanted;
-    bridge.max_background = max_background;
-    bridge.ioctl_type = ioctl_type;
-    bridge.keeping = (struct keeping){.entry_ns = entry_ns, .attr_ns = attr_ns, .block_size = block_size};
-    busy_polls = polls;
+    bridge.shared.device = -1;
     handed_over = 0;
-    device = -1;
     Py_XSETREF(on_request, callable == Py_None ? NULL : Py_NewRef(callable));
     Py_RETURN_NONE;
-}
-
-/* disconnect(): the mount ends. No descriptor of it is used from now on. */
-static PyObject *disconnect(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    device = -1;
-    Py_RETURN_NONE;
-}
-
-/* connection(): the descriptor of the mount that uses the bridge, -1 if none does. */
-static PyObject *connection(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return PyLong_FromLong(device);
 }
 
 /* reply(unique, errno, data): answer a request that on_request has taken. Raises OSError if the kernel refuses it. */
 static PyObject *reply(PyObject *self, PyObject *args)
 {
-    (void)self;
     unsigned long long unique;
     int error;
-    Py_buffer data;
-    if (!PyArg_ParseTuple(args, "Kiy*", &unique, &error, &data))
+    const char *data;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "Kiy#", &unique, &error, &data, &size))
         return NULL;
     handed_over -= handed_over > 0;
-    PyObject *result = send_reply(unique, error, data.buf, (size_t)data.len) < 0 ? PyErr_SetFromErrno(PyExc_OSError)
-                                                                                 : Py_NewRef(Py_None);
-    PyBuffer_Release(&data);
-    return result;
+    if (send_reply(unique, error, data, (size_t)size) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
 }
 
 static struct span span_of(PyObject *bytes)
@@ -283,13 +245,12 @@ static struct span span_of(PyObject *bytes)
  */
 static PyObject *listing(PyObject *self, PyObject *args)
 {
-    (void)self;
     PyObject *entries, *inodes;
     unsigned int size;
     int are_kept;
     if (!PyArg_ParseTuple(args, "O!O!Ip", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &are_kept))
         return NULL;
-    struct keeping keeping = bridge.keeping;
+    struct keeping keeping = bridge.shared.keeping;
     keeping.entry_ns = are_kept ? keeping.entry_ns : 0;
     PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
     size_t used = 0, length = 1;
@@ -305,7 +266,7 @@ static PyObject *listing(PyObject *self, PyObject *args)
             break;
         }
         if (has_acl(inode))
-            note_acl(&bridge, big_endian(entry.start));
+            note_acl(&bridge.shared, big_endian(entry.start));
         length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
         used += length;
     }
@@ -317,131 +278,62 @@ static PyObject *listing(PyObject *self, PyObject *args)
 /* note_records(writes): records have changed, as a dict of keys and records; None: erased. */
 static PyObject *note_records(PyObject *self, PyObject *writes)
 {
-    (void)self;
     PyObject *key, *record;
     for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
-        note_record(bridge.directories, span_of(key), span_of(record), &bridge.keeping);
+        note_record(bridge.directories, span_of(key), span_of(record), &bridge.shared.keeping);
     Py_RETURN_NONE;
 }
 
-/* last_request(): of the request read last, whether it asks to clear the set-id bits, inode, uid and pid. */
-static PyObject *last_request(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return Py_BuildValue("NKII", PyBool_FromLong(bridge.kill_privileges), (unsigned long long)bridge.nodeid,
-                         bridge.uid, bridge.pid);
-}
+/* --- inodes that are lent (opens.h), each as the bytes of its struct --- */
 
-/* note_acl(nodeid): the inode has, or will have, an ACL; requests for it are passed on. */
-static PyObject *note_acl_method(PyObject *self, PyObject *nodeid)
+static PyObject *bytes_of(const struct lent *lent, size_t count)
 {
-    (void)self;
-    unsigned long long number = PyLong_AsUnsignedLongLong(nodeid);
-    if (PyErr_Occurred())
-        return NULL;
-    note_acl(&bridge, number);
-    Py_RETURN_NONE;
-}
-
-/* negotiated(): flags of INIT as (offered by the kernel, in use); (0, 0) before INIT. */
-static PyObject *negotiated(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return Py_BuildValue("KK", (unsigned long long)bridge.offered, (unsigned long long)bridge.granted);
-}
-
-/* --- inodes that are lent (opens.h), each as (ino, backing, copy, opens, accessed_ns), or None --- */
-
-static PyObject *describe_lent(struct lent lent)
-{
-    if (lent.ino == 0)
-        Py_RETURN_NONE;
-    return Py_BuildValue("KiKIK", (unsigned long long)lent.ino, (int)lent.backing, (unsigned long long)lent.copy,
-                         (unsigned)lent.opens, (unsigned long long)lent.accessed_ns);
+    return PyBytes_FromStringAndSize((const char *)lent, (Py_ssize_t)(count * sizeof *lent));
 }
 
 /* lend(ino, backing, copy, due_ns): what there is no place for any more. */
 static PyObject *lend_method(PyObject *self, PyObject *args)
 {
-    (void)self;
-    unsigned long long ino, copy, due_ns;
-    int backing;
-    if (!PyArg_ParseTuple(args, "KiKK", &ino, &backing, &copy, &due_ns))
+    struct lent lent = {0};
+    if (!PyArg_ParseTuple(args, "KiKK", &lent.ino, &lent.backing, &lent.copy, &lent.due_ns))
         return NULL;
-    return describe_lent(lend(&bridge.opens, (struct lent){.ino = ino, .copy = copy, .due_ns = due_ns, .backing = backing}));
+    lent = lend(&bridge.opens, lent);
+    return bytes_of(&lent, lent.ino != 0);
 }
 
 /* take_back(ino, idle): the inode as it was. */
 static PyObject *take_back_method(PyObject *self, PyObject *args)
 {
-    (void)self;
     unsigned long long ino;
     int idle;
-    return PyArg_ParseTuple(args, "Kp", &ino, &idle) ? describe_lent(take_back(&bridge.opens, ino, idle)) : NULL;
+    if (!PyArg_ParseTuple(args, "Kp", &ino, &idle))
+        return NULL;
+    struct lent lent = take_back(&bridge.opens, ino, idle);
+    return bytes_of(&lent, lent.ino != 0);
 }
 
 static PyObject *find_lent_method(PyObject *self, PyObject *ino)
 {
-    (void)self;
     const struct lent *found = find_lent(&bridge.opens, PyLong_AsUnsignedLongLongMask(ino));
-    return describe_lent(found ? *found : (struct lent){0});
+    return bytes_of(found, found != NULL);
 }
 
-/* all_lent(which): a list of those that are 'open', of those 'used' since that was asked last, or of 'all'. */
-static PyObject *all_lent(PyObject *self, PyObject *args)
+/* all_lent(which): of those that are 'open', of those 'used' since that was asked last, or of 'all'. */
+static PyObject *all_lent(PyObject *self, PyObject *which)
 {
-    (void)self;
-    const char *which;
-    if (!PyArg_ParseTuple(args, "s", &which))
-        return NULL;
-    PyObject *result = PyList_New(0);
-    struct lent *end = bridge.opens.lent + LENT_SETS * LENT_WAYS;
-    for (struct lent *lent = bridge.opens.lent; result != NULL && lent < end; lent++) {
-        if (lent->ino == 0 || (*which == 'o' && lent->opens == 0) || (*which == 'u' && !lent->used))
-            continue;
-        PyObject *found = describe_lent(*lent);
-        if (found == NULL || PyList_Append(result, found) < 0)
-            Py_CLEAR(result);
-        Py_XDECREF(found);
-        if (*which == 'u') {
-            lent->used = false;
-            lent->accessed_ns = 0;
-        }
-    }
-    return result;
-}
-
-/* see_all(on): whether requests are passed on that Python can answer, too. */
-static PyObject *see_all(PyObject *self, PyObject *on)
-{
-    (void)self;
-    bridge.sees_all = PyObject_IsTrue(on) == 1;
-    Py_RETURN_NONE;
-}
-
-/* counts(): for each opcode two numbers of 64 bits: requests read from the kernel, those of them answered here. */
-static PyObject *counts(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return PyBytes_FromStringAndSize((const char *)bridge.counts, sizeof bridge.counts);
+    static struct lent found[LENT_SETS * LENT_WAYS];
+    return bytes_of(found, list_lent(&bridge.opens, *span_of(which).start, found));
 }
 
 static PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, NULL},
-    {"disconnect", disconnect, METH_NOARGS, NULL},
-    {"connection", connection, METH_NOARGS, NULL},
+    {"configure", configure, METH_O, NULL},
     {"reply", reply, METH_VARARGS, NULL},
     {"listing", listing, METH_VARARGS, NULL},
     {"note_records", note_records, METH_O, NULL},
-    {"last_request", last_request, METH_NOARGS, NULL},
-    {"note_acl", note_acl_method, METH_O, NULL},
-    {"negotiated", negotiated, METH_NOARGS, NULL},
     {"lend", lend_method, METH_VARARGS, NULL},
     {"take_back", take_back_method, METH_VARARGS, NULL},
     {"find_lent", find_lent_method, METH_O, NULL},
-    {"all_lent", all_lent, METH_VARARGS, NULL},
-    {"see_all", see_all, METH_O, NULL},
-    {"counts", counts, METH_NOARGS, NULL},
+    {"all_lent", all_lent, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -453,7 +345,13 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
+/* Also `shared`: the memory of struct shared. */
 PyMODINIT_FUNC PyInit__bridge(void)
 {
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    PyObject *shared = PyMemoryView_FromMemory((char *)&bridge.shared, sizeof bridge.shared, PyBUF_WRITE);
+    if (made != NULL && PyModule_AddObjectRef(made, "shared", shared) < 0)
+        Py_CLEAR(made);
+    Py_XDECREF(shared);
+    return made;
 }

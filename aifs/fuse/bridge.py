@@ -6,10 +6,10 @@ SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and the speed 
 Where it has not been built, a mount has to say that it wants none.
 """
 
+import ctypes
 import errno
 import fcntl
 import struct
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -64,6 +64,9 @@ _CAP_SYS_ADMIN = 21
 _BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
 _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
+_LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
+_OPCODES, _ACLS = 64, 1 << 20
+
 ALL_COST = (
     "files are not passed through to the burst tier; "
     "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE, birth times"
@@ -87,6 +90,38 @@ NOT_BUILT = (
 OLD_LIBFUSE = "install libfuse 3.14 or later and build pyfuse3 with it"
 OLD_KERNEL = "run a kernel of 6.9 or later that is built with CONFIG_FUSE_PASSTHROUGH"
 NO_CAPABILITY = "mount as root, or give the daemon CAP_SYS_ADMIN"
+
+
+class _Keeping(ctypes.Structure):
+    """struct keeping of records.h."""
+
+    _fields_ = [
+        ("entry_ns", ctypes.c_uint64),
+        ("attr_ns", ctypes.c_uint64),
+        ("block_size", ctypes.c_uint32),
+    ]
+
+
+class Shared(ctypes.Structure):
+    """struct shared of messages.h, which says what its fields are."""
+
+    _fields_ = [
+        ("wanted", ctypes.c_uint64),
+        ("keeping", _Keeping),
+        ("max_background", ctypes.c_uint16),
+        ("ioctl_type", ctypes.c_uint8),
+        ("busy_polls", ctypes.c_bool),
+        ("device", ctypes.c_int32),
+        ("sees_all", ctypes.c_bool),
+        ("kill_privileges", ctypes.c_bool),
+        ("uid", ctypes.c_uint32),
+        ("pid", ctypes.c_uint32),
+        ("nodeid", ctypes.c_uint64),
+        ("offered", ctypes.c_uint64),
+        ("granted", ctypes.c_uint64),
+        ("counts", (ctypes.c_uint64 * 2) * _OPCODES),
+        ("acls", ctypes.c_uint8 * (_ACLS // 8)),
+    ]
 
 
 def reply(unique: int, number: int, data: bytes) -> None:
@@ -124,32 +159,33 @@ class Bridge:
         self._kernel = kernel
         wanted = kernel.bridge != "off"
         if extension is not None:
-            extension.configure(
-                on_request if wanted else None,
-                WANTED,
-                kernel.max_background,
-                ioctl.TYPE,
-                busy_polls,
-                int(kernel.entry_timeout_s * 10**9),
-                int(kernel.attr_timeout_s * 10**9),
-                PREFERRED_IO,
-            )
+            extension.configure(on_request if wanted else None)
+            self._shared = Shared.from_buffer(extension.shared)
+            self._shared.wanted = WANTED
+            self._shared.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
+            self._shared.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)
+            self._shared.keeping.block_size = PREFERRED_IO
+            self._shared.max_background = kernel.max_background
+            self._shared.ioctl_type = ioctl.TYPE
+            self._shared.busy_polls = busy_polls
         elif wanted:
             raise MountError(
                 f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; "
                 f"{NOT_BUILT}; or mount with -o kernel.bridge=off. The cost of that: {ALL_COST}"
             )
+        else:
+            self._shared = Shared(device=-1)
 
     @property
     def in_use(self) -> bool:
-        return extension is not None and extension.connection() >= 0
+        return self._shared.device >= 0
 
     @property
     def passes_through(self) -> bool:
         """Whether the kernel passes files through for us; known when the mount has answered a
         request.
         """
-        return self.in_use and bool(extension.negotiated()[1] & PASSTHROUGH) and may_pass_through()
+        return self.in_use and bool(self._shared.granted & PASSTHROUGH) and may_pass_through()
 
     def check(self) -> None:
         """After mounting: raise MountError if a bridge that is required is not in use."""
@@ -161,60 +197,59 @@ class Bridge:
 
     def disconnect(self) -> None:
         """The mount ends. Backing files are the kernel's to close then."""
-        if extension is not None:
-            extension.disconnect()
+        self._shared.device = -1
 
     def attach(self, fd: int) -> int:
         """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked
         one), ...
         """
-        return _ioctl(_BACKING_OPEN, _BACKING_MAP.pack(fd))
+        return self._ioctl(_BACKING_OPEN, _BACKING_MAP.pack(fd))
 
     def detach(self, backing: int) -> None:
         """Give the id back; handles that were opened with it keep their file."""
         if self.in_use:
             try:
-                _ioctl(_BACKING_CLOSE, _BACKING_ID.pack(backing))
+                self._ioctl(_BACKING_CLOSE, _BACKING_ID.pack(backing))
             except OSError as error:
                 _log.warning("the kernel keeps a backing file: %s", error)
 
     def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
         if not self.in_use:
             return Lent(ino, backing, copy_id, 0, 0)
-        return _lent(extension.lend(ino, backing, copy_id, due_ns))
+        return _first(extension.lend(ino, backing, copy_id, due_ns))
 
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
-        return _lent(extension.take_back(ino, idle))
+        return _first(extension.take_back(ino, idle))
 
     def find_lent(self, ino: int) -> Lent | None:
-        return _lent(extension.find_lent(ino))
+        return _first(extension.find_lent(ino))
 
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
-        return [Lent(*each) for each in extension.all_lent(which)]
+        return _lent(extension.all_lent(which.encode()))
 
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""
-        if extension is not None:
-            extension.see_all(on)
+        self._shared.sees_all = on
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is
         awaited.
         """
-        return extension is not None and extension.last_request()[0]
+        return bool(self._shared.kill_privileges)
 
     def last_request(self) -> tuple[int, int, int]:
         """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before
         anything is awaited.
         """
-        return extension.last_request()[1:] if self.in_use else (0, -1, -1)
+        shared = self._shared
+        return (shared.nodeid, shared.uid, shared.pid) if self.in_use else (0, -1, -1)
 
     def note_acl(self, ino: int) -> None:
         """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
         it.
         """
-        if extension is not None:
-            extension.note_acl(ino)
+        byte, bit = divmod(ino % _ACLS, 8)
+        self._shared.acls[byte] |= 1 << bit
 
     def note_records(self, writes: Writes, _: int) -> None:
         """A transaction has changed these records of the metadata store. The kernel asks for the
@@ -227,10 +262,13 @@ class Bridge:
         """For ``aifs status``: what is in use, how many requests of each opcode the kernel has
         sent, and how many of them the bridge has answered.
         """
-        told = array("Q", extension.counts() if self.in_use else b"")
         requests, answered = (
-            {str(opcode): count for opcode, count in enumerate(counts) if count}
-            for counts in (told[::2], told[1::2])
+            {
+                str(opcode): told[place]
+                for opcode, told in enumerate(self._shared.counts)
+                if told[place]
+            }
+            for place in (0, 1)
         )
         return {"in_use": self.in_use, "requests": requests, "answered": answered}
 
@@ -242,7 +280,7 @@ class Bridge:
             return []
         if not self.in_use:
             return [MissingPart("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
-        if not extension.negotiated()[1] & PASSTHROUGH:
+        if not self._shared.granted & PASSTHROUGH:
             return [
                 MissingPart("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)
             ]
@@ -257,17 +295,22 @@ class Bridge:
     def _reason(self) -> str:
         return extension_error or "this libfuse has no usable fuse_session_custom_io"
 
-
-def _ioctl(request: int, argument: bytes) -> int:
-    """What an ioctl of the mount's descriptor returns. Raises OSError."""
-    connection = extension.connection()
-    if connection < 0:
-        raise OSError(errno.EBADF, "the mount has ended")
-    return fcntl.ioctl(connection, request, bytearray(argument))
+    def _ioctl(self, request: int, argument: bytes) -> int:
+        """What an ioctl of the mount's descriptor returns. Raises OSError."""
+        if not self.in_use:
+            raise OSError(errno.EBADF, "the mount has ended")
+        return fcntl.ioctl(self._shared.device, request, bytearray(argument))
 
 
-def _lent(found: tuple[int, ...] | None) -> Lent | None:
-    return None if found is None else Lent(*found)
+def _lent(found: bytes) -> list[Lent]:
+    return [
+        Lent(ino, backing, copy_id, opens, accessed_ns)
+        for ino, copy_id, accessed_ns, opens, backing in _LENT.iter_unpack(found)
+    ]
+
+
+def _first(found: bytes) -> Lent | None:
+    return _lent(found)[0] if found else None
 
 
 def may_pass_through(status: str | None = None) -> bool:

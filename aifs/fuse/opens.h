@@ -8,6 +8,7 @@
 #ifndef AIFS_OPENS_H
 #define AIFS_OPENS_H
 
+#include <assert.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -26,7 +27,9 @@ struct lent {
     int32_t backing;      /* what they are passed through to; 0: the kernel keeps the pages itself */
     bool used;            /* opened since that was told */
     bool recalled;        /* the filesystem wants it back: it gets the next requests */
+    uint8_t rest[6];
 };
+static_assert(sizeof(struct lent) == 48, "layout"); /* _LENT of aifs/fuse/bridge.py */
 
 struct opens {
     uint32_t hand;
@@ -107,6 +110,22 @@ static inline struct lent take_back(struct opens *opens, uint64_t ino, bool idle
     if (!idle || was.opens == 0)
         memset(found, 0, sizeof *found);
     return was;
+}
+
+/* Puts those at `out` that are open ('o'), or all ('a'), or that were used since that was asked last ('u'); how many. */
+static inline size_t list_lent(struct opens *opens, char which, struct lent *out)
+{
+    size_t count = 0;
+    for (struct lent *lent = opens->lent; lent < opens->lent + LENT_SETS * LENT_WAYS; lent++) {
+        if (lent->ino == 0 || (which == 'o' && lent->opens == 0) || (which == 'u' && !lent->used))
+            continue;
+        out[count++] = *lent;
+        if (which == 'u') {
+            lent->used = false;
+            lent->accessed_ns = 0;
+        }
+    }
+    return count;
 }
 
 #endif

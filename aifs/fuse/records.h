@@ -9,10 +9,12 @@
 #define AIFS_RECORDS_H
 
 #include <assert.h>
+#include <linux/fuse.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #define RECORD_FORMAT 1
 
@@ -28,34 +30,12 @@ static_assert(sizeof(struct inode_record) == 104 && __BYTE_ORDER__ == __ORDER_LI
 
 enum { ENTRY_KEY_SIZE = 17, COOKIE_AT = 9, ENTRY_NAME_AT = 9 };
 
-struct attributes {
-    uint64_t ino, size, blocks, atime, mtime, ctime;
-    uint32_t atime_ns, mtime_ns, ctime_ns, mode, nlink, uid, gid, rdev, block_size, flags;
-};
-static_assert(sizeof(struct attributes) == 88, "layout");
-
-struct attr_out {
-    uint64_t valid_s;
-    uint32_t valid_ns, padding;
-    struct attributes attributes;
-};
-static_assert(sizeof(struct attr_out) == 104, "layout");
-
-struct entry_plus { /* struct fuse_direntplus; its name follows, and zeros up to a multiple of 8 */
-    uint64_t nodeid, generation, entry_s, attr_s;
-    uint32_t entry_ns, attr_ns;
-    struct attributes attributes;
-    uint64_t ino, next;
-    uint32_t name_length, type;
-};
-static_assert(sizeof(struct entry_plus) == 152, "layout");
-
 struct span {
     const char *start;
     size_t length;
 };
 
-/* How long the kernel may keep names and attributes, in ns, and what it is told of all files. */
+/* What the kernel is told of all files: how long it may keep names and attributes, and st_blksize. */
 struct keeping {
     uint64_t entry_ns, attr_ns;
     uint32_t block_size;
@@ -88,22 +68,29 @@ static inline bool is_entry(struct span key, struct span entry, struct span inod
     return key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT && is_inode(inode);
 }
 
-static inline struct attributes attributes_of(uint64_t ino, const struct inode_record *record, uint32_t block_size)
+static inline struct inode_record record_of(struct span inode)
 {
-    struct attributes found = {
+    struct inode_record record;
+    memcpy(&record, inode.start, sizeof record);
+    return record;
+}
+
+static inline struct fuse_attr attributes_of(uint64_t ino, struct inode_record record, uint32_t block_size)
+{
+    struct fuse_attr found = {
         .ino = ino,
-        .size = record->size,
-        .blocks = record->blocks,
-        .mode = record->mode,
-        .nlink = record->nlink,
-        .uid = record->uid,
-        .gid = record->gid,
-        .rdev = record->rdev,
-        .block_size = block_size,
+        .size = record.size,
+        .blocks = record.blocks,
+        .mode = record.mode,
+        .nlink = record.nlink,
+        .uid = record.uid,
+        .gid = record.gid,
+        .rdev = record.rdev,
+        .blksize = block_size,
     };
-    put_time(record->atime_ns, &found.atime, &found.atime_ns);
-    put_time(record->mtime_ns, &found.mtime, &found.mtime_ns);
-    put_time(record->ctime_ns, &found.ctime, &found.ctime_ns);
+    put_time(record.atime_ns, &found.atime, &found.atimensec);
+    put_time(record.mtime_ns, &found.mtime, &found.mtimensec);
+    put_time(record.ctime_ns, &found.ctime, &found.ctimensec);
     return found;
 }
 
@@ -111,37 +98,34 @@ static inline struct attributes attributes_of(uint64_t ino, const struct inode_r
 static inline size_t put_entry(char *out, size_t room, struct span key, struct span entry, struct span inode,
                                const struct keeping *keeping)
 {
-    struct entry_plus plus;
-    size_t name_length = entry.length - ENTRY_NAME_AT;
-    size_t length = (sizeof plus + name_length + 7) / 8 * 8;
-    if (length > room)
+    size_t name_length = entry.length - ENTRY_NAME_AT, length = sizeof(struct fuse_direntplus) + name_length;
+    size_t padded = (length + 7) / 8 * 8;
+    if (padded > room)
         return 0;
-    struct inode_record record;
-    memcpy(&record, inode.start, sizeof record);
+    struct inode_record record = record_of(inode);
     uint64_t ino = big_endian(entry.start);
-    plus = (struct entry_plus){
-        .nodeid = ino,
-        .entry_s = keeping->entry_ns / SECOND_NS,
-        .entry_ns = (uint32_t)(keeping->entry_ns % SECOND_NS),
-        .attr_s = keeping->attr_ns / SECOND_NS,
-        .attr_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
-        .attributes = attributes_of(ino, &record, keeping->block_size),
-        .ino = ino,
-        .next = big_endian(key.start + COOKIE_AT) + 1, /* 0 is the start */
-        .name_length = (uint32_t)name_length,
-        .type = record.mode >> 12 & 15,
+    const struct fuse_direntplus plus = {
+        .entry_out.nodeid = ino,
+        .entry_out.entry_valid = keeping->entry_ns / SECOND_NS,
+        .entry_out.entry_valid_nsec = keeping->entry_ns % SECOND_NS,
+        .entry_out.attr_valid = keeping->attr_ns / SECOND_NS,
+        .entry_out.attr_valid_nsec = keeping->attr_ns % SECOND_NS,
+        .entry_out.attr = attributes_of(ino, record, keeping->block_size),
+        .dirent.ino = ino,
+        .dirent.off = big_endian(key.start + COOKIE_AT) + 1, /* 0 is the start */
+        .dirent.namelen = (uint32_t)name_length,
+        .dirent.type = record.mode >> 12 & 15,
     };
     memcpy(out, &plus, sizeof plus);
     memcpy(out + sizeof plus, entry.start + ENTRY_NAME_AT, name_length);
-    memset(out + sizeof plus + name_length, 0, length - sizeof plus - name_length);
-    return length;
+    memset(out + length, 0, padded - length);
+    return padded;
 }
 
 /* Whether the inode has an ACL, which the kernel may ask for once it has been told of the inode. */
 static inline bool has_acl(struct span inode)
 {
-    struct inode_record record;
-    memcpy(&record, inode.start, sizeof record);
+    struct inode_record record = record_of(inode);
     return record.acl_length || record.default_acl_length;
 }
 
@@ -151,36 +135,30 @@ static inline bool has_acl(struct span inode)
  * changes of records pass here (note_record), so what is found here is always true.
  */
 #define DIRECTORIES_MAX 1024
-#define TYPE_MASK 0170000
-#define DIRECTORY_TYPE 0040000
 
 /* The answer about a directory, or NULL. */
-static inline struct attr_out *find_directory(struct attr_out *directories, uint64_t ino)
+static inline struct fuse_attr_out *find_directory(struct fuse_attr_out *directories, uint64_t ino)
 {
-    struct attr_out *place = directories + ino % DIRECTORIES_MAX;
-    return ino != 0 && place->attributes.ino == ino ? place : NULL;
+    struct fuse_attr_out *place = directories + ino % DIRECTORIES_MAX;
+    return ino != 0 && place->attr.ino == ino ? place : NULL;
 }
 
 /* A record has changed, if it is an inode's; an empty one: it has been erased. One with an ACL is left to others, who
  * say so to the kernel's other questions before they answer this one. */
-static inline void note_record(struct attr_out *directories, struct span key, struct span inode,
+static inline void note_record(struct fuse_attr_out *directories, struct span key, struct span inode,
                                const struct keeping *keeping)
 {
     if (key.length != 1 + sizeof(uint64_t) || key.start[0] != 'i')
         return;
     uint64_t ino = big_endian(key.start + 1);
-    struct attr_out *known = find_directory(directories, ino);
+    struct fuse_attr_out *known = find_directory(directories, ino);
     if (known != NULL)
-        known->attributes.ino = 0;
-    if (!is_inode(inode) || has_acl(inode))
-        return;
-    struct inode_record record;
-    memcpy(&record, inode.start, sizeof record);
-    if ((record.mode & TYPE_MASK) == DIRECTORY_TYPE)
-        directories[ino % DIRECTORIES_MAX] = (struct attr_out){
-            .valid_s = keeping->attr_ns / SECOND_NS,
-            .valid_ns = (uint32_t)(keeping->attr_ns % SECOND_NS),
-            .attributes = attributes_of(ino, &record, keeping->block_size),
+        known->attr.ino = 0;
+    if (is_inode(inode) && !has_acl(inode) && S_ISDIR(record_of(inode).mode))
+        directories[ino % DIRECTORIES_MAX] = (struct fuse_attr_out){
+            .attr_valid = keeping->attr_ns / SECOND_NS,
+            .attr_valid_nsec = keeping->attr_ns % SECOND_NS,
+            .attr = attributes_of(ino, record_of(inode), keeping->block_size),
         };
 }
 

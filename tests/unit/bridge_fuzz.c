@@ -25,8 +25,8 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    GETATTR, SETATTR, OPEN, WRITE, SETXATTR, GETXATTR, INIT, OPENDIR, FSYNCDIR, CREATE, INTERRUPT,
-    RELEASE, IOCTL, FALLOCATE, READDIRPLUS, LSEEK, COPY_FILE_RANGE, SYNCFS, TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
+    FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
+    FUSE_RELEASE, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
 static char *message_of(size_t size)
@@ -42,25 +42,25 @@ static void one_request(struct bridge *bridge)
     static const char capability[] = "security.capability";
     size_t size = below(4) ? below(200) : below(48);
     char *message = message_of(size);
-    struct in_header header = {
+    struct fuse_in_header header = {
         .len = below(8) ? (uint32_t)size : (uint32_t)random_bits(),
         .opcode = interesting[below(sizeof interesting / sizeof *interesting)],
         .unique = below(40),
         .nodeid = below(20),
     };
     memcpy(message, &header, size < sizeof header ? size : sizeof header);
-    if (header.opcode == GETXATTR && below(2) && size >= sizeof header + 8 + sizeof capability)
+    if (header.opcode == FUSE_GETXATTR && below(2) && size >= sizeof header + 8 + sizeof capability)
         memcpy(message + sizeof header + 8, capability, sizeof capability);
-    if (header.opcode == IOCTL && below(2) && size >= sizeof header + sizeof(struct ioctl_in)) {
-        struct ioctl_in in = {.command = (uint32_t)bridge->ioctl_type << 8,
+    if (header.opcode == FUSE_IOCTL && below(2) && size >= sizeof header + sizeof(struct fuse_ioctl_in)) {
+        struct fuse_ioctl_in in = {.cmd = (uint32_t)bridge->shared.ioctl_type << 8,
                               .in_size = (uint32_t)(size - sizeof header - sizeof in)};
         memcpy(message + sizeof header, &in, sizeof in);
     }
-    if (header.opcode == OPEN && below(2) && size >= sizeof header + sizeof(struct open_in)) {
-        struct open_in in = {.flags = below(4) ? 0 : (uint32_t)below(1 << 12)};
+    if (header.opcode == FUSE_OPEN && below(2) && size >= sizeof header + sizeof(struct fuse_open_in)) {
+        struct fuse_open_in in = {.flags = below(4) ? 0 : (uint32_t)below(1 << 12)};
         memcpy(message + sizeof header, &in, sizeof in);
     }
-    if (header.opcode == RELEASE && below(2) && size >= sizeof header + sizeof(uint64_t)) {
+    if (header.opcode == FUSE_RELEASE && below(2) && size >= sizeof header + sizeof(uint64_t)) {
         uint64_t handle = LENT_HANDLE | header.nodeid;
         memcpy(message + sizeof header, &handle, sizeof handle);
     }
@@ -70,17 +70,17 @@ static void one_request(struct bridge *bridge)
         abort(); /* whoever acts on a verdict reads the header */
     if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512 || answer.size > sizeof answer.attr))
         abort();
-    if (verdict == ANSWER && answer.error == 0 && header.opcode != OPEN && header.opcode != RELEASE
-        && header.opcode != GETATTR)
+    if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_OPEN && header.opcode != FUSE_RELEASE
+        && header.opcode != FUSE_GETATTR)
         abort(); /* of all others an error alone is an answer */
-    if (verdict == ANSWER && header.opcode == OPEN && answer.error == 0 && answer.open.fh != (LENT_HANDLE | header.nodeid))
+    if (verdict == ANSWER && header.opcode == FUSE_OPEN && answer.error == 0 && answer.open.fh != (LENT_HANDLE | header.nodeid))
         abort();
-    if (verdict == ANSWER && header.opcode == GETATTR
-        && (answer.size != sizeof answer.attr || answer.attr.attributes.ino != header.nodeid))
+    if (verdict == ANSWER && header.opcode == FUSE_GETATTR
+        && (answer.size != sizeof answer.attr || answer.attr.attr.ino != header.nodeid))
         abort();
-    if (verdict == ANSWER && answer.error == 0 && (header.opcode == OPEN || header.opcode == GETATTR) && bridge->sees_all)
+    if (verdict == ANSWER && answer.error == 0 && (header.opcode == FUSE_OPEN || header.opcode == FUSE_GETATTR) && bridge->shared.sees_all)
         abort(); /* somebody wants to see it */
-    bridge->sees_all = below(50) == 0;
+    bridge->shared.sees_all = below(50) == 0;
     free(message);
 }
 
@@ -88,12 +88,12 @@ static void one_reply(struct bridge *bridge)
 {
     size_t size = below(200);
     char *body = size ? message_of(size) : NULL;
-    struct out_header header = {.unique = below(40), .error = below(2) ? 0 : -(int)below(200)};
+    struct fuse_out_header header = {.unique = below(40), .error = below(2) ? 0 : -(int)below(200)};
     edit_reply(bridge, &header, body, size);
     free(body);
 }
 
-static struct span record_of(size_t usual)
+static struct span some_record(size_t usual)
 {
     size_t length = below(3) ? usual + below(3) : below(300);
     return (struct span){message_of(length), length};
@@ -101,7 +101,7 @@ static struct span record_of(size_t usual)
 
 static void one_entry(struct bridge *bridge)
 {
-    struct span key = record_of(ENTRY_KEY_SIZE), entry = record_of(20), inode = record_of(sizeof(struct inode_record));
+    struct span key = some_record(ENTRY_KEY_SIZE), entry = some_record(20), inode = some_record(sizeof(struct inode_record));
     const struct keeping keeping = {.entry_ns = random_bits(), .attr_ns = random_bits()};
     if (inode.length && below(4))
         *(char *)inode.start = RECORD_FORMAT;
@@ -112,7 +112,7 @@ static void one_entry(struct bridge *bridge)
         if (put_entry(out, room, key, entry, inode, &keeping) > room)
             abort();
     }
-    struct span changed = record_of(9);
+    struct span changed = some_record(9);
     if (changed.length == 9 && below(4)) {
         memset((char *)changed.start, 0, 8);
         *(char *)changed.start = 'i';
@@ -197,11 +197,11 @@ int main(int count, char **arguments)
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
     state = (count > 2 ? strtoull(arguments[2], NULL, 10) : 1) | 1;
     struct bridge *bridge = calloc(1, sizeof *bridge);
-    bridge->ioctl_type = 0xaf;
+    bridge->shared.ioctl_type = 0xaf;
     for (long i = 0; i < rounds; i++) {
         if (below(20000) == 0) {
-            bridge->wanted = random_bits();
-            bridge->max_background = (uint16_t)random_bits();
+            bridge->shared.wanted = random_bits();
+            bridge->shared.max_background = (uint16_t)random_bits();
             bridge->expected_count = 0;
         }
         bool silent = i / 20000 % 2; /* nobody answers, until no more answers can be expected */
@@ -218,7 +218,7 @@ int main(int count, char **arguments)
     free(opens);
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)
-        seen += bridge->counts[i][0];
+        seen += bridge->shared.counts[i][0];
     printf("%llu\n", (unsigned long long)seen);
     free(bridge);
     return 0;

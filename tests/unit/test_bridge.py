@@ -2,6 +2,7 @@
 kernel.
 """
 
+import ctypes
 import errno
 import logging
 import struct
@@ -328,17 +329,14 @@ class FakeExtension:
     """Stands for aifs.fuse._bridge."""
 
     def __init__(self, connected: bool = True, granted: int = bridge.WANTED) -> None:
-        self.connected, self.granted = connected, granted
-        self.configured: tuple[Any, ...] = ()
+        self.shared = bytearray(ctypes.sizeof(bridge.Shared))
+        self._connected, self._granted = connected, granted
+        self.on_request: Any = nothing
 
-    def configure(self, *args: Any) -> None:
-        self.configured = args
-
-    def connection(self) -> int:
-        return 9 if self.connected else -1
-
-    def negotiated(self) -> tuple[int, int]:
-        return self.granted, self.granted
+    def configure(self, on_request: Any) -> None:
+        self.on_request = on_request
+        shared = bridge.Shared.from_buffer(self.shared)
+        shared.device, shared.granted = 9 if self._connected else -1, self._granted
 
 
 def kernel(chosen: str) -> Any:
@@ -377,7 +375,7 @@ def test_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_switched_off_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     extension = FakeExtension(connected=False)
     assert missing(monkeypatch, extension, chosen="off") == []
-    assert extension.configured[0] is None
+    assert extension.on_request is None
 
 
 @pytest.mark.parametrize("chosen", ["auto", "require"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import NotFound
 from aifs.fuse import extension
-from aifs.fuse.bridge import listing_reply
+from aifs.fuse.bridge import Bridge, listing_reply
 from aifs.meta import keys
 from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Inode, encode_entry
@@ -53,7 +53,13 @@ def parts(reply: bytes) -> list[tuple[SimpleNamespace, bytes]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def timeouts() -> None:
-    extension.configure(None, 0, 0, 0, False, 86400_250_000_000, 1_500_000_000, 65536)
+    Bridge(
+        SimpleNamespace(  # type: ignore[arg-type]
+            bridge="off", max_background=0, entry_timeout_s=86400.25, attr_timeout_s=1.5
+        ),
+        lambda *_: False,
+        busy_polls=False,
+    )
 
 
 @given(PLACES, st.booleans())
