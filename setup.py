@@ -8,7 +8,12 @@ setup(
         Extension(
             "aifs.fuse._bridge",
             sources=["aifs/fuse/bridge.c"],
-            depends=["aifs/fuse/messages.h", "aifs/fuse/opens.h", "aifs/fuse/records.h"],
+            depends=[
+                "aifs/fuse/directories.h",
+                "aifs/fuse/messages.h",
+                "aifs/fuse/opens.h",
+                "aifs/fuse/records.h",
+            ],
             # Functions of a module have parameters whether they need them or not.
             extra_compile_args=["-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,

@@ -18,6 +18,10 @@ class Kernel:
     def see_all(self, on: bool) -> None:
         """Whether all requests are to come to us, also those that can be answered without us."""
 
+    def begin_directory(self, ino: int) -> None:
+        """The transaction that comes next makes this directory; whether names are in it can be
+        known from the changes of records."""
+
     def drop_attributes(self, ino: int) -> None:
         """An inode's attributes have changed without the kernel having asked for it. It is waiting
         for an answer about this inode."""

@@ -42,7 +42,7 @@ struct custom_io {
 #define TURN_NS 1000000
 #define BUSY_POLL_NS 40000
 
-static struct bridge bridge = {.shared.device = -1};
+static struct bridge bridge = {.state.device = -1};
 static PyObject *on_request; /* NULL: switched off */
 static size_t handed_over;   /* requests that Python has not yet answered */
 
@@ -52,7 +52,7 @@ static int send_reply(uint64_t unique, int error, const void *data, size_t size)
 {
     struct fuse_out_header header = {(uint32_t)(sizeof header + size), -error, unique};
     struct iovec parts[] = {{&header, sizeof header}, {(void *)data, size}};
-    return writev(bridge.shared.device, parts, size ? 2 : 1) < 0 ? -1 : 0;
+    return writev(bridge.state.device, parts, size ? 2 : 1) < 0 ? -1 : 0;
 }
 
 /* Have the kernel ask again for the attributes of an inode. It waits for an answer about it, so this does not block; if
@@ -122,7 +122,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
             break;
         }
         if (verdict == ANSWER) {
-            bridge.shared.counts[header->opcode][1]++;
+            bridge.state.counts[header->opcode][1]++;
             if (answer.is_access)
                 drop_attributes(header->nodeid);
             send_reply(header->unique, answer.error, &answer.open, answer.size);
@@ -133,7 +133,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
                 send_reply(header->unique, EIO, NULL, 0);
         }
         uint64_t now_ns = clock_ns(CLOCK_MONOTONIC);
-        bool waits = bridge.shared.busy_polls && handed_over == 0;
+        bool waits = bridge.state.busy_polls && handed_over == 0;
         end_ns = end_ns ? end_ns : now_ns + TURN_NS;
         if (waits && released == NULL)
             released = PyEval_SaveThread();
@@ -173,7 +173,7 @@ static void take_over(void *libfuse, struct fuse_session *session)
     else if (custom_io != NULL)
         failed = custom_io(session, &io, fd);
     if (!failed) {
-        bridge.shared.device = fd;
+        bridge.state.device = fd;
         /* A request may be withdrawn after it was announced: then read() would wait for another one, with the GIL. */
         fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     }
@@ -201,7 +201,7 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
 /* --- the Python module; aifs/fuse/bridge.py says what its functions are for --- */
 
 /*
- * configure(on_request): use the bridge for the next mount, as `shared` says from then on. None: do not.
+ * configure(on_request): use the bridge for the next mount, as `state` says from then on. None: do not.
  *
  * on_request(opcode, unique, nodeid, (uid, gid, pid), body) is called for each request that only Python can answer, on
  * the thread that reads requests; it returns at once, true if reply() will be called. For INTERRUPT it returns whether
@@ -210,7 +210,7 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
 static PyObject *configure(PyObject *self, PyObject *callable)
 {
     memset(&bridge, 0, sizeof bridge);
-    bridge.shared.device = -1;
+    bridge.state.device = -1;
     handed_over = 0;
     Py_XSETREF(on_request, callable == Py_None ? NULL : Py_NewRef(callable));
     Py_RETURN_NONE;
@@ -239,22 +239,23 @@ static struct span span_of(PyObject *bytes)
 }
 
 /*
- * listing(entries, inodes, size, are_kept): the reply to READDIRPLUS with as many entries as fit into size; entries as
- * the list of (key, record), inodes as that of the records they lead to. are_kept: the kernel may keep the names.
- * Raises ValueError for what cannot be read.
+ * listing(entries, inodes, size, are_kept, is_last): the reply to READDIRPLUS with as many entries as fit into size, and
+ * how many these are; entries as the list of (key, record), inodes as that of the records they lead to. are_kept: the
+ * kernel may keep the names. is_last: there are no more. Raises ValueError for what cannot be read.
  */
 static PyObject *listing(PyObject *self, PyObject *args)
 {
     PyObject *entries, *inodes;
     unsigned int size;
-    int are_kept;
-    if (!PyArg_ParseTuple(args, "O!O!Ip", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &are_kept))
+    int are_kept, is_last;
+    if (!PyArg_ParseTuple(args, "O!O!Ipp", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &are_kept, &is_last))
         return NULL;
-    struct keeping keeping = bridge.shared.keeping;
+    struct keeping keeping = bridge.state.keeping;
     keeping.entry_ns = are_kept ? keeping.entry_ns : 0;
     PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
-    size_t used = 0, length = 1;
-    for (Py_ssize_t i = 0; reply && length && i < PyList_GET_SIZE(entries) && i < PyList_GET_SIZE(inodes); i++) {
+    size_t used = 0;
+    Py_ssize_t i = 0;
+    for (; reply && i < PyList_GET_SIZE(entries) && i < PyList_GET_SIZE(inodes); i++) {
         PyObject *pair = PyList_GET_ITEM(entries, i);
         bool is_pair = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2;
         struct span key = span_of(is_pair ? PyTuple_GET_ITEM(pair, 0) : Py_None);
@@ -266,13 +267,17 @@ static PyObject *listing(PyObject *self, PyObject *args)
             break;
         }
         if (has_acl(inode))
-            note_acl(&bridge.shared, big_endian(entry.start));
-        length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
+            note_acl(&bridge.state, big_endian(entry.start));
+        size_t length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
+        if (length == 0)
+            break;
         used += length;
+        if (is_last && i + 1 == PyList_GET_SIZE(entries))
+            note_end(&bridge.directories, key);
     }
-    if (reply != NULL)
-        _PyBytes_Resize(&reply, (Py_ssize_t)used);
-    return reply;
+    if (reply == NULL || _PyBytes_Resize(&reply, (Py_ssize_t)used) < 0)
+        return NULL;
+    return Py_BuildValue("Nn", reply, i);
 }
 
 /* note_records(writes): records have changed, as a dict of keys and records; None: erased. */
@@ -280,7 +285,7 @@ static PyObject *note_records(PyObject *self, PyObject *writes)
 {
     PyObject *key, *record;
     for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
-        note_record(bridge.directories, span_of(key), span_of(record), &bridge.shared.keeping);
+        note_record(&bridge.directories, bridge.state.fresh, span_of(key), span_of(record), &bridge.state.keeping);
     Py_RETURN_NONE;
 }
 
@@ -345,13 +350,13 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
-/* Also `shared`: the memory of struct shared. */
+/* Also `state`: the memory of struct state. */
 PyMODINIT_FUNC PyInit__bridge(void)
 {
     PyObject *made = PyModule_Create(&module);
-    PyObject *shared = PyMemoryView_FromMemory((char *)&bridge.shared, sizeof bridge.shared, PyBUF_WRITE);
-    if (made != NULL && PyModule_AddObjectRef(made, "shared", shared) < 0)
+    PyObject *state = PyMemoryView_FromMemory((char *)&bridge.state, sizeof bridge.state, PyBUF_WRITE);
+    if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
-    Py_XDECREF(shared);
+    Py_XDECREF(state);
     return made;
 }

@@ -65,7 +65,7 @@ _BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
 _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
-_OPCODES, _ACLS = 64, 1 << 20
+_OPCODES, _FRESH, _ACLS = 64, 4096, 1 << 20
 
 ALL_COST = (
     "files are not passed through to the burst tier; "
@@ -97,13 +97,14 @@ class _Keeping(ctypes.Structure):
 
     _fields_ = [
         ("entry_ns", ctypes.c_uint64),
+        ("absent_ns", ctypes.c_uint64),
         ("attr_ns", ctypes.c_uint64),
         ("block_size", ctypes.c_uint32),
     ]
 
 
-class Shared(ctypes.Structure):
-    """struct shared of messages.h, which says what its fields are."""
+class BridgeState(ctypes.Structure):
+    """struct state of messages.h, which says what its fields are."""
 
     _fields_ = [
         ("wanted", ctypes.c_uint64),
@@ -120,6 +121,7 @@ class Shared(ctypes.Structure):
         ("offered", ctypes.c_uint64),
         ("granted", ctypes.c_uint64),
         ("counts", (ctypes.c_uint64 * 2) * _OPCODES),
+        ("fresh", ctypes.c_uint64 * _FRESH),
         ("acls", ctypes.c_uint8 * (_ACLS // 8)),
     ]
 
@@ -137,11 +139,12 @@ def reply(unique: int, number: int, data: bytes) -> None:
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 
-def listing_reply(listing: Listing, size: int, are_kept: bool) -> bytes:
-    """The answer to READDIRPLUS with as many of the entries as fit into ``size``. ``are_kept``: the
-    kernel may keep the names, else the attributes alone.
+def listing_reply(listing: Listing, size: int, are_kept: bool, is_last: bool) -> tuple[bytes, int]:
+    """The answer to READDIRPLUS with as many of the entries as fit into ``size``, and how many that
+    is. ``are_kept``: the kernel may keep the names, else the attributes alone. ``is_last``: there
+    are no more; then what is behind the last one is not asked of us unless a name is added.
     """
-    return extension.listing(listing.entries, listing.inodes, size, are_kept)
+    return extension.listing(listing.entries, listing.inodes, size, are_kept, is_last)
 
 
 class Bridge:
@@ -160,32 +163,33 @@ class Bridge:
         wanted = kernel.bridge != "off"
         if extension is not None:
             extension.configure(on_request if wanted else None)
-            self._shared = Shared.from_buffer(extension.shared)
-            self._shared.wanted = WANTED
-            self._shared.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
-            self._shared.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)
-            self._shared.keeping.block_size = PREFERRED_IO
-            self._shared.max_background = kernel.max_background
-            self._shared.ioctl_type = ioctl.TYPE
-            self._shared.busy_polls = busy_polls
+            self._state = BridgeState.from_buffer(extension.state)
+            self._state.wanted = WANTED
+            self._state.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
+            self._state.keeping.absent_ns = int(kernel.negative_timeout_s * 10**9)
+            self._state.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)
+            self._state.keeping.block_size = PREFERRED_IO
+            self._state.max_background = kernel.max_background
+            self._state.ioctl_type = ioctl.TYPE
+            self._state.busy_polls = busy_polls
         elif wanted:
             raise MountError(
                 f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; "
                 f"{NOT_BUILT}; or mount with -o kernel.bridge=off. The cost of that: {ALL_COST}"
             )
         else:
-            self._shared = Shared(device=-1)
+            self._state = BridgeState(device=-1)
 
     @property
     def in_use(self) -> bool:
-        return self._shared.device >= 0
+        return self._state.device >= 0
 
     @property
     def passes_through(self) -> bool:
         """Whether the kernel passes files through for us; known when the mount has answered a
         request.
         """
-        return self.in_use and bool(self._shared.granted & PASSTHROUGH) and may_pass_through()
+        return self.in_use and bool(self._state.granted & PASSTHROUGH) and may_pass_through()
 
     def check(self) -> None:
         """After mounting: raise MountError if a bridge that is required is not in use."""
@@ -197,7 +201,7 @@ class Bridge:
 
     def disconnect(self) -> None:
         """The mount ends. Backing files are the kernel's to close then."""
-        self._shared.device = -1
+        self._state.device = -1
 
     def attach(self, fd: int) -> int:
         """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked
@@ -229,27 +233,33 @@ class Bridge:
 
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""
-        self._shared.sees_all = on
+        self._state.sees_all = on
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is
         awaited.
         """
-        return bool(self._shared.kill_privileges)
+        return bool(self._state.kill_privileges)
 
     def last_request(self) -> tuple[int, int, int]:
         """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before
         anything is awaited.
         """
-        shared = self._shared
-        return (shared.nodeid, shared.uid, shared.pid) if self.in_use else (0, -1, -1)
+        state = self._state
+        return (state.nodeid, state.uid, state.pid) if self.in_use else (0, -1, -1)
 
     def note_acl(self, ino: int) -> None:
         """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
         it.
         """
         byte, bit = divmod(ino % _ACLS, 8)
-        self._shared.acls[byte] |= 1 << bit
+        self._state.acls[byte] |= 1 << bit
+
+    def begin_directory(self, ino: int) -> None:
+        """An inode that does not exist yet may become a directory, of which all names pass
+        ``note_records``.
+        """
+        self._state.fresh[ino % _FRESH] = ino
 
     def note_records(self, writes: Writes, _: int) -> None:
         """A transaction has changed these records of the metadata store. The kernel asks for the
@@ -265,7 +275,7 @@ class Bridge:
         requests, answered = (
             {
                 str(opcode): told[place]
-                for opcode, told in enumerate(self._shared.counts)
+                for opcode, told in enumerate(self._state.counts)
                 if told[place]
             }
             for place in (0, 1)
@@ -280,7 +290,7 @@ class Bridge:
             return []
         if not self.in_use:
             return [MissingPart("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
-        if not self._shared.granted & PASSTHROUGH:
+        if not self._state.granted & PASSTHROUGH:
             return [
                 MissingPart("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)
             ]
@@ -299,7 +309,7 @@ class Bridge:
         """What an ioctl of the mount's descriptor returns. Raises OSError."""
         if not self.in_use:
             raise OSError(errno.EBADF, "the mount has ended")
-        return fcntl.ioctl(self._shared.device, request, bytearray(argument))
+        return fcntl.ioctl(self._state.device, request, bytearray(argument))
 
 
 def _lent(found: bytes) -> list[Lent]:

@@ -20,6 +20,7 @@ from aifs.files.types import Caller
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
+from aifs.meta.keys import entry_numbers
 from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
@@ -322,12 +323,16 @@ class HandedOver:
         # attributes as those of the time when it asked.
         offset, size = _READDIR.unpack_from(body)
         directory = await self._fs.getattr(nodeid) if offset < LAST_DOT else None
-        cookie = max(offset, LAST_DOT) - 1
-        listing = await self._fs.readdir(nodeid, cookie, size // _SHORTEST_ENTRY)
+        cookie, limit = max(offset, LAST_DOT) - 1, size // _SHORTEST_ENTRY
+        listing = await self._fs.readdir(nodeid, cookie, limit)
         if directory is not None:
             listing.put_dots(directory, offset)
         has_pointers = any(parent == nodeid for parent, _ in self._fs.pointers)
-        return listing_reply(listing, size, not has_pointers)
+        data, count = listing_reply(listing, size, not has_pointers, listing.is_last)
+        if count and not listing.is_last and self._nursery is not None:
+            _, reached = entry_numbers(listing.entries[count - 1][0])
+            self._nursery.start_soon(self._fs.read_ahead, nodeid, reached, limit)
+        return data
 
     @answers
     async def lseek(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

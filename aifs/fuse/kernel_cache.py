@@ -17,6 +17,7 @@ import trio
 
 from aifs.files.kernel import Kernel
 from aifs.fuse.bridge import Bridge, MissingPart
+from aifs.meta import keys
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class KernelCache(Kernel):
         if self._bridge is not None:
             self._bridge.see_all(on)
 
+    def begin_directory(self, ino: int) -> None:
+        if self._bridge is not None:
+            self._bridge.begin_directory(ino)
+
     def status(self) -> dict[str, Any]:
         """As the filesystem's ``Kernel``; {} before the mount is announced."""
         if self._bridge is None:
@@ -98,7 +103,10 @@ class KernelCache(Kernel):
         waiting for a lock that the kernel holds for the request that we are answering. Then it
         happens when they have been answered.
         """
-        done = self._start(_of_names(list(names)))
+        names = list(names)
+        if self._bridge is not None:  # it keeps nothing of a name that may come at any time
+            self._bridge.note_records({keys.dentry(*name): b"?" for name in names}, 0)
+        done = self._start(_of_names(names))
         with trio.move_on_after(FORGET_S):
             await done.wait()
 

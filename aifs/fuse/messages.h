@@ -19,8 +19,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "directories.h"
 #include "opens.h"
-#include "records.h"
 
 /* --- the protocol, as far as <linux/fuse.h> may lack it --- */
 
@@ -62,6 +62,7 @@ struct kind {
     uint16_t kill;        /* the one among them that asks to clear the set-id bits */
 };
 static const struct kind kinds[OPCODES] = {
+    [FUSE_LOOKUP] = {.least = 2},
     [FUSE_SETATTR] = {.least = 88, .flags_at = 0, .kill = FATTR_KILL_SUIDGID},
     [FUSE_OPEN] = {.least = 8, .flags_at = 4, .kill = FUSE_OPEN_KILL_SUIDGID},
     [FUSE_WRITE] = {.least = 40, .flags_at = 20, .kill = FUSE_WRITE_KILL_SUIDGID},
@@ -96,8 +97,8 @@ struct expected {
     uint32_t opcode;
 };
 
-/* What Python reads and writes in place: class Shared of aifs/fuse/bridge.py, field for field. */
-struct shared {
+/* What Python reads and writes in place: class BridgeState of aifs/fuse/bridge.py, field for field. */
+struct state {
     /* Chosen before the mount. */
     uint64_t wanted; /* flags of INIT to ask for where the kernel offers them */
     struct keeping keeping;
@@ -115,16 +116,17 @@ struct shared {
 
     uint64_t offered, granted;   /* flags of INIT; 0 before */
     uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
+    uint64_t fresh[FRESH_MAX];   /* directories all of whose names have been noted, each in its place by its number */
     uint8_t acls[ACLS_MAX / 8];  /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
 };
 
 struct bridge {
-    struct shared shared;
+    struct state state;
     uint64_t plain[PLAIN_MAX]; /* inodes known to have no security.capability, by a hash of their number */
     uint64_t xattr_changes;
     struct expected expected[EXPECTED_MAX];
     size_t expected_count;
-    struct fuse_attr_out directories[DIRECTORIES_MAX];
+    struct directories directories;
     struct opens opens;
 };
 
@@ -135,6 +137,7 @@ struct answer {
     union {
         struct open_out open;
         struct fuse_attr_out attr;
+        struct fuse_entry_out entry;
     };
 };
 
@@ -162,21 +165,21 @@ static inline bool asks_for(const char *body, size_t size, const char *start, si
     return size >= at + length && memcmp(body + at, start, length) == 0;
 }
 
-static inline void note_acl(struct shared *shared, uint64_t nodeid)
+static inline void note_acl(struct state *state, uint64_t nodeid)
 {
-    shared->acls[nodeid % ACLS_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
+    state->acls[nodeid % ACLS_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
 }
 
-static inline bool may_have_acl(const struct shared *shared, uint64_t nodeid)
+static inline bool may_have_acl(const struct state *state, uint64_t nodeid)
 {
-    return shared->acls[nodeid % ACLS_MAX / 8] >> nodeid % 8 & 1;
+    return state->acls[nodeid % ACLS_MAX / 8] >> nodeid % 8 & 1;
 }
 
 /* Whether an OPEN is answered here: for reading, of an inode that is lent. */
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct fuse_open_in *in, uint64_t now_ns,
                               struct answer *answer)
 {
-    if (bridge->shared.sees_all || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
+    if (bridge->state.sees_all || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
         return false;
     const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
     if (lent == NULL)
@@ -204,7 +207,7 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
 {
     static const char acl[] = "system.posix_acl_", capability[] = "security.capability";
     if (asks_for(body, size, acl, sizeof acl - 1))
-        return may_have_acl(&bridge->shared, header->nodeid) ? PASS : refuse(answer, ENODATA);
+        return may_have_acl(&bridge->state, header->nodeid) ? PASS : refuse(answer, ENODATA);
     if (!asks_for(body, size, capability, sizeof capability))
         return PASS;
     if (header->nodeid != 0 && bridge->plain[header->nodeid % PLAIN_MAX] == header->nodeid)
@@ -217,18 +220,18 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
 static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, uint64_t now_ns,
                                            struct answer *answer)
 {
-    struct shared *shared = &bridge->shared;
+    struct state *state = &bridge->state;
     struct fuse_in_header *header = message;
     *answer = (struct answer){0};
-    shared->kill_privileges = false;
+    state->kill_privileges = false;
     if (size < sizeof *header || header->len != size)
         return PASS; /* libfuse says what it thinks of it */
-    shared->nodeid = header->nodeid;
-    shared->uid = header->uid;
-    shared->pid = header->pid;
+    state->nodeid = header->nodeid;
+    state->uid = header->uid;
+    state->pid = header->pid;
     if (header->opcode >= OPCODES)
         return PASS;
-    shared->counts[header->opcode][0]++;
+    state->counts[header->opcode][0]++;
     const struct kind *kind = &kinds[header->opcode];
     void *body = header + 1;
     size -= sizeof *header;
@@ -237,25 +240,40 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     if (kind->kill) {
         uint32_t flags;
         memcpy(&flags, (char *)body + kind->flags_at, sizeof flags);
-        shared->kill_privileges = flags & kind->kill;
+        state->kill_privileges = flags & kind->kill;
     }
 
     switch (header->opcode) {
     case FUSE_INIT: {
         const struct fuse_init_in *in = body;
         if (size >= sizeof *in) {
-            shared->offered = in->flags | (in->flags & FUSE_INIT_EXT ? (uint64_t)in->flags2 << 32 : 0);
+            state->offered = in->flags | (in->flags & FUSE_INIT_EXT ? (uint64_t)in->flags2 << 32 : 0);
             expect_reply(bridge, header);
         }
         return PASS;
     }
     case FUSE_GETATTR: {
-        const struct fuse_attr_out *found = find_directory(bridge->directories, header->nodeid);
-        if (found == NULL || shared->sees_all)
+        const struct fuse_attr_out *found = find_directory(&bridge->directories, header->nodeid);
+        if (found == NULL || state->sees_all)
             return PASS;
         answer->attr = *found;
         answer->size = sizeof answer->attr;
         return ANSWER;
+    }
+    case FUSE_LOOKUP: {
+        const struct span name = {body, size - 1}; /* behind it is a zero */
+        if (state->sees_all || !is_absent(&bridge->directories, state->fresh, header->nodeid, name))
+            return PASS;
+        answer->entry.entry_valid = state->keeping.absent_ns / SECOND_NS;
+        answer->entry.entry_valid_nsec = state->keeping.absent_ns % SECOND_NS;
+        answer->size = sizeof answer->entry;
+        return ANSWER;
+    }
+    case FUSE_READDIRPLUS: {
+        const struct fuse_read_in *in = body;
+        const struct end *end = end_of(&bridge->directories, header->nodeid);
+        bool is_end = end->ino == header->nodeid && end->offset == in->offset && !state->sees_all;
+        return is_end ? ANSWER : HAND_OVER;
     }
     case FUSE_RELEASE: {
         uint64_t handle;
@@ -280,7 +298,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         return examine_getxattr(bridge, header, body, size, answer);
     case FUSE_OPENDIR:
         /* Told once, the kernel opens directories by itself from then on, and caches what it has listed. */
-        return shared->offered & shared->wanted & FUSE_NO_OPENDIR_SUPPORT ? refuse(answer, ENOSYS) : PASS;
+        return state->offered & state->wanted & FUSE_NO_OPENDIR_SUPPORT ? refuse(answer, ENOSYS) : PASS;
     case FUSE_FSYNCDIR:
         /* A directory's handle is its inode number; the kernel has none to send when it did not ask OPENDIR. */
         memcpy(body, &header->nodeid, sizeof header->nodeid);
@@ -288,7 +306,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     case FUSE_IOCTL: {
         const struct fuse_ioctl_in *in = body;
         uint32_t type = in->cmd >> 8 & 0xff;
-        if (type != shared->ioctl_type && type != 'f' && type != 'X') /* two of them are chattr's */
+        if (type != state->ioctl_type && type != 'f' && type != 'X') /* two of them are chattr's */
             return refuse(answer, ENOTTY); /* isatty(3), which Python's open() calls, among others */
         return size - sizeof *in == in->in_size ? HAND_OVER : refuse(answer, EINVAL);
     }
@@ -301,22 +319,22 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
 
 /* --- replies --- */
 
-static inline void edit_init(struct shared *shared, struct fuse_init_out *out)
+static inline void edit_init(struct state *state, struct fuse_init_out *out)
 {
     uint64_t flags = out->flags | (out->flags & FUSE_INIT_EXT ? (uint64_t)out->flags2 << 32 : 0);
-    flags |= shared->offered & (shared->wanted | FUSE_INIT_EXT);
+    flags |= state->offered & (state->wanted | FUSE_INIT_EXT);
     if (flags & FUSE_EXPLICIT_INVAL_DATA)
         flags &= ~(uint64_t)FUSE_AUTO_INVAL_DATA; /* where both are set, the kernel takes this one */
     if (flags & INIT_PASSTHROUGH)
         memcpy((char *)out + MAX_STACK_DEPTH_AT, &(uint32_t){1}, sizeof(uint32_t));
-    if (shared->max_background) {
-        out->max_background = shared->max_background;
-        out->congestion_threshold = (uint16_t)(shared->max_background - shared->max_background / 4);
+    if (state->max_background) {
+        out->max_background = state->max_background;
+        out->congestion_threshold = (uint16_t)(state->max_background - state->max_background / 4);
     }
     out->flags = (uint32_t)flags;
     if (flags & FUSE_INIT_EXT)
         out->flags2 = (uint32_t)(flags >> 32);
-    shared->granted = flags;
+    state->granted = flags;
 }
 
 static inline void edit_open(struct open_out *out)
@@ -346,7 +364,7 @@ static inline void edit_reply(struct bridge *bridge, const struct fuse_out_heade
 
     uint64_t plain = 0; /* an inode that has no security.capability */
     if (request.opcode == FUSE_INIT && header->error == 0 && size >= sizeof(struct fuse_init_out)) {
-        edit_init(&bridge->shared, body);
+        edit_init(&bridge->state, body);
     } else if (request.opcode == FUSE_OPEN && header->error == 0 && size >= sizeof(struct open_out)) {
         edit_open(body);
     } else if (request.opcode == FUSE_CREATE && header->error == 0 && size >= sizeof(struct create_out)) {

@@ -1,6 +1,5 @@
 /*
- * Records of the metadata store as the kernel wants them: the reply to READDIRPLUS, and that to GETATTR of directories.
- * Pure: no I/O, no Python.
+ * Records of the metadata store as the kernel wants them. Pure: no I/O, no Python.
  *
  * What is read of them is documented with their codecs: the end of an entry's key (aifs/meta/keys.py), an entry, and
  * the head of an inode's record (aifs/meta/records.py). Nothing beyond the given lengths is touched.
@@ -14,7 +13,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #define RECORD_FORMAT 1
 
@@ -35,9 +33,9 @@ struct span {
     size_t length;
 };
 
-/* What the kernel is told of all files: how long it may keep names and attributes, and st_blksize. */
+/* What the kernel is told of all files: how long it may keep names, that there is none, and attributes; st_blksize. */
 struct keeping {
-    uint64_t entry_ns, attr_ns;
+    uint64_t entry_ns, absent_ns, attr_ns;
     uint32_t block_size;
 };
 
@@ -68,7 +66,7 @@ static inline bool is_entry(struct span key, struct span entry, struct span inod
     return key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT && is_inode(inode);
 }
 
-static inline struct inode_record record_of(struct span inode)
+static inline struct inode_record decoded(struct span inode)
 {
     struct inode_record record;
     memcpy(&record, inode.start, sizeof record);
@@ -102,7 +100,7 @@ static inline size_t put_entry(char *out, size_t room, struct span key, struct s
     size_t padded = (length + 7) / 8 * 8;
     if (padded > room)
         return 0;
-    struct inode_record record = record_of(inode);
+    struct inode_record record = decoded(inode);
     uint64_t ino = big_endian(entry.start);
     const struct fuse_direntplus plus = {
         .entry_out.nodeid = ino,
@@ -125,41 +123,8 @@ static inline size_t put_entry(char *out, size_t room, struct span key, struct s
 /* Whether the inode has an ACL, which the kernel may ask for once it has been told of the inode. */
 static inline bool has_acl(struct span inode)
 {
-    struct inode_record record = record_of(inode);
+    struct inode_record record = decoded(inode);
     return record.acl_length || record.default_acl_length;
-}
-
-/*
- * Directories that were changed lately, each as GETATTR of it is answered. After each change of a name the kernel asks
- * anew for the attributes of its directory, before the next name in it is used. They are those on record, and all
- * changes of records pass here (note_record), so what is found here is always true.
- */
-#define DIRECTORIES_MAX 1024
-
-/* The answer about a directory, or NULL. */
-static inline struct fuse_attr_out *find_directory(struct fuse_attr_out *directories, uint64_t ino)
-{
-    struct fuse_attr_out *place = directories + ino % DIRECTORIES_MAX;
-    return ino != 0 && place->attr.ino == ino ? place : NULL;
-}
-
-/* A record has changed, if it is an inode's; an empty one: it has been erased. One with an ACL is left to others, who
- * say so to the kernel's other questions before they answer this one. */
-static inline void note_record(struct fuse_attr_out *directories, struct span key, struct span inode,
-                               const struct keeping *keeping)
-{
-    if (key.length != 1 + sizeof(uint64_t) || key.start[0] != 'i')
-        return;
-    uint64_t ino = big_endian(key.start + 1);
-    struct fuse_attr_out *known = find_directory(directories, ino);
-    if (known != NULL)
-        known->attr.ino = 0;
-    if (is_inode(inode) && !has_acl(inode) && S_ISDIR(record_of(inode).mode))
-        directories[ino % DIRECTORIES_MAX] = (struct fuse_attr_out){
-            .attr_valid = keeping->attr_ns / SECOND_NS,
-            .attr_valid_nsec = keeping->attr_ns % SECOND_NS,
-            .attr = attributes_of(ino, record_of(inode), keeping->block_size),
-        };
 }
 
 #endif

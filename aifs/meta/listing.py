@@ -21,7 +21,7 @@ class Listing:
     cookie). What may be put in place of a record: that of the inode as it is in core.
     """
 
-    __slots__ = ("entries", "inodes", "seq")
+    __slots__ = ("entries", "inodes", "is_last", "seq")
 
     def __init__(self, entries: list[tuple[bytes, bytes]], inodes: list[bytes], seq: int) -> None:
         self.entries = entries
@@ -30,6 +30,8 @@ class Listing:
         """The record of the inode of each."""
         self.seq = seq
         """Of the view that has read them."""
+        self.is_last = False
+        """The directory has no more entries behind these."""
 
     def __len__(self) -> int:
         return len(self.entries)

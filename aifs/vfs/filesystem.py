@@ -281,6 +281,7 @@ class Filesystem:
         self.unlink = names.unlink
         self.rmdir = names.rmdir
         self.readdir = names.readdir
+        self.read_ahead = names.read_ahead
         self.fsyncdir = names.fsyncdir
         self.forget = names.forget
         self.remove_tree = names.remove_tree

@@ -5,9 +5,10 @@
 import os
 import stat
 import time
+from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Invalid, NameTooLong, NotFound
+from aifs.core.errors import FsError, Invalid, NameTooLong, NotFound
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
@@ -25,6 +26,7 @@ from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
 
 _READDIR_BATCH = 32  # where nobody says how many a reply holds
+_AHEAD_MAX = 8  # listings that are read ahead
 
 
 class Names:
@@ -59,6 +61,8 @@ class Names:
         """Files that have no name, which the kernel may know by their inodes."""
         self._nameless: set[int] = set()
         """Those orphans that may still get a name."""
+        self._ahead: dict[tuple[int, int, int], Listing] = {}
+        """Parts of directories that are likely to be asked for, by (ino, cookie, limit)."""
 
     async def lookup(self, parent: int, name: bytes) -> Inode:
         if self._trash.holds(parent):
@@ -116,8 +120,9 @@ class Names:
         return await self._create(await self._ids.take(), parent, name, mode, caller, rdev)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
-        mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        return await self._create(await self._ids.take(), parent, name, mode, caller)
+        ino, mode = await self._ids.take(), stat.S_IFDIR | stat.S_IMODE(mode)
+        self._kernel.begin_directory(ino)
+        return await self._create(ino, parent, name, mode, caller)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
         if len(target) > namespace.SYMLINK_MAX:
@@ -226,9 +231,12 @@ class Names:
         An entry that exists during the whole listing appears exactly once, whatever else changes. A
         directory that has been removed, which some process may still be in, has none.
         """
+        listing = self._ahead.pop((ino, cookie, limit), None)
         if self._trash.holds(ino):
-            return Listing([], [], self._engine.seq)
-        listing = await self._engine.view(list_directory, ino, cookie, limit)
+            listing = Listing([], [], self._engine.seq)
+        elif listing is None or listing.seq != self._engine.seq:
+            listing = await self._engine.view(list_directory, ino, cookie, limit)
+        listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
         opened = self._io.open
         if opened and not opened.keys().isdisjoint(listing.inos):
             for place, child in enumerate(listing.inos):
@@ -236,6 +244,17 @@ class Names:
                 if file is not None:
                     listing.inodes[place] = self._io.attributes(file).encode()
         return listing
+
+    async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:
+        """Read what ``readdir`` will be asked for next, unless the program has seen enough, while
+        the kernel and the program work on what they have got. If any record changes before it is
+        asked for, it is read again then. What cannot be read is told who asks.
+        """
+        with suppress(FsError):
+            listing = await self._engine.view(list_directory, ino, cookie, limit)
+            self._ahead[ino, cookie, limit] = listing
+            if len(self._ahead) > _AHEAD_MAX:
+                del self._ahead[next(iter(self._ahead))]
 
     async def fsyncdir(self, ino: int) -> None:
         """The directory's names are on stable storage when this returns."""

@@ -135,6 +135,8 @@ class Requests:
         self._mount = mount
         self.in_burst = bool(self._status()["burst"]["devices"])
         """Whether files have burst copies, which the kernel reads by itself."""
+        self.are_counted = bool(self._status()["bridge"]["in_use"])
+        """The bridge counts them, if there is one."""
 
     def _status(self) -> dict[str, Any]:
         return json.loads(os.getxattr(self._mount.path, "user.aifs.status"))
@@ -242,3 +244,88 @@ def test_a_directory_that_is_gone_is_told_no_more(here: Path) -> None:
         os.close(fd)
     with pytest.raises(FileNotFoundError):
         os.stat(here / "d")
+
+
+def _looked_up(requests: Requests, path: Path) -> tuple[int, int]:
+    """How often the kernel asks for a name that it does not know any more, and how often Python."""
+    _cold(path.parent)
+    everything, of_python = requests.of(lambda: os.path.lexists(path))
+    return everything["LOOKUP"], of_python["LOOKUP"]
+
+
+def test_the_bridge_knows_what_a_new_directory_does_not_have(
+    requests: Requests, here: Path
+) -> None:
+    new, old = here / "new", here / "old"
+    new.mkdir()
+    assert not (new / "a").exists()
+    ways = {
+        "made": lambda path: path.touch(),
+        "linked": lambda path: os.link(new / "made", path),
+        "moved": lambda path: os.rename(old, path),
+        "symlink": lambda path: os.symlink("x", path),
+        "directory": lambda path: os.mkdir(path),
+    }
+    old.touch()
+    for name, make in ways.items():
+        assert not (new / name).exists()
+        make(new / name)
+        _cold(new)
+        assert os.path.lexists(new / name)
+    os.rename(new, here / "moved")
+    assert sorted(os.listdir(here / "moved")) == sorted(ways)
+    seen = [_looked_up(requests, here / "moved" / f"nothing{turn}") for turn in range(TRIES)]
+    counted = (1, 0) if requests.are_counted else (0, 0)
+    assert counted in seen, seen
+
+
+def test_what_was_there_before_the_mount_is_found(module_mount: Mounted, here: Path) -> None:
+    (here / "before").mkdir()
+    (here / "before" / "file").touch()
+    os.chdir("/")
+    module_mount.remount()
+    assert (here / "before" / "file").exists()
+    assert not (here / "before" / "other").exists()
+    (here / "before" / "other").touch()
+    assert (here / "before" / "other").exists()
+    os.chdir(here)
+
+
+def test_a_name_that_is_added_behind_the_end_of_a_listing_is_listed(here: Path) -> None:
+    def names() -> list[str]:
+        return os.listdir(here)
+
+    (here / "d").mkdir()
+    assert names() == ["d"]
+    for number in range(5):
+        (here / f"e{number}").touch()
+        _cold(here)
+        assert len(names()) == number + 2
+        _cold(here)
+        assert len(names()) == number + 2
+    for number in range(5):
+        (here / f"e{number}").unlink()
+        _cold(here)
+        assert len(names()) == 5 - number
+
+
+def test_names_that_come_and_go_while_a_directory_is_listed(here: Path) -> None:
+    """What stays is listed once; what was read ahead is not told when it has changed since."""
+    for number in range(3000):
+        (here / f"{number:05}").touch()
+    _cold(here)
+    seen, size = [], 0
+    with os.scandir(here) as entries:
+        for entry in entries:
+            seen.append(entry.name)
+            if len(seen) % 300 == 0:
+                late = here / f"{2999 - len(seen) // 300:05}"
+                late.write_bytes(b"x" * len(seen))
+                (here / f"late{len(seen)}").touch()
+                (here / f"{2900 - len(seen) // 300:05}").unlink()
+                size = len(seen)
+    assert len(seen) == len(set(seen)) and size
+    assert {f"{number:05}" for number in range(2800)} <= set(seen)
+    for entry in os.scandir(here):
+        assert entry.stat().st_size == os.stat(entry.path).st_size
+    assert not set(os.listdir(here)) & {f"{2900 - turn:05}" for turn in range(1, 10)}

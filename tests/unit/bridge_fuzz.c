@@ -1,6 +1,7 @@
 /*
- * Feeds the bridge's message code (aifs/fuse/messages.h, opens.h) with random, truncated and damaged messages, and that for
- * records (aifs/fuse/records.h) with such records. Each lies in a heap block of exactly its length, so that the address sanitizer sees the first byte read beyond it.
+ * Feeds the bridge's code for messages (aifs/fuse/messages.h, opens.h, directories.h) with random, truncated and damaged
+ * messages, and that for records (records.h) with such records. Each lies in a heap block of exactly its length, so that
+ * the address sanitizer sees the first byte read beyond it.
  *
  *     bridge_fuzz ROUNDS SEED
  */
@@ -9,14 +10,14 @@
 
 #include "messages.h"
 
-static uint64_t state;
+static uint64_t seed;
 
 static uint64_t random_bits(void) /* xorshift64* (Vigna, 2016) */
 {
-    state ^= state >> 12;
-    state ^= state << 25;
-    state ^= state >> 27;
-    return state * UINT64_C(0x2545F4914F6CDD1D);
+    seed ^= seed >> 12;
+    seed ^= seed << 25;
+    seed ^= seed >> 27;
+    return seed * UINT64_C(0x2545F4914F6CDD1D);
 }
 
 static uint64_t below(uint64_t limit)
@@ -25,7 +26,7 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
+    FUSE_LOOKUP, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
     FUSE_RELEASE, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
@@ -52,7 +53,7 @@ static void one_request(struct bridge *bridge)
     if (header.opcode == FUSE_GETXATTR && below(2) && size >= sizeof header + 8 + sizeof capability)
         memcpy(message + sizeof header + 8, capability, sizeof capability);
     if (header.opcode == FUSE_IOCTL && below(2) && size >= sizeof header + sizeof(struct fuse_ioctl_in)) {
-        struct fuse_ioctl_in in = {.cmd = (uint32_t)bridge->shared.ioctl_type << 8,
+        struct fuse_ioctl_in in = {.cmd = (uint32_t)bridge->state.ioctl_type << 8,
                               .in_size = (uint32_t)(size - sizeof header - sizeof in)};
         memcpy(message + sizeof header, &in, sizeof in);
     }
@@ -68,19 +69,23 @@ static void one_request(struct bridge *bridge)
     enum verdict verdict = examine_request(bridge, message, size, random_bits(), &answer);
     if (verdict != PASS && size < sizeof header)
         abort(); /* whoever acts on a verdict reads the header */
-    if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512 || answer.size > sizeof answer.attr))
+    if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512 || answer.size > sizeof answer.entry))
         abort();
     if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_OPEN && header.opcode != FUSE_RELEASE
-        && header.opcode != FUSE_GETATTR)
+        && header.opcode != FUSE_GETATTR && header.opcode != FUSE_LOOKUP && header.opcode != FUSE_READDIRPLUS)
         abort(); /* of all others an error alone is an answer */
+    if (verdict == ANSWER && header.opcode == FUSE_LOOKUP && answer.error == 0
+        && (answer.size != sizeof answer.entry || answer.entry.nodeid != 0))
+        abort();
     if (verdict == ANSWER && header.opcode == FUSE_OPEN && answer.error == 0 && answer.open.fh != (LENT_HANDLE | header.nodeid))
         abort();
     if (verdict == ANSWER && header.opcode == FUSE_GETATTR
         && (answer.size != sizeof answer.attr || answer.attr.attr.ino != header.nodeid))
         abort();
-    if (verdict == ANSWER && answer.error == 0 && (header.opcode == FUSE_OPEN || header.opcode == FUSE_GETATTR) && bridge->shared.sees_all)
+    if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_RELEASE && bridge->state.sees_all)
         abort(); /* somebody wants to see it */
-    bridge->shared.sees_all = below(50) == 0;
+    bridge->state.sees_all = below(50) == 0;
+    bridge->state.fresh[header.nodeid] = below(2) ? header.nodeid : 0;
     free(message);
 }
 
@@ -117,7 +122,7 @@ static void one_entry(struct bridge *bridge)
         memset((char *)changed.start, 0, 8);
         *(char *)changed.start = 'i';
     }
-    note_record(bridge->directories, changed, inode, &keeping);
+    note_record(&bridge->directories, bridge->state.fresh, changed, inode, &keeping);
     free((char *)changed.start);
     free((char *)key.start);
     free((char *)entry.start);
@@ -192,16 +197,67 @@ static void one_use(struct opens *opens)
     }
 }
 
+/* --- names that do not exist, against a table of those that do; and ends of listings --- */
+
+enum { PARENTS = 5, NAMES = 300 };
+static bool exists[PARENTS][NAMES], is_fresh[PARENTS];
+static uint64_t ends[PARENTS];
+
+static void one_name(struct bridge *bridge)
+{
+    uint64_t parent = below(PARENTS), number = below(NAMES), *fresh = bridge->state.fresh;
+    struct directories *directories = &bridge->directories;
+    const struct keeping keeping = {0};
+    char key[DENTRY_NAME_AT + 20] = {0};
+    key[8] = (char)(parent + 1);
+    struct span name = {key + DENTRY_NAME_AT, (size_t)snprintf(key + DENTRY_NAME_AT, 20, "%llu", (unsigned long long)number)};
+    struct span whole = {key, DENTRY_NAME_AT + name.length}, of_entry = {key, ENTRY_KEY_SIZE};
+    switch (below(8)) {
+    case 0:
+    case 1:
+        key[0] = 'd';
+        exists[parent][number] = below(2);
+        note_record(directories, fresh, whole, (struct span){"x", exists[parent][number]}, &keeping);
+        break;
+    case 2: /* the directory is another one, which is made now, or was there before */
+        memset(exists[parent], 0, sizeof exists[parent]);
+        is_fresh[parent] = below(2);
+        fresh[parent + 1] = is_fresh[parent] ? parent + 1 : 0;
+        break;
+    case 3:
+        if (below(100) == 0)
+            directories->marked = MARKS_MAX / 2; /* full */
+        break;
+    case 4:
+        key[0] = 'e';
+        ends[parent] = 1 + below(4);
+        memset(key + COOKIE_AT, 0, 8);
+        key[COOKIE_AT + 7] = (char)ends[parent]++;
+        note_end(directories, of_entry);
+        break;
+    case 5:
+        key[0] = 'e';
+        note_record(directories, fresh, of_entry, (struct span){"x", 1}, &keeping);
+        ends[parent] = 0;
+        break;
+    default:
+        if (is_absent(directories, fresh, parent + 1, name))
+            must_be(is_fresh[parent] && !exists[parent][number]);
+    }
+    const struct end *end = end_of(directories, parent + 1);
+    must_be(ends[parent] ? end->ino == parent + 1 && end->offset == ends[parent] : end->ino != parent + 1);
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
-    state = (count > 2 ? strtoull(arguments[2], NULL, 10) : 1) | 1;
+    seed = (count > 2 ? strtoull(arguments[2], NULL, 10) : 1) | 1;
     struct bridge *bridge = calloc(1, sizeof *bridge);
-    bridge->shared.ioctl_type = 0xaf;
+    bridge->state.ioctl_type = 0xaf;
     for (long i = 0; i < rounds; i++) {
         if (below(20000) == 0) {
-            bridge->shared.wanted = random_bits();
-            bridge->shared.max_background = (uint16_t)random_bits();
+            bridge->state.wanted = random_bits();
+            bridge->state.max_background = (uint16_t)random_bits();
             bridge->expected_count = 0;
         }
         bool silent = i / 20000 % 2; /* nobody answers, until no more answers can be expected */
@@ -216,9 +272,13 @@ int main(int count, char **arguments)
     for (long i = 0; i < rounds; i++)
         one_use(opens);
     free(opens);
+    struct bridge *empty = calloc(1, sizeof *empty);
+    for (long i = 0; i < rounds; i++)
+        one_name(empty);
+    free(empty);
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)
-        seen += bridge->shared.counts[i][0];
+        seen += bridge->state.counts[i][0];
     printf("%llu\n", (unsigned long long)seen);
     free(bridge);
     return 0;

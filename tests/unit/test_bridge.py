@@ -329,19 +329,23 @@ class FakeExtension:
     """Stands for aifs.fuse._bridge."""
 
     def __init__(self, connected: bool = True, granted: int = bridge.WANTED) -> None:
-        self.shared = bytearray(ctypes.sizeof(bridge.Shared))
+        self.state = bytearray(ctypes.sizeof(bridge.BridgeState))
         self._connected, self._granted = connected, granted
         self.on_request: Any = nothing
 
     def configure(self, on_request: Any) -> None:
         self.on_request = on_request
-        shared = bridge.Shared.from_buffer(self.shared)
-        shared.device, shared.granted = 9 if self._connected else -1, self._granted
+        state = bridge.BridgeState.from_buffer(self.state)
+        state.device, state.granted = 9 if self._connected else -1, self._granted
 
 
 def kernel(chosen: str) -> Any:
     return SimpleNamespace(
-        bridge=chosen, max_background=64, entry_timeout_s=86400.0, attr_timeout_s=1.5
+        bridge=chosen,
+        max_background=64,
+        entry_timeout_s=86400.0,
+        negative_timeout_s=1.0,
+        attr_timeout_s=1.5,
     )
 
 

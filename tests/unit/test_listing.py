@@ -55,7 +55,11 @@ def parts(reply: bytes) -> list[tuple[SimpleNamespace, bytes]]:
 def timeouts() -> None:
     Bridge(
         SimpleNamespace(  # type: ignore[arg-type]
-            bridge="off", max_background=0, entry_timeout_s=86400.25, attr_timeout_s=1.5
+            bridge="off",
+            max_background=0,
+            entry_timeout_s=86400.25,
+            negative_timeout_s=1.0,
+            attr_timeout_s=1.5,
         ),
         lambda *_: False,
         busy_polls=False,
@@ -67,7 +71,7 @@ def test_c_reads_records_as_python_does(
     places: list[tuple[Inode, bytes, int]], are_kept: bool
 ) -> None:
     listing = listing_of(places)
-    found = parts(listing_reply(listing, 1 << 20, are_kept))
+    found = parts(listing_reply(listing, 1 << 20, are_kept, False)[0])
     assert len(found) == len(places)
     for (entry, name), (listed, inode, cookie) in zip(found, listing, strict=True):
         assert (name, entry.next, entry.type) == (listed, cookie + 1, inode.mode >> 12 & 15)
@@ -88,8 +92,9 @@ def test_c_reads_records_as_python_does(
 def test_a_reply_holds_as_many_entries_as_fit(
     places: list[tuple[Inode, bytes, int]], size: int
 ) -> None:
-    whole = listing_reply(listing_of(places), 1 << 20, True)
-    reply = listing_reply(listing_of(places), size, True)
+    whole, _ = listing_reply(listing_of(places), 1 << 20, True, False)
+    reply, count = listing_reply(listing_of(places), size, True, False)
+    assert count == len(parts(reply))
     assert len(reply) <= size and whole.startswith(reply)
     more = parts(whole)[len(parts(reply)) :]
     assert not more or len(reply) + -(-(ENTRY.size + more[0][0].name_length) // 8) * 8 > size
@@ -109,12 +114,12 @@ def test_records_that_cannot_be_read_are_refused(
     key: bytes, entry: bytes, inode: bytes | None
 ) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        extension.listing([(key, entry)], [inode], 4096, True)
+        extension.listing([(key, entry)], [inode], 4096, True, False)
 
 
 def test_an_entry_that_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        extension.listing([b"e"], [b"i"], 4096, True)
+        extension.listing([b"e"], [b"i"], 4096, True, False)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -124,7 +129,7 @@ def test_dots_are_in_front(place: int) -> None:
     dots = [(b".", 5, 0), (b"..", 3, 1)][place:]
     assert [(name, inode.ino, cookie) for name, inode, cookie in listing] == [*dots, (b"a", 9, 9)]
     assert listing.inos == (*[ino for _, ino, _ in dots], 9)
-    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, True))] == [
+    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, True, False)[0])] == [
         *[1, 2][place:],
         10,
     ]
