@@ -58,8 +58,9 @@ class BurstCopy:
         )
         self._name_in_doubt = fd is None
         """Whether the name may not be durable, as an earlier process made it."""
-        self._lost = ""
-        """Why bytes that were written are not durable; '' as long as none are known to be lost."""
+        self.lost = ""
+        """Why bytes that were written are not durable, though they were synced; '' as long as none
+        are known to be lost."""
         self._busy = 0
         """How many calls in workers use the descriptors."""
         self._closed = False
@@ -185,7 +186,7 @@ class BurstCopy:
         return len(closed)
 
     def _lose(self, reason: str) -> None:
-        self._lost = reason
+        self.lost = reason
 
     def _close_unused(self) -> None:
         if self._closed and not self._busy:
@@ -326,12 +327,12 @@ class BurstCopy:
         changes = self._changes
         with self._closing or nullcontext():
             fd = self.open_now()
-            if self._lost:
-                raise Unavailable(f"bytes were lost earlier: {self._lost}")
+            if self.lost:
+                raise Unavailable(f"bytes were lost earlier: {self.lost}")
             try:
                 self.device.sync_object(self._key, fd)
             except FsError as error:
-                self._lost = str(error)
+                self.lost = str(error)
                 raise
         self._synced_changes = changes
         if self._name_in_doubt:

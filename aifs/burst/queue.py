@@ -51,7 +51,9 @@ class QueueEntry:
     taken: bool = False
     """It is being drained."""
     again: bool = False
-    """It has been closed, or lost its name, since it was taken."""
+    """It has been closed since it was taken."""
+    left: bool = False
+    """It has lost its name, or has left the burst tier, since it was taken."""
     withheld: bool = False
     """Somebody else drains it."""
     placed: int = 0
@@ -194,7 +196,7 @@ class Queue:
         if entry is None:
             return False
         if entry.taken:
-            entry.again = True
+            entry.left = True
             return False
         self._forget(entry)
         return True
@@ -231,7 +233,7 @@ class Queue:
             heappop(ready)
             if entry is None:
                 continue
-            entry.taken, entry.due, entry.again = True, False, False
+            entry.taken, entry.due, entry.again, entry.left = True, False, False, False
             batch.append(entry)
         return batch
 
@@ -262,7 +264,7 @@ class Queue:
 
     def hold(self, ino: int, now: float) -> None:
         """Somebody may write to it until ``closed``."""
-        if self._entries[ino].again:
+        if self._entries[ino].again or self._entries[ino].left:
             self.again(ino, now)
         else:
             self._give_back(self._entries[ino], _NEVER, 0)

@@ -30,6 +30,9 @@ _WRITTEN = faults.declare(
     "burst.drain.written", "new objects hold the bytes of a burst copy, not synced"
 )
 
+_LOOK_S = 0.5
+"""How often who waits looks whether the limit has been lifted."""
+
 PIECE = 4 << 20
 _SMALL = 256 << 10
 _PIECES_AT_ONCE = 4  # of one file
@@ -41,21 +44,28 @@ class Limiter:
     asking.
     """
 
-    def __init__(self, rate: int) -> None:
+    def __init__(self, rate: int, is_lifted: Callable[[], bool] = lambda: False) -> None:
+        """``is_lifted`` says whether the limit does not count just now."""
         self.rate = rate
-        self.lifted = False
-        """Set while the limit does not count."""
+        self._is_lifted = is_lifted
         self._free_at = 0.0
 
+    @property
+    def counts(self) -> bool:
+        """Whether somebody may have to wait just now."""
+        return self.rate > 0 and not self._is_lifted()
+
     async def take(self, count: int) -> None:
-        """Wait until ``count`` more bytes may be moved. Does not suspend if they may be now."""
-        if not self.rate or self.lifted:
+        """Wait until ``count`` more bytes may be moved, or the limit is lifted. Does not suspend if
+        they may be now."""
+        if not self.counts:
             return
         now = trio.current_time()
         start = max(self._free_at, now)
         self._free_at = start + count / self.rate
-        if start > now:
-            await trio.sleep_until(start)
+        while start > now and self.counts:
+            await trio.sleep(min(start - now, _LOOK_S))
+            now = trio.current_time()
 
 
 class Source(Sparse, Protocol):
@@ -133,8 +143,8 @@ class Mover:
     @property
     def is_free(self) -> bool:
         """Whether nothing limits it just now: then ``begin`` does not wait."""
-        limited = self.is_limited and not self._limiter.lifted
-        return not limited and self.make_way is None and not self.is_in_the_way()
+        is_held = self._limiter.counts or self.is_in_the_way()
+        return not is_held and self.make_way is None
 
     @property
     def is_limited(self) -> bool:
@@ -372,11 +382,6 @@ class Mover:
         if not whole:
             await copy.release_writers()
         return done
-
-    async def admit(self, count: int) -> None:
-        """Wait until somebody else may move ``count`` bytes under our limit."""
-        await self._limiter.take(count)
-        self.moved_bytes += count
 
     async def read_whole(self, copy: BurstCopy, size: int) -> bytes:
         """All bytes of a small burst copy. Raises Unavailable."""

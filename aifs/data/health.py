@@ -44,7 +44,8 @@ class Health:
     good and bad operations take turns does not fill the log.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tell: Callable[[], None] = lambda: None) -> None:
+        """``tell`` is called, in any thread, when it begins to fail, and when it works again."""
         self.last_error = ""
         """What the last operation that failed has said; '' if none has."""
         self.failing: set[str] = set()
@@ -54,6 +55,7 @@ class Health:
         self._hanging: set[str] = set()
         """Kinds of operation that have not been answered in time."""
         self._name = name
+        self._tell = tell
         self._retry_s = time.monotonic()
         """When what fails is tried again, by time.monotonic()."""
         self._log_again_s = time.monotonic()
@@ -129,6 +131,8 @@ class Health:
         self.noted += 1
         self.last_error = str(answer)
         self._retry_s = now + RETRY_S
+        if first:
+            self._tell()
         if first and now >= self._log_again_s:
             self._log_again_s = now + LOG_INTERVAL_S
             _log.warning("%s is failing: %s", self._name, answer)
@@ -144,4 +148,5 @@ class Health:
             if op in self.failing and op not in self._hanging:
                 self.failing.remove(op)
                 if not self.failing:
+                    self._tell()
                     _log.info("%s works again", self._name)

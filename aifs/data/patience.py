@@ -43,7 +43,7 @@ _FACTOR_MAX = 16
 _FORGIVEN_S = 3600.0
 _LEAST_S = 0.001
 
-_in_background: ContextVar[bool] = ContextVar("in_background", default=False)
+_giving_up: ContextVar[bool] = ContextVar("giving_up", default=False)
 
 
 class _Here(threading.local):
@@ -62,20 +62,20 @@ class Hanging(Unavailable):
 
 
 @contextmanager
-def background() -> Iterator[None]:
+def giving_up() -> Iterator[None]:
     """Within it, and in the tasks that are started there, data servers are not waited for longer
     than they may take.
     """
-    token = _in_background.set(True)
+    token = _giving_up.set(True)
     try:
         yield
     finally:
-        _in_background.reset(token)
+        _giving_up.reset(token)
 
 
-def is_background() -> bool:
+def gives_up() -> bool:
     """Whether the current task gives up calls."""
-    return _in_background.get()
+    return _giving_up.get()
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def in_time(patience: "Patience") -> Iterator[None]:
     """What is awaited within it may be cancelled: in the background it is, when it takes too long.
     Raises Hanging.
     """
-    if not is_background() or not patience.is_limited:
+    if not gives_up() or not patience.is_limited:
         yield
         return
     if patience.hangs:
@@ -311,9 +311,7 @@ class _Holding:
 async def until_answered(servers: "Iterable[Workers]") -> None:
     """Wait until none of them hangs; not in the background, where that is an error of each call."""
     patiences = [workers.patience for workers in servers]
-    while not is_background() and (
-        hanging := [patience for patience in patiences if patience.hangs]
-    ):
+    while not gives_up() and (hanging := [patience for patience in patiences if patience.hangs]):
         await hanging[0].answered.wait()
 
 

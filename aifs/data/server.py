@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data import claim
@@ -43,6 +43,30 @@ class MissingObject(Unavailable):
     """An object is not there, though its server's storage is."""
 
 
+class Moved(NamedTuple):
+    """What a process has moved from and to a server."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    writing_s: float = 0.0
+    """Seconds in which it was written to."""
+    given_bytes: int = 0
+    """Read of a burst directory for grouped writes."""
+    giving_s: float = 0.0
+
+    def since(self, before: "Moved") -> "Moved":
+        return Moved(
+            self.read_bytes - before.read_bytes,
+            self.written_bytes - before.written_bytes,
+            self.writing_s - before.writing_s,
+            self.given_bytes - before.given_bytes,
+            self.giving_s - before.giving_s,
+        )
+
+
+NOTHING_MOVED = Moved()
+
+
 def role_of(server_id: int) -> str:
     """'data' or 'burst'."""
     return "burst" if server_id >= BURST_FIRST else "data"
@@ -62,7 +86,15 @@ class DataServer:
     are used.
     """
 
-    def __init__(self, server_id: int, storage: Storage, store: str, workers: Workers) -> None:
+    def __init__(
+        self,
+        server_id: int,
+        storage: Storage,
+        store: str,
+        workers: Workers,
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``tell``: see Health."""
         self.id = server_id
         self.storage = storage
         self.workers = workers
@@ -92,7 +124,7 @@ class DataServer:
         """It was gone, and it has not been seen to what lies there yet."""
         self.seen: Space | None = None
         """Its space, as last seen."""
-        self.health = workers.patience.health = Health(f"{self.name} ({self.address})")
+        self.health = workers.patience.health = Health(f"{self.name} ({self.address})", tell)
         self.latency = Latency()
         self.writing, self.giving = Throughput(), Throughput()
         """What writes and syncs come to; what is read of a burst directory for grouped writes."""
@@ -221,6 +253,17 @@ class DataServer:
     def may_inline(self) -> bool:
         """Whether short operations may run on the trio thread: they never wait for a device."""
         return self.storage.may_inline
+
+    @property
+    def moved(self) -> Moved:
+        """By this process."""
+        return Moved(self.read_bytes, *self.writing.total, *self.giving.total)
+
+    def told(self, moved: Moved) -> None:
+        """Another process of ours has just moved so much."""
+        self.read_bytes += moved.read_bytes
+        self.writing.told(moved.written_bytes, moved.writing_s)
+        self.giving.told(moved.given_bytes, moved.giving_s)
 
     def call(self, op: str, where: str | Key, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, with its errors mapped and the outcome noted."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data.descriptors import Descriptors
 from aifs.data.latency import Hedging
-from aifs.data.patience import FOR_EVER, ask_all, background
+from aifs.data.patience import FOR_EVER, ask_all, giving_up
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer
@@ -26,6 +27,9 @@ from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_o
 _log = logging.getLogger(__name__)
 
 BUDGET = 512 << 20
+
+_FULL = 1 << 20
+"""Bytes left with which a server is called full."""
 
 _LOOK_S = 10.0
 _LOOK_AGAIN_S = 1.0  # at one that does not work
@@ -84,6 +88,8 @@ class Servers:
         """Worker threads that each server has at most."""
         self.read_only = False
         """As said when they were identified."""
+        self._tell_of_burst: Callable[[], None] | None = None
+        """Called, from any thread, when one begins to fail, or works again; None: nobody asks."""
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
         """By id; data servers first."""
         self._removed: list[DataServer] = []
@@ -104,7 +110,20 @@ class Servers:
             workers = Workers(
                 f"aifs-data-{number}", self._limit, self._completions, self.patience_s
             )
-        return DataServer(number, storage_at(path), self._store, workers)
+        tell = self._burst_changed if number >= BURST_FIRST else lambda: None
+        return DataServer(number, storage_at(path), self._store, workers, tell)
+
+    def tell_of_burst(self, tell: Callable[[], None]) -> None:
+        """From now on ``tell`` is called soon, by the current trio run, when a burst directory has
+        begun to fail, and when it works again."""
+        self._tell_of_burst = partial(
+            trio.lowlevel.current_trio_token().run_sync_soon, tell, idempotent=True
+        )
+
+    def _burst_changed(self) -> None:
+        if self._tell_of_burst is not None:
+            with suppress(trio.RunFinishedError):
+                self._tell_of_burst()
 
     def __getitem__(self, number: int) -> DataServer:
         try:
@@ -152,10 +171,11 @@ class Servers:
         return all(server is None or server.storage.in_place for server in known)
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """What ``usable`` says, with failure domains, and weights by the free space as last
-        seen.
+        """What ``usable`` says, without those that are full while others are not, with failure
+        domains, and weights by the free space as last seen.
         """
-        chosen = self._chosen()
+        usable = self._chosen()
+        chosen = tuple(s for s in usable if s.seen is None or s.seen.available > _FULL) or usable
         free = [server.seen.available if server.seen else 0 for server in chosen]
         most = max(free, default=0)
         return tuple(
@@ -254,7 +274,7 @@ class Servers:
         server.domain = domain
         self._removed.append(server)  # its threads end with the others if it is not taken in
         try:
-            with background():
+            with giving_up():
                 await self.run(server, _meet, server, self.read_only)
         except FsError as error:
             raise StoreError(str(error)) from None
@@ -297,7 +317,7 @@ class Servers:
             return
         self._looking.add(server.id)
         try:
-            with background(), suppress(Unavailable):
+            with giving_up(), suppress(Unavailable):
                 await self.run(server, server.look, self.read_only)
         finally:
             self._looking.discard(server.id)

@@ -31,6 +31,10 @@ class Throughput:
         """Seconds in which anything was under way since then."""
         self._rate = 0.0
         """Bytes per second lately; 0: not known yet."""
+        self._counted_until_s = 0.0
+        """Up to when time has been counted, by time.monotonic()."""
+        self.total = (0, 0.0)
+        """All bytes and seconds that have been measured."""
 
     @property
     def rate(self) -> int:
@@ -50,14 +54,26 @@ class Throughput:
         finally:
             self._done(count)
 
+    def told(self, count: int, busy_s: float) -> None:
+        """Another process has moved so many bytes in the last ``busy_s`` seconds."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._add(count, now_s - busy_s, now_s)
+
     def _done(self, count: int) -> None:
         with self._lock:
             now_s = time.monotonic()
             self._under_way -= 1
-            self._bytes += count
-            self._busy_s += now_s - self._since_s
+            self._add(count, self._since_s, now_s)
             self._since_s = now_s
-            if self._bytes >= _WINDOW and self._busy_s:
-                newest = self._bytes / self._busy_s
-                self._rate += (newest - self._rate) * (_WEIGHT if self._rate else 1)
-                self._bytes, self._busy_s = 0, 0.0
+
+    def _add(self, count: int, since_s: float, until_s: float) -> None:
+        busy_s = max(until_s - max(since_s, self._counted_until_s), 0.0)
+        self._counted_until_s = max(until_s, self._counted_until_s)
+        self._bytes += count
+        self._busy_s += busy_s
+        self.total = self.total[0] + count, self.total[1] + busy_s
+        if self._bytes >= _WINDOW and self._busy_s:
+            newest = self._bytes / self._busy_s
+            self._rate += (newest - self._rate) * (_WEIGHT if self._rate else 1)
+            self._bytes, self._busy_s = 0, 0.0

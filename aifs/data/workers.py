@@ -19,7 +19,7 @@ from typing import Any
 
 import trio
 
-from aifs.data.patience import FOR_EVER, Patience, is_background, outcomes_in_time
+from aifs.data.patience import FOR_EVER, Patience, gives_up, outcomes_in_time
 
 _log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ async def outcomes(
     more: because it was cancelled, which it may be if it is ``abandonable``, or because a call has
     been given up, which then counts as ended, with Hanging (see patience.py).
     """
-    if is_background() and any(workers.patience.is_limited for workers, _, _ in calls):
+    if gives_up() and any(workers.patience.is_limited for workers, _, _ in calls):
         return await outcomes_in_time(calls, on_end or _nothing, abandonable)
     batch = _Batch(len(calls), on_end, abandonable)
     for place, (workers, function, args) in enumerate(calls):

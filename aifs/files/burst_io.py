@@ -219,7 +219,7 @@ class BurstIO:
         await copy.release_writers()
         if not copy.lease():
             return False
-        synced = file.synced_mtime_ns == file.copy_mtime_ns
+        synced = file.synced_mtime_ns == file.copy_mtime_ns and not file.has_lost
         try:
             if synced:
                 await copy.sync()  # next to nothing: what was written in the same tick of the clock
@@ -336,6 +336,8 @@ class BurstIO:
             await run_all(copy.sync, self._engine.barrier)
             file.synced_mtime_ns = seen_mtime_ns
             faults.reach(_SYNCED)
+            if file.has_lost:
+                return  # the mark stays, and the copy is never taken for durable
             if proof is not None and file.lease is proof:
                 async with alone([file]):
                     if file.lease is proof and file.changes == changes and file.marked:

@@ -5,7 +5,7 @@ invariants). Callers hold the file's gate: shared for ``write``, alone for every
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from aifs.burst.making import InObjects, Made, Making, NewObjects, Origin
@@ -225,11 +225,13 @@ class CapacityIO:
         """What the file's policy asks for."""
         return (inode.policy or DEFAULT_POLICY).redundancy(self._default)
 
-    def place(self, inode: Inode) -> Striped:
+    def place(self, inode: Inode, beside: Collection[int] = ()) -> Striped:
         """Where new objects of the file go, protected as its policy asks. If not even counting
-        servers that do not work there are enough for that, unprotected."""
+        servers that do not work there are enough for that, unprotected. ``beside``: servers that
+        have no room, so they come after all others."""
         policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
         candidates = self._candidates(inode)
+        candidates = [c for c in candidates if c.id not in beside] or candidates
         columns = redundancy.columns(policy.count or self._count, len(candidates))
         if len(candidates) < columns:
             # Columns on those that do not work are made elsewhere once they are known to lack.
@@ -242,7 +244,7 @@ class CapacityIO:
             ]
             candidates = sorted((*candidates, *idle[: columns - len(candidates)]))
         if not redundancy.is_protected or len(candidates) < columns:
-            return self.place_plain(inode)
+            return self._spread(inode, candidates)
         servers = spread(ALGORITHM, inode.ino, candidates, columns, redundancy.replicas)
         return Striped(
             redundancy.unit(policy.unit or self._unit),
@@ -250,10 +252,6 @@ class CapacityIO:
             redundancy.replicas,
             redundancy.parity,
         )
-
-    def place_plain(self, inode: Inode) -> Striped:
-        """Where objects of the file go that nothing protects."""
-        return self._spread(inode, self._candidates(inode))
 
     def _place_to_change(self, inode: Inode) -> Striped:
         """Where objects of the file go that are changed in place."""
@@ -349,6 +347,8 @@ class CapacityIO:
         faults.reach(_SYNCED)
         if file.inode.ino in self.perhaps_mapped or (file.on_object and not file.inode.size):
             return  # it may be changed without our knowing; or is not settled
+        if file.has_lost:
+            return
         if file.changes == changes:  # else somebody has begun a change, who need not be waited for
             async with alone([file]):
                 if file.marked and file.changes == changes and file.objects is objects:

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 import trio
 
-from aifs.burst.making import InChunks, MakingTools
-from aifs.burst.transfer import Limiter, Mover
+from aifs.burst.making import InChunks
 from aifs.core import faults
-from aifs.core.budget import Budget
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.appending import Appended, Appending, append
@@ -35,7 +33,6 @@ from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
 from aifs.meta.extents import get_extents, put_loose
 from aifs.meta.kv import Engine
 from aifs.movers.movers import Movers
-from aifs.movers.pool import Pool
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(
@@ -64,11 +61,9 @@ class Containers:
         servers: Servers,
         ids: IdAllocator,
         collector: Collector,
-        budget: Budget,
         container_size: int,
         verify: bool,
         on_damage: OnDamage,
-        pool: Pool,
         spare: int = 0,
     ) -> None:
         """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see
@@ -80,9 +75,7 @@ class Containers:
         self._servers = servers
         self._ids = ids
         self._collector = collector
-        self.writer = ContainerWriter(self, self._carry_out, container_size, spare)
-        mover = Mover(budget, Limiter(0), "none", is_urgent=lambda: pool.is_hurried)
-        self._movers = Movers(MakingTools(servers, mover, self.files), pool)
+        self.writer = ContainerWriter(self, container_size, spare)
         self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
 
     async def recover(self) -> None:
@@ -148,14 +141,14 @@ class Containers:
         """The container's record, or what is known of its columns, has changed."""
         self.files.moved(container)
 
-    async def scan(self, container: int, offset: int, end: int) -> Scanned:
+    async def scan(self, container: int, offset: int, end: int, movers: Movers) -> Scanned:
         """Some chunks of a container, the first of which begins at ``offset``, before ``end``.
-        Raises MissingObject, Unavailable."""
+        ``movers`` find them. Raises MissingObject, Unavailable."""
         entry = await self.find(container)
         if entry is None:
             raise MissingObject(f"container {container} does not exist")
         asked = Scanning(container, entry._replace(length=end), offset)
-        found = await self._movers.carry_out(scan, asked)
+        found = await movers.carry_out(scan, asked)
         assert found is not None  # nothing cancels it
         return found
 
@@ -201,6 +194,12 @@ class Containers:
             )
         return placed.slots
 
+    def servers_of(self, redundancy: Redundancy, allowed: Sequence[int]) -> frozenset[int]:
+        """All servers that ``slots`` names."""
+        return frozenset(
+            server for layout in self.slots(redundancy, allowed) for server in layout.servers
+        )
+
     def _others(self, chosen: Sequence[Candidate], allowed: Sequence[int]) -> list[Candidate]:
         """Servers that do not work just now."""
         known = {candidate.id for candidate in chosen}
@@ -223,12 +222,13 @@ class Containers:
     async def append(
         self,
         sources: Sequence[FileSource],
+        movers: Movers,
         servers: Sequence[int] = (),
         redundancy: Redundancy = PLAIN,
     ) -> AsyncIterator[StoredFiles]:
-        """Store files in containers on ``servers`` (none: any). Within the block they are durable,
-        and their chunk lists, which it yields in the order of ``sources``, are to be recorded with
-        ``put_chunks``.
+        """Have ``movers`` store files in containers on ``servers`` (none: any). Within the block
+        they are durable, and their chunk lists, which it yields in the order of ``sources``, are to
+        be recorded with ``put_chunks``.
 
         Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
         leaves no trace.
@@ -236,7 +236,7 @@ class Containers:
         slots = self.slots(redundancy, servers)
         cut = await self._cut(sources)
         whole = [piece for file in cut for piece in file if piece is not None]
-        async with self.writer.append(whole, slots) as appended:
+        async with self.append_pieces(whole, slots, movers) as appended:
             following = iter(appended.places)
             lists = [[None if piece is None else next(following) for piece in file] for file in cut]
             yield StoredFiles(lists, appended.lost)
@@ -247,17 +247,16 @@ class Containers:
         device = self._servers[sources[0].copy[0]]
         return (await gather([(device.workers, _cut_all, (sources, self._servers))]))[0]
 
-    async def _carry_out(
-        self, appending: Appending, cancelled: Callable[[], bool]
-    ) -> Appended | None:
-        return await self._movers.carry_out(append, appending, cancelled)
-
     @asynccontextmanager
     async def append_pieces(
-        self, stored: Sequence[Piece], slots: Sequence[Striped]
+        self, stored: Sequence[Piece], slots: Sequence[Striped], movers: Movers
     ) -> AsyncIterator[Stored]:
         """The same for single chunks, to containers that are laid out like ``slots``."""
-        async with self.writer.append(stored, slots) as appended:
+
+        async def carry_out(appending: Appending, cancelled: Callable[[], bool]) -> Appended | None:
+            return await movers.carry_out(append, appending, cancelled)
+
+        async with self.writer.append(stored, slots, carry_out) as appended:
             yield appended
 
     async def list_extents(

@@ -68,7 +68,7 @@ class Drain:
         self._upkeep = upkeep
         self.workers = burst.drain_workers
         """How many tasks drain at a time."""
-        self._limiter = Limiter(burst.drain_bandwidth)
+        self._limiter = Limiter(burst.drain_bandwidth, self._is_late)
         self.movers = io.movers(
             Mover(
                 servers.budget,
@@ -98,6 +98,9 @@ class Drain:
         self._drained_bytes = 0
         """And how many bytes these had."""
 
+    def _is_late(self) -> bool:
+        return self._queue.late(trio.current_time())
+
     def _is_in_the_way(self) -> bool:
         """Whether somebody writes to the burst tier, who needs processor and memory more than a
         drain that is in time.
@@ -111,10 +114,7 @@ class Drain:
         """Whether somebody waits for files to be drained, or will have to, or one is beyond the
         deadline: also while the drains that go on get nowhere, and so no next one begins."""
         return bool(
-            self._waiters
-            or self._tier.pressure
-            or self._tier.is_lacking
-            or self._queue.late(trio.current_time())
+            self._waiters or self._tier.pressure or self._tier.is_lacking or self._is_late()
         )
 
     async def _give_way(self) -> None:
@@ -155,7 +155,6 @@ class Drain:
         inos = list(inos)
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
         self._requested.update(ino for ino in inos if ino in self._queue)
-        self.movers.hurry(self._is_waited_for())
         withheld = [ino for ino in inos if self._queue.withholds(ino)]
         if withheld:
             self._wanted += withheld
@@ -202,12 +201,10 @@ class Drain:
         """
         waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
         self._waiters.append(waiter)
-        self.movers.hurry(True)
         try:
             await waiter.wait()
         finally:
             self._waiters.remove(waiter)
-            self.movers.hurry(self._is_waited_for())
 
     # --- in the background ---
 
@@ -215,8 +212,6 @@ class Drain:
         """Drain what is ready; in how many seconds something will be."""
         while True:
             now = trio.current_time()
-            self._limiter.lifted = self._queue.late(now)
-            self.movers.hurry(self._is_waited_for())
             if self._tier.is_lacking:
                 self._queue.hurry(now)
             batch = [Draining(entry.ino) for entry in self._queue.take(now)]

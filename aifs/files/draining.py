@@ -2,20 +2,20 @@
 them (flips.py).
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import trio
 
 from aifs.burst.making import Making, NewObjects, carry_out
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NoSpace, QuotaExceeded
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import FileSource
 from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.file_io import FileIO
-from aifs.files.flips import Draining, DrainOutcome, Flips
+from aifs.files.flips import Draining, DrainOutcome, Flips, errors_of
 from aifs.layout.hint import Policy
 from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.redundancy import Redundancy
@@ -28,6 +28,9 @@ _COPIED = faults.declare(
 )
 
 _AT_ONCE = 16  # files of one batch
+
+_BEGUN_AT_ONCE = 32
+"""On record as garbage by one transaction."""
 
 _FLIPPED_AT_ONCE = 16
 """In one transaction, which takes some 0.4 ms of the event loop."""
@@ -80,14 +83,7 @@ class Drainer:
                         groups.setdefault(place, []).append(file)
                     else:  # it gets objects of its own, without protection until there can be
                         whole.append(file)
-            following = iter(whole)
-
-            async def copy_some() -> None:
-                for file in following:
-                    await self._copy(file)
-
-            await run_all(*[copy_some] * min(_AT_ONCE, len(whole)))
-            await self._flip([file for file in whole if file.outcome is None])
+            await self._copy_all(whole)
             for (servers, redundancy), group in groups.items():
                 await self._append(group, servers, redundancy)
         finally:
@@ -114,29 +110,56 @@ class Drainer:
             return min(policy.unit or self._layout.unit, CHUNK)
         return self._layout.pack_below
 
-    async def _copy(self, draining: Draining) -> None:
+    async def _copy_all(self, files: Sequence[Draining], beside: Collection[int] = ()) -> None:
+        """Give each of these objects of its own, or bytes in its record. ``beside``: see
+        CapacityIO.place."""
+        targets = await self._begin_making(files, beside)
+        following = iter([file for file in files if file.outcome is None])
+
+        async def copy_some() -> None:
+            for file in following:
+                await self._copy(file, targets.get(file.ino))
+
+        await run_all(*[copy_some] * min(_AT_ONCE, len(files)))
+        await self._flip([file for file in files if file.outcome is None])
+
+    async def _begin_making(
+        self, files: Sequence[Draining], beside: Collection[int]
+    ) -> dict[int, NewObjects]:
+        """Where the bytes of these go, by inode number, but of tiny ones: that is on record as
+        garbage."""
+        striped = [file for file in files if file.size > self._layout.inline_limit]
+        targets: dict[int, NewObjects] = {}
+        for first in range(0, len(striped), _BEGUN_AT_ONCE):
+            some = striped[first : first + _BEGUN_AT_ONCE]
+            with errors_of(*some):
+                for draining in some:
+                    assert draining.file is not None  # it has begun, and ends after this
+                    layout = self._io.capacity.place(draining.file.inode, beside)
+                    oid = draining.oid = await self._ids.take()
+                    targets[draining.ino] = NewObjects(draining.ino, oid, layout)
+                await self._io.transitions.begin_making([targets[file.ino] for file in some])
+            await self._give_way()
+        return targets
+
+    async def _copy(self, draining: Draining, target: NewObjects | None) -> None:
         try:
-            if draining.size <= self._layout.inline_limit:
+            if target is None:
                 making = Making(draining.copy.place, None, draining.size)
                 made = await self._movers.carry_out(carry_out, making)
                 assert made is not None  # nothing cancels it
                 draining.data = made.data
                 draining.blocks = (draining.size + 511) // 512
             else:
-                await self._copy_striped(draining)
+                await self._copy_striped(draining, target)
         except FsError as error:
             draining.outcome = DrainOutcome.CHANGED if draining.cancelled else error
 
-    async def _copy_striped(self, draining: Draining) -> None:
-        ino, oid = draining.ino, await self._ids.take()
+    async def _copy_striped(self, draining: Draining, target: NewObjects) -> None:
         assert draining.file is not None  # it has begun, and ends after this
-        inode = draining.file.inode
-        layout = self._io.capacity.place(inode)
-        copy, size = draining.copy, draining.size
-        target = NewObjects(ino, oid, layout)
-        making = Making(copy.place, target, size, draining.is_sparse, spare=self._spare)
-        await self._io.transitions.begin_making(target)
-        draining.oid = oid
+        inode, layout = draining.file.inode, target.layout
+        place, size = draining.copy.place, draining.size
+        making = Making(place, target, size, draining.is_sparse, spare=self._spare)
         made = await self._movers.carry_out(carry_out, making, lambda: draining.cancelled)
         if made is None:
             draining.outcome = DrainOutcome.CHANGED
@@ -156,6 +179,11 @@ class Drainer:
             except FsError as error:
                 # What is cut or deleted meanwhile spoils it for the others, which begin again.
                 spoilt = [f for f in files if f.cancelled and f.outcome is None]
+                if isinstance(error, NoSpace | QuotaExceeded) and not spoilt:
+                    # Others may have room, though their objects cannot grow.
+                    full = self._containers.servers_of(redundancy, servers)
+                    await self._copy_all([f for f in files if f.outcome is None], full)
+                    return
                 for file in spoilt or files:
                     file.outcome = file.outcome or (DrainOutcome.CHANGED if spoilt else error)
                 files = [file for file in files if file.outcome is None]
@@ -169,8 +197,8 @@ class Drainer:
         for file in files:
             sources.append(await self._source(file))
             await self._give_way()
-        await self._movers.tools.mover.admit(sum(file.size for file in files))
-        async with self._containers.append(sources, servers, redundancy) as stored:
+        movers = self._movers
+        async with self._containers.append(sources, movers, servers, redundancy) as stored:
             for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                 self._flips.drop_made(file)  # the list of the last time, if there is one
                 file.layout, file.oid, file.chunks = source.layout, source.oid, chunks

@@ -23,7 +23,7 @@ from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
-from aifs.data.patience import background
+from aifs.data.patience import giving_up
 from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
 from aifs.files.capacity_io import CapacityIO, count_blocks
@@ -33,7 +33,7 @@ from aifs.files.damage import Damage
 from aifs.files.forecast import Forecast, Kin
 from aifs.files.handles import Handles
 from aifs.files.needs import Needs
-from aifs.files.open_inode import OpenInode
+from aifs.files.open_inode import LostBytes, OpenInode
 from aifs.files.stage import Stager
 from aifs.files.transitions import Transitions, alone
 from aifs.files.types import SIZE_MAX
@@ -119,8 +119,11 @@ class FileIO:
         """Write-back has found no open file, and none has been opened since."""
         self.find_room = servers.descriptors.find_room
         servers.descriptors.add_users(self.open.values)
+        servers.tell_of_burst(handles.recall_all)  # files there are read elsewhere, or not any more
         self._opening: dict[int, _Opening] = {}
         """By inode number, those whose in-core state is being made."""
+        self._lost: dict[int, LostBytes] = {}
+        """By inode number, what closed files have lost."""
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
         if the objects could not be settled."""
@@ -181,6 +184,12 @@ class FileIO:
         """As ``is_open``, also of an inode that is lent. If it is not open, it is lent no more."""
         return self.is_open(ino) or self._handles.recall(ino)
 
+    def close_unseen(self, ino: int) -> None:
+        """A handle of an inode that is lent is closed, which cannot be brought into core."""
+        if not self._handles.close_unseen(ino) and ino in self._forgotten:
+            self._forgotten.discard(ino)
+            self._collector.add_orphan(ino)
+
     def adopt(self, stored: Inode) -> OpenInode | None:
         """A transaction has made this of an inode's record. The open inode, which has taken it
         over, if there is one."""
@@ -213,10 +222,12 @@ class FileIO:
         elif self._handles.recall(ino):
             self._forgotten.add(ino)
         else:
+            self._lost.pop(ino, None)
             self._collector.add_orphan(ino)
 
     def _opened(self, inode: Inode, changer: int | None, unread: int) -> OpenInode:
         file = OpenInode(inode, self.objects_of(inode, unread), marked=False)
+        file.lost = self._lost.pop(inode.ino, None)
         self.transitions.find_copy(file, changer)
         return file
 
@@ -322,6 +333,9 @@ class FileIO:
                     return
             if file.handles:
                 return
+            file.note_lost()
+            if file.inode.nlink and file.lost and (file.lost.reason or file.has_lost):
+                self._lost[ino] = file.lost
             del self.open[ino]
             self._handles.lend(file)
             if file.objects is not None:
@@ -335,7 +349,7 @@ class FileIO:
             if file.forgotten:
                 self._collector.add_orphan(ino)
         elif file.marked:
-            self.unsynced[ino] = token
+            self.unsynced[ino] = None if ino in self._lost else token
         else:
             self.unsynced.pop(ino, None)
 
@@ -350,7 +364,7 @@ class FileIO:
                 if file.inode.in_burst and not await self.burst.settle(file):
                     return None  # a mapping outlives its handle, so the mark is not removed unseen
             else:
-                with background():  # nobody waits for that, but an unmount
+                with giving_up():  # nobody waits for that, but an unmount
                     await self.capacity.settle(file)
             return None if file.inode.ino in self.capacity.perhaps_mapped else object()
         except FsError as error:
@@ -438,8 +452,9 @@ class FileIO:
         inos = self._handles.accessed_inos
         for start in range(0, len(inos), _ACCESSES):
             with self.opening(*inos[start : start + _ACCESSES], lent=True) as claimed:
-                times = self._handles.take_accessed(claimed)
+                times = self._handles.find_accessed(claimed)
                 await self._engine.transact(forms.put_access_times, times)
+                self._handles.forget_accessed(times)
         return ACCESSES_S
 
     async def show(self, file: OpenInode) -> None:
@@ -760,14 +775,43 @@ class FileIO:
 
     async def sync(self, file: OpenInode) -> None:
         """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
-        Unavailable.
+        Unavailable, also where bytes are lost and no program has been told so.
         """
         if file.home:
             return  # what was read here is not ours to sync
-        if file.inode.in_burst:
-            await self.burst.sync(file)
-        else:
-            await self.capacity.sync(file)
+        try:
+            if file.inode.in_burst:
+                await self.burst.sync(file)
+            else:
+                await self.capacity.sync(file)
+        except FsError:
+            file.note_lost()
+            raise
+        if file.lost is not None and file.lost.reason:
+            raise Unavailable(f"bytes were lost earlier: {file.lost.reason}")
+
+    async def fsync(self, file: OpenInode) -> None:
+        """As ``sync``, for a program. What could not be written back it is told, even if the file
+        has been closed since; no other program that opens the file later is.
+        """
+        try:
+            await self.sync(file)
+        except FsError:
+            if file.lost is not None:
+                file.lost = file.lost._replace(reason="")
+            raise
+
+    def note_lost(self, ino: int, lost: LostBytes) -> None:
+        """Bytes of a file could not be made durable, which was not open when that was tried."""
+        file = self.open.get(ino)
+        if file is not None:
+            file.lost = lost
+        elif ino in self.unsynced:
+            self.unsynced[ino], self._lost[ino] = None, lost
+
+    def has_lost(self, ino: int) -> bool:
+        """Whether bytes of a closed file are lost: another sync changes nothing."""
+        return ino in self._lost
 
     def is_unsynced(self, ino: int) -> bool:
         """Whether a regular file may have bytes or attributes that are not on stable storage."""

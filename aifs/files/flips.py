@@ -105,10 +105,13 @@ class Draining(Lease):
         )
 
     def flip(self) -> Flip:
-        """What becomes of the file. Tiny files give up their copy, if nobody uses it."""
+        """What becomes of the file. Tiny files give up their copy, if nobody uses it, and so do
+        those whose copy is known not to be durable."""
         file = self.file
         assert file is not None
-        dropped = self.layout is None and file.handles == 1
+        # What the page cache has of a copy that could not be synced may not be what is on its disk.
+        is_useless = self.layout is None or file.has_lost
+        dropped = is_useless and file.handles == 1
         form = {
             "layout": self.layout,
             "oid": self.oid or file.inode.oid,

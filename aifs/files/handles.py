@@ -1,7 +1,8 @@
 """Handles of open files, and whether the kernel passes them through to burst copies or objects."""
 
 import os
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 import trio
 
@@ -43,6 +44,9 @@ class Handles:
         """By inode number, when inodes that were lent were opened last so that it counts as access,
         which is not on record yet."""
         self._refused: set[int] = set()  # numbers of servers
+        self._unseen = Counter[int]()
+        """By number of inodes that are lent, how many of their handles have been closed without the
+        bridge's knowing."""
         self.writers = 0
         """How many handles can write."""
         self.last_writer_s = -float("inf")
@@ -96,7 +100,12 @@ class Handles:
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
         place = _place(file, flags)
-        return None if place is None or place[0] in self._refused else place
+        if place is None or place[0] in self._refused:
+            return None
+        copy = file.copy
+        if copy is not None and copy.device.health.failing and not file.inode.in_burst:
+            return None  # the daemon reads from the data servers what it cannot read there
+        return place
 
     async def _pass_through(self, file: OpenInode, flags: int) -> None:
         place, on_object = self._place_for(file, flags), file.copy is None
@@ -159,13 +168,14 @@ class Handles:
             self._note(lent)
             file.was_opened = True
             file.place = _place(file, os.O_RDONLY) if lent.backing else None
-            if not lent.opens:
+            opens = lent.opens - self._unseen.pop(inode.ino, 0)
+            if not opens:
                 file.kept = lent.backing
             else:
-                handle = FileHandle(file, os.O_RDONLY, lent.opens)
+                handle = FileHandle(file, os.O_RDONLY, opens)
                 self._handles[LENT | inode.ino] = handle
-                file.handles += lent.opens
-                file.users += lent.opens
+                file.handles += opens
+                file.users += opens
                 file.backing = lent.backing
                 file.on_object = bool(lent.backing) and file.copy is None
         accessed_ns = self._accessed.pop(inode.ino, 0)
@@ -181,6 +191,21 @@ class Handles:
         if lent is None or lent.opens:
             return lent is not None
         self._give_up(lent)
+        return False
+
+    def close_unseen(self, ino: int) -> bool:
+        """A handle of an inode that is lent is closed, and came to us, but the inode could not be
+        brought into core. Whether programs have it open still. Does not block."""
+        passthrough = self._kernel.passthrough
+        self._unseen[ino] += 1
+        if self.recall(ino) and passthrough is not None:
+            lent = passthrough.find_lent(ino)
+            if lent is not None and lent.opens > self._unseen[ino]:
+                return True
+            passthrough.take_back(ino)
+            if lent is not None:
+                self._give_up(lent)
+        del self._unseen[ino]
         return False
 
     def recall_all(self) -> None:
@@ -212,7 +237,8 @@ class Handles:
         millisecond.
         """
         passthrough = self._kernel.passthrough
-        return [] if passthrough is None else [lent.ino for lent in passthrough.all_lent("open")]
+        found = [] if passthrough is None else passthrough.all_lent("open")
+        return [lent.ino for lent in found if lent.opens > self._unseen[lent.ino]]
 
     def used_copies(self) -> list[int]:
         """Ids of the burst copies of files that were opened while they were lent, since this was
@@ -242,9 +268,15 @@ class Handles:
         """The inodes that have been accessed, as far as that is known and not on record."""
         return list(self._accessed)
 
-    def take_accessed(self, inos: Collection[int]) -> dict[int, int]:
-        """When those of these inodes were accessed; the caller records it."""
-        return {ino: self._accessed.pop(ino) for ino in inos if ino in self._accessed}
+    def find_accessed(self, inos: Collection[int]) -> dict[int, int]:
+        """When those of these inodes were accessed."""
+        return {ino: self._accessed[ino] for ino in inos if ino in self._accessed}
+
+    def forget_accessed(self, times: Mapping[int, int]) -> None:
+        """What ``find_accessed`` has said is on record."""
+        for ino, accessed_ns in times.items():
+            if self._accessed.get(ino) == accessed_ns:  # else it was accessed once more meanwhile
+                del self._accessed[ino]
 
     # --- handles ---
 

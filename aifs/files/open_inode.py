@@ -2,6 +2,8 @@
 size changed.
 """
 
+from typing import NamedTuple
+
 from aifs.burst.copy import BurstCopy
 from aifs.data.objects.object_set import Bytes, ObjectSet
 from aifs.files.forecast import Kin
@@ -34,6 +36,15 @@ class Lease:
         self.copy.unlease()
 
 
+class LostBytes(NamedTuple):
+    """Bytes that the system could not write back, and has forgotten: a later sync succeeds."""
+
+    holder: int
+    """The id of the burst copy, or of the objects, that they were written to."""
+    reason: str
+    """For messages; '' when a program has been told."""
+
+
 class OpenInode:
     """One per open inode, shared by all its handles.
 
@@ -59,6 +70,7 @@ class OpenInode:
         "kept",
         "kin",
         "lease",
+        "lost",
         "marked",
         "marked_seq",
         "objects",
@@ -140,6 +152,8 @@ class OpenInode:
         """The copy's mtime when it was last looked at; 0: it was not."""
         self.synced_mtime_ns = 0
         """The copy's mtime when the file was last synced."""
+        self.lost: LostBytes | None = None
+        """Bytes that were written and could not be made durable; None where none are known."""
 
         self.gate = Gate()
         """Guards the bytes and the form."""
@@ -199,6 +213,23 @@ class OpenInode:
         self.inode.mtime_ns = self.inode.ctime_ns = now
         self.shown = None
         self.unsaved = True
+
+    def note_lost(self) -> None:
+        """Take over whether bytes could not be made durable."""
+        found = self.copy if self.inode.in_burst else self.objects
+        if isinstance(found, BurstCopy | ObjectSet) and found.lost and not self.has_lost:
+            self.lost = LostBytes(self._holder, found.lost)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether what holds the bytes has lost some: no sync makes it durable."""
+        return self.lost is not None and self.lost.holder == self._holder
+
+    @property
+    def _holder(self) -> int:
+        """The id of the copy, or of the objects, that the file is."""
+        copy = self.copy if self.inode.in_burst else None
+        return self.inode.oid if copy is None else copy.id
 
     @property
     def may_be_written(self) -> bool:

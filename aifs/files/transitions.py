@@ -151,17 +151,17 @@ class Transitions:
         """``target`` may be made within the block. It is garbage afterwards, unless a flip has made
         it a file's. The gate is not needed.
         """
-        await self.begin_making(target)
+        await self.begin_making([target])
         try:
             yield
         finally:
             self.end_making(_objects_of(target).oid)
 
-    async def begin_making(self, target: Target) -> None:
-        """``target`` may be made until ``end_making``: it is on record as garbage."""
-        ino, oid, layout = _objects_of(target)
-        await self._engine.transact(forms.put_garbage, oid, ino, layout)
-        self._being_made.add(oid)
+    async def begin_making(self, targets: Sequence[Target]) -> None:
+        """These may be made until ``end_making``: they are on record as garbage."""
+        garbage = [_objects_of(target) for target in targets]
+        await self._engine.transact(forms.put_garbage, garbage)
+        self._being_made.update(oid for _, oid, _ in garbage)
 
     def end_making(self, oid: int) -> None:
         """What has been made is garbage, unless a flip has made it a file's. Does not block; may be

@@ -17,6 +17,7 @@ from aifs.data.health import ObjectFails
 from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
+from aifs.files.open_inode import LostBytes
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 
@@ -82,10 +83,15 @@ class WriteBack:
         Few files are synced one by one; for many it is cheaper to sync the servers' filesystems as
         a whole. Raises NoSpace or Unavailable; files on servers that work are synced all the same.
         A file that cannot be synced though its server works is logged, and keeps its dirty mark:
-        nobody waits for it, and others must not either.
+        nobody waits for it, and others must not either. What the system has failed to write back it
+        has forgotten, so that is not tried again.
         """
         io = self._io
-        batch = {ino: token for ino, token in io.unsynced.items() if ino not in io.open}
+        batch = {
+            ino: token
+            for ino, token in io.unsynced.items()
+            if ino not in io.open and not io.has_lost(ino)
+        }
         if len(batch) > _SYNC_WHOLE_SERVERS_ABOVE:
             await self._servers.sync_all()
             await io.forget_marks(batch)
@@ -140,7 +146,8 @@ class WriteBack:
     async def _sync_copies(self, inos: Sequence[int], errors: list[FsError]) -> list[int]:
         """Sync those of these closed files that nobody can change, and that lie in the burst tier,
         all together and without opening them in core. Returns the others."""
-        await self._io.find_room()
+        io = self._io
+        await io.find_room()
         places = await self._engine.view(forms.find_burst_files, inos)
         copies = {}
         for ino, place in places.items():
@@ -158,6 +165,8 @@ class WriteBack:
             if isinstance(outcome, MissingObject):
                 left.append(ino)  # unless it is lost, it has been drained, or replaced, meanwhile
             elif isinstance(outcome, FsError):
+                if copies[ino].lost:
+                    io.note_lost(ino, LostBytes(copies[ino].id, copies[ino].lost))
                 errors.append(outcome)
             elif outcome is not None:
                 raise outcome

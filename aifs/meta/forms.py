@@ -127,9 +127,11 @@ def put_access_times(tx: Transaction, times: Mapping[int, int]) -> None:
 
 
 @grows
-def put_garbage(tx: Transaction, oid: int, ino: int, layout: Striped) -> None:
-    """Record that there may be objects of ``oid``, which nothing refers to (I8)."""
-    tx.put(keys.garbage(oid), Garbage(ino, layout, tx.host).encode())
+def put_garbage(tx: Transaction, garbage: Iterable[tuple[int, int, Striped]]) -> None:
+    """Record that there may be objects that nothing refers to (I8): of which inode number, oid and
+    layout."""
+    for ino, oid, layout in garbage:
+        tx.put(keys.garbage(oid), Garbage(ino, layout, tx.host).encode())
 
 
 # --- marks ----------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from aifs.burst.making import MakingTools
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
 from aifs.core.tasks import first_error
-from aifs.data.patience import background
+from aifs.data.patience import giving_up
 from aifs.data.reading.buffers import BudgetedBuffers
+from aifs.data.server import NOTHING_MOVED, Moved
 from aifs.data.servers import Servers
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
@@ -62,7 +63,7 @@ class Order(NamedTuple):
     """See core.files."""
     verify: bool
     """See MakingTools."""
-    is_background: bool
+    gives_up: bool
     """Whether calls to servers are given up; see data/patience."""
     is_limited: bool
     """Whether bytes that a piece asks for itself must be asked for."""
@@ -143,8 +144,8 @@ class _Child:
         """How many have been asked."""
         self._told: dict[int, tuple[int, bool]] = {}
         """Of servers: the failures that the daemon knows of, and whether it hangs."""
-        self._read_bytes: dict[int, int] = {}
-        """Of servers, what the daemon knows to have been read."""
+        self._moved: dict[int, Moved] = {}
+        """Of servers, what the daemon knows to have been moved."""
         for number, _, why in start.table:
             self.servers[number].storage.share()
             if why:
@@ -183,9 +184,7 @@ class _Child:
 
         tools = MakingTools(self.servers, mover, None, order.verify, on_damage)
         answer, error, trace = b"", None, ""
-        patience: AbstractContextManager[None] = (
-            background() if order.is_background else nullcontext()
-        )
+        patience: AbstractContextManager[None] = giving_up() if order.gives_up else nullcontext()
         with scope, patience:
             try:
                 function, value = pickle.loads(work)
@@ -197,7 +196,7 @@ class _Child:
         del self._jobs[number]
         self._tell_health()
         answer = answer if error is None else _pickled(error)
-        news = (*mover.tell(), self._tell_read())
+        news = (*mover.tell(), self._tell_moved())
         self.channel.send("done", number, answer, error is not None, trace, *news)
 
     async def ask(self, number: int, length: int, is_piece: bool, ended: int, moved: int) -> bool:
@@ -236,13 +235,13 @@ class _Child:
                 hanging = patience.given_up if patience.hangs else None
                 self.channel.send("health", server.id, failing, health.last_error, hanging)
 
-    def _tell_read(self) -> dict[int, int]:
-        read = {server.id: server.read_bytes for server in self.servers.values()}
-        before, self._read_bytes = self._read_bytes, read
+    def _tell_moved(self) -> dict[int, Moved]:
+        moved = {server.id: server.moved for server in self.servers.values()}
+        before, self._moved = self._moved, moved
         return {
-            number: count - before.get(number, 0)
-            for number, count in read.items()
-            if count > before.get(number, 0)
+            number: found.since(before.get(number, NOTHING_MOVED))
+            for number, found in moved.items()
+            if found != before.get(number, NOTHING_MOVED)
         }
 
 

@@ -30,11 +30,6 @@ class Movers:
         """Of this process."""
         self._pool = pool
 
-    def hurry(self, is_urgent: bool) -> None:
-        """Whether somebody waits for drains now, and so for all work that these have done."""
-        if self._pool is not None:
-            self._pool.is_hurried = is_urgent
-
     async def carry_out(
         self,
         function: Function[Value, Result],

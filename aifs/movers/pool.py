@@ -32,7 +32,8 @@ import trio
 from aifs.burst.making import MakingTools
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
-from aifs.data.patience import Call, is_background
+from aifs.data.patience import Call, gives_up
+from aifs.data.server import Moved
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from aifs.movers.channel import Channel
@@ -104,8 +105,6 @@ class Pool:
         self._kept = tuple(kept)  # as given
         self._may_idle = may_leave_idle()
         """Whether processes can be told to have the processor only when nobody wants it."""
-        self.is_hurried = False
-        """Somebody waits for drains, whoever has their work done."""
         self.ready = trio.Event()
         """Set when it can be given work."""
         self._nursery: trio.Nursery | None = None
@@ -132,7 +131,7 @@ class Pool:
         waits itself for those that hang."""
         if not self.is_running or trio.current_time() < self._retry_at_s:
             return False
-        return is_background() or not any(server.hangs for server in self._servers.values())
+        return gives_up() or not any(server.hangs for server in self._servers.values())
 
     @property
     def is_running(self) -> bool:
@@ -424,7 +423,7 @@ class _Child:
             order = Order(
                 mover.io_priority,
                 job.tools.verify,
-                is_background(),
+                gives_up(),
                 mover.is_limited,
                 is_free,
             )
@@ -492,11 +491,11 @@ class _Child:
         trace: str,
         ended: int,
         moved: int,
-        read: dict[int, int],
+        by_server: dict[int, Moved],
     ) -> None:
-        for server_id, read_bytes in read.items():
+        for server_id, its in by_server.items():
             if (server := self._pool._servers.find(server_id)) is not None:
-                server.read_bytes += read_bytes
+                server.told(its)
         if (job := self.jobs.get(number)) is not None:
             self._note(job, ended, moved)
             job.outcome = answer, is_error, trace

@@ -35,8 +35,7 @@ from aifs.core.errors import FsError, StoreBusy, StoreError
 from aifs.core.log import logger
 from aifs.data.claim import Claim, put_claim, read_claim
 from aifs.data.marker import NAME as MARKER_NAME
-from aifs.data.patience import Patience, ask_all
-from aifs.data.patience import background as in_background
+from aifs.data.patience import Patience, ask_all, giving_up
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Storage
@@ -107,7 +106,7 @@ class Ownership:
         servers = [server for server in self._servers.values() if not server.absent]
         if not servers:
             return []
-        with in_background():
+        with giving_up():
             results = await outcomes([(server.workers, call, (server,)) for server in servers])
         for error in results:
             if isinstance(error, FsError):

@@ -17,7 +17,7 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.kinds import is_path
-from aifs.data.patience import FOR_EVER, background
+from aifs.data.patience import FOR_EVER, giving_up
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
 from aifs.data.storages import below
@@ -163,7 +163,7 @@ class ServerTable:
                 was_absent = server.absent or server.hangs
                 self._servers.drop(server_id)
                 if not was_absent:
-                    with background(), suppress(Unavailable):  # what it has may stay
+                    with giving_up(), suppress(Unavailable):  # what it has may stay
                         await self._servers.run(server, _give_up, server)
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
+from aifs.core.loop_share import LoopShare
 from aifs.data.containers.pieces import StoredPiece
 from aifs.data.containers.scan import ScannedChunk
 from aifs.data.servers import Servers
@@ -25,12 +26,15 @@ from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
 from aifs.meta.slices import read_slice
+from aifs.movers.movers import Movers
 
 _log = logger(__name__)
 
 INTERVAL_S = 60.0
 _BATCH = 512
 _BATCH_BYTES = 64 << 20
+_MOVED_AT_ONCE = 32
+"""In one transaction, for which requests wait."""
 
 _COPIED = faults.declare(
     "vfs.compact.copied", "live chunks are durable in another container, no list names it"
@@ -49,14 +53,19 @@ class Compaction:
         servers: Servers,
         containers: Containers,
         collector: Collector,
+        movers: Movers,
+        share: LoopShare,
         above: float,
         seal_above: int,
     ) -> None:
-        """``seal_above``: so many dead bytes are not left in a container because it is not full."""
+        """``movers`` read and write. ``seal_above``: so many dead bytes are not left in a container
+        because it is not full."""
         self._engine = engine
         self._servers = servers
         self._containers = containers
         self._collector = collector
+        self._movers = movers
+        self._share = share
         self._above = above
         self._seal_above = seal_above
         self._left: set[int] = set()
@@ -78,6 +87,7 @@ class Compaction:
             candidates, start = await self._engine.view(
                 _mostly_dead, start, end, self._above, self._seal_above
             )
+            await self._share.give_way()
             for container, record in candidates.items():
                 if container not in self._left:
                     await self._try(container, record)
@@ -130,7 +140,9 @@ class Compaction:
         batch: list[tuple[ScannedChunk, Location]] = []
         offset = 0
         while offset < record.length:
-            found, offset = await self._containers.scan(container, offset, record.length)
+            at = offset, record.length
+            found, offset = await self._containers.scan(container, *at, self._movers)
+            await self._share.give_way()
             batch += await self._engine.view(_live, container, found)
             if len(batch) >= _BATCH or sum(place.stored for _, place in batch) >= _BATCH_BYTES:
                 await self._move(batch, slots)
@@ -152,14 +164,18 @@ class Compaction:
         self, live: list[tuple[ScannedChunk, Location]], slots: tuple[Striped, ...]
     ) -> None:
         pieces = [StoredPiece(found.header, place) for found, place in live]
-        async with self._containers.append_pieces(pieces, slots) as (places, lost):
+        async with self._containers.append_pieces(pieces, slots, self._movers) as (places, lost):
             faults.reach(_COPIED)
             moves = [
                 Move(found.header.oid, found.header.number, old, new)
                 for (found, old), new in zip(live, places, strict=True)
             ]
-            garbage = await self._engine.transact(chunks.move_chunks, moves, lost)
-        faults.reach(_MOVED)
+            garbage = []
+            for first in range(0, len(moves), _MOVED_AT_ONCE):
+                part = moves[first : first + _MOVED_AT_ONCE]
+                garbage += await self._engine.transact(chunks.move_chunks, part, lost)
+                faults.reach(_MOVED)
+                await self._share.give_way()
         for container in garbage:
             self._containers.moved(container)  # an open object keeps its space
             self._collector.add_garbage(container)

@@ -89,10 +89,12 @@ class Evictor:
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.recall(ino)}
         needed = await self._needs.find(closed)
-        used = set() if mapped else await self._find_mapped(closed.keys() - needed)
-        victims = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed | used}
-        with self._io.opening(*victims.values()) as claimed:  # some have been opened meanwhile
-            victims = {copy_id: ino for copy_id, ino in victims.items() if ino in claimed}
+        asked = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed}
+        # From here on nobody opens them: what is opened and closed may have been mapped meanwhile.
+        with self._io.opening(*asked.values()) as claimed:
+            asked = {copy_id: ino for copy_id, ino in asked.items() if ino in claimed}
+            used = set() if mapped else await self._find_mapped(asked)
+            victims = {copy_id: ino for copy_id, ino in asked.items() if copy_id not in used}
             garbage = await self._engine.transact(forms.put_evicted, victims)
             faults.reach(_EVICTED)
             for copy_id in garbage:

@@ -116,6 +116,7 @@ class Rebuild:
         )
         self._from_copies = from_copies
         self._damage = damage
+        self._share = upkeep.share
         self._retry_s = _RETRY_S
         """Until what failed is tried again; doubled each time."""
         self._handed_out = (
@@ -305,6 +306,7 @@ class Rebuild:
             count += len(found)
             for due in found:
                 await see(due)
+                await self._share.give_way()
             await trio.lowlevel.checkpoint()
         return count
 
@@ -322,6 +324,7 @@ class Rebuild:
                     left.objects -= 1
             finally:
                 del self._active[oid]
+            await self._share.give_way()
 
     async def _mend(self, ino: int, oid: int) -> Outcome:
         try:

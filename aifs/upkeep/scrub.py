@@ -50,7 +50,7 @@ _log = logger(__name__)
 _RECORDED = faults.declare("vfs.scrub.recorded", "how far a scrub has got is recorded")
 
 _AT_ONCE = 4  # object sets
-_SLICE = 1024  # records that are looked at in one go
+_SLICE = 256  # records that are looked at in one go
 _BATCH = 256
 _SAVE_S = 5.0
 _ROUNDS = 3  # for what has to be put off
@@ -86,11 +86,11 @@ class Scrub:
         self._throttled: set[trio.CancelScope] = set()
         """Those who wait for bandwidth, and look again when that changes."""
         movers = io.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
-        self._scrubber = Scrubber(
-            engine, servers, movers, self._throttle, self._piece, rebuild.request
-        )
+        pace = self._throttle, self._piece
+        give_way = upkeep.share.give_way
+        self._scrubber = Scrubber(engine, servers, movers, *pace, rebuild.request, give_way)
         self._from_copies = from_copies
-        self._copies = CopyScrubber(engine, movers, evictor, self._throttle, self._piece)
+        self._copies = CopyScrubber(engine, movers, evictor, *pace, give_way)
         self._findings = findings
         self._upkeep = upkeep
         self.loaded = False
@@ -239,6 +239,7 @@ class Scrub:
         start = state.cursor
         while start >= 0:
             items, start = await self._engine.view(find, kind, start)
+            await self._upkeep.share.give_way()
             for first in range(0, len(items), _BATCH):
                 batch = items[first : first + _BATCH]
                 await self._scrub_all(batch)
@@ -262,6 +263,7 @@ class Scrub:
         async def work() -> None:
             for item in following:
                 await self._scrub(*item)
+                await self._upkeep.share.give_way()
 
         async with trio.open_nursery() as nursery:
             for _ in range(min(_AT_ONCE, len(items))):

@@ -7,8 +7,6 @@ lost bytes that the copy has, the file is made whole from it (``from_copies``).
 
 from collections.abc import Awaitable, Callable, Sequence
 
-import trio
-
 from aifs.core.errors import FsError
 from aifs.meta import namespace
 from aifs.meta.kv import Engine, ReadTransaction
@@ -32,13 +30,15 @@ class CopyScrubber:
         evictor: Evictor,
         throttle: Callable[[int], Awaitable[None]],
         piece: Callable[[], int],
+        give_way: Callable[[], Awaitable[None]],
     ) -> None:
-        """``throttle``, ``piece``: as of Scrubber."""
+        """``throttle``, ``piece``, ``give_way``: as of Scrubber."""
         self._engine = engine
         self._movers = movers
         self._evictor = evictor
         self._throttle = throttle
         self._piece = piece
+        self._give_way = give_way
 
     async def find_right(self, inos: Sequence[int]) -> set[int]:
         """Those of many files whose copies need no more: they are right, as far as that can be
@@ -62,7 +62,7 @@ class CopyScrubber:
                     if answer is not Judgement.WRONG
                 )
                 await self._throttle(sum(copy.size for copy in asked.values()))
-            await trio.lowlevel.checkpoint()
+            await self._give_way()
         return right
 
     async def scrub(self, ino: int, found: ScrubResult, repair: bool) -> bool:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import trio
-
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.checks import ContainerCheck, FileCheck
@@ -101,9 +99,10 @@ class Scrubber:
         throttle: Callable[[int], Awaitable[None]],
         piece: Callable[[], int],
         request: Callable[[int, int, Iterable[int]], Awaitable[bool]],
+        give_way: Callable[[], Awaitable[None]],
     ) -> None:
         """``throttle`` is awaited with the bytes of each piece that has been read; ``piece``: how
-        many bytes to look at together now; ``request``: see Rebuild.
+        many bytes to look at together now; ``request``: see Rebuild; ``give_way``: see LoopShare.
         """
         self.engine = engine
         self.servers = servers
@@ -112,6 +111,7 @@ class Scrubber:
         self.throttle = throttle
         self.piece = piece
         self.request = request
+        self.give_way = give_way
 
     async def find_right(self, items: Sequence[Item]) -> set[Item]:
         """Those of many object sets that need no more: all of their bytes are right, or they are
@@ -135,7 +135,7 @@ class Scrubber:
                 size += seen.objects.size
                 unread = self.unread(seen, seen.objects)
                 pieces[-1].append(ObjectRange(seen.objects, unread, 0, seen.objects.size, digests))
-            await trio.lowlevel.checkpoint()
+            await self.give_way()
 
         async def look(following: Iterator[list[ObjectRange]]) -> None:
             for piece in following:

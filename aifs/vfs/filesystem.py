@@ -4,6 +4,7 @@ operations.
 
 from aifs.burst.remote import HOME_WAIT_S, Homes
 from aifs.burst.tier import BurstTier
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import RELAX_EVERY_S
 from aifs.core.loop_share import LoopShare
 from aifs.core.role import Role
@@ -106,11 +107,9 @@ class Filesystem:
             servers,
             ids,
             collector,
-            servers.budget,
             config.layout.container_size,
             config.data.verify == "read",
             damage.report,
-            pool,
             config.data.min_spare,
         )
         self.io = io = FileIO(
@@ -157,6 +156,8 @@ class Filesystem:
             servers,
             containers,
             collector,
+            io.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
+            share,
             config.layout.compact_above,
             config.layout.container_size // _DEAD_WHILE_OPEN,
         )

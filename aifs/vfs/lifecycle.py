@@ -12,8 +12,7 @@ from aifs.core.errors import FsError, StoreBusy
 from aifs.core.log import logger
 from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
-from aifs.data.patience import FOR_EVER
-from aifs.data.patience import background as in_background
+from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
@@ -56,7 +55,7 @@ async def open_filesystem(
             fs = Filesystem(store, kernel or Kernel(), options, share or LoopShare())
             nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
             await fs.pool.ready.wait()
-            with in_background():
+            with giving_up():
                 await _load(fs)
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
@@ -83,7 +82,7 @@ async def open_filesystem(
             if store.ownership.ended and not isinstance(error, faults.SimulatedCrash):
                 error = StoreBusy(store.ownership.ended)
             elif not isinstance(error, faults.SimulatedCrash):
-                with trio.CancelScope(shield=True), in_background():
+                with trio.CancelScope(shield=True), giving_up():
                     async with trio.open_nursery() as telling:
                         telling.start_soon(_keep_telling, store)
                         await _close(fs)
@@ -149,7 +148,7 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
     """A fault in background work is logged, and does not end the mount."""
     while True:
         try:
-            with in_background(), loop_share.background():
+            with giving_up(), loop_share.background():
                 return await task()
         except Exception as error:  # noqa: BLE001 (logged; with its stack, unless it says that a disk is full or fails)
             if isinstance(cause := first_error(error), FsError):

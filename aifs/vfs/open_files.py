@@ -117,7 +117,7 @@ class OpenFiles:
         opened = await self._handles.add(file, flags)
         if opened.backing and self._handles[opened.handle].synchronous:
             try:
-                await self._io.sync(file)
+                await self._io.fsync(file)
             except BaseException:
                 self._handles.remove(opened.handle)
                 raise
@@ -125,7 +125,11 @@ class OpenFiles:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
-        await self._take_back(handle)
+        try:
+            await self._take_back(handle)
+        except BaseException:
+            self._io.close_unseen(handle - LENT)  # nobody closes it once more
+            raise
         opened = self._handles.remove(handle)
         if opened.writable and self._engine.host:
             await self._io.show(opened.file)
@@ -236,7 +240,7 @@ class OpenFiles:
         """The kernel syncs what is written with O_SYNC, except by these calls."""
         opened = self._handles[handle]
         if opened.synchronous:
-            await self._io.sync(opened.file)
+            await self._io.fsync(opened.file)
 
     async def truncate(self, ino: int, size: int, handle: int | None = None) -> None:
         """truncate(2), or ftruncate(2) of the file that is open as ``handle``."""
@@ -267,7 +271,7 @@ class OpenFiles:
         """
         await self._take_back(handle)
         file = self._handles[handle].file
-        await self._io.sync(file)
+        await self._io.fsync(file)
         self._correct_attributes(file)
         if self._drain_on_fsync and file.inode.in_burst:
             self._drain.request([file.inode.ino])

@@ -243,7 +243,8 @@ async def test_a_source_that_shrinks_is_refused(servers, tmp_path):
         device, number = sources[0].copy
         os.truncate(servers[device].where((0, number)), 70_000)
         with pytest.raises(Unavailable, match="fewer bytes"):
-            async with made.writer.append([pieces.FilePiece(sources[0], 1)], made.slots):
+            piece = pieces.FilePiece(sources[0], 1)
+            async with made.writer.append([piece], made.slots, made.carry_out):
                 raise AssertionError
 
 
@@ -352,7 +353,10 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
             found += some
         stored = [StoredPiece(chunk.header, place) for chunk, place in zip(found, old, strict=True)]
         other = (server.id + 1) % len(servers)
-        async with made.writer.append(stored, [made.slots[other]]) as (places, lost):
+        async with made.writer.append(stored, [made.slots[other]], made.carry_out) as (
+            places,
+            lost,
+        ):
             made.lists[1] = places
             made.record(places, lost)
         os.unlink(server.where((0, container)))

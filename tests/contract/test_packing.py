@@ -2,17 +2,23 @@
 space comes back.
 """
 
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from aifs.data import storages
+from aifs.data.storage import Space
 from aifs.layout.hint import Policy, parse_layout_hint
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta.chunks import find_container
 from aifs.vfs import Filesystem
 from tests.support import modes
+from tests.support.data_servers import data_servers, failing, hooked
+from tests.support.memory_storage import BUCKETS, MemoryStorage
 from tests.support.stores import (
     drained,
     moved_out,
@@ -134,3 +140,41 @@ async def test_a_file_that_is_rewritten_again_and_again_leaves_no_dead_container
         await fs.collector.drain()
         assert objects_in(fs) <= 2
         assert await read_file(fs, ino) == bytes([19]) * 20 * KIB
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(storages.KINDS, "memory", MemoryStorage)
+    yield
+    BUCKETS.clear()
+
+
+@pytest.mark.usefixtures("memory")
+async def test_small_files_go_beside_containers_where_only_those_servers_have_room_that_cannot_grow(
+    directory: Path,
+) -> None:
+    content = {b"%d" % number: os.urandom(20 * KIB) for number in range(40)}
+    with hooked():
+        async with opened(directory, modes.WAITING, servers=["data/0", "memory://1"]) as fs:
+            inos = {name: await write_file(fs, name, data) for name, data in content.items()}
+            full = ("write_at", "truncate")
+            with failing(full, fs.store.servers[0].address, errno.ENOSPC) as failed:
+                await drained(fs, *inos.values())
+            assert failed
+            for name, ino in inos.items():
+                layout = (await fs.getattr(ino)).layout
+                assert isinstance(layout, Striped) and layout.servers == (1,)
+                await fs.evictor.evict(ino)
+                assert await read_file(fs, ino) == content[name]
+            ino = await write_file(fs, b"later", os.urandom(20 * KIB))
+            await drained(fs, ino)
+            assert isinstance((await fs.getattr(ino)).layout, Interleaved)
+
+
+def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None:
+    with data_servers(tmp_path, 3) as servers:
+        for server, left in zip(servers.values(), (1 << 30, 0, 1 << 20), strict=True):
+            server.seen = Space(1 << 40, left, left, 1, 1)
+        assert [candidate.id for candidate in servers.candidates()] == [0]
+        servers[0].seen = Space(1 << 40, 0, 0, 1, 1)
+        assert [candidate.id for candidate in servers.candidates()] == [0, 1, 2]

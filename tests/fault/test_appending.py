@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from aifs.burst.making import NewObjects, never
+from aifs.burst.transfer import Limiter, Mover
+from aifs.core import files
 from aifs.core.errors import Unavailable
 from aifs.data.containers.appending import Appended, Appending, append
 from aifs.data.containers.chunk_codec import ChunkHeader, digest_of
@@ -156,3 +158,37 @@ async def test_what_it_is_not_done_with(directory: Path) -> None:
         assert os.path.getsize(path) == appended.end
         assert await carry_out(fs, "here", appending(100)) == Appended([], 100)
         assert os.path.getsize(path) == 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_stripe_is_written_when_it_may_be_and_at_the_priority_of_its_mover(
+    directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    at: list[str] = []
+    at_priority = files.at_priority
+
+    def noted(priority: str, *call: object) -> object:
+        at.append(priority)
+        return at_priority(priority, *call)
+
+    class Asked(Mover):
+        async def begin(self, length: int) -> None:
+            asked.append(length)
+            await super().begin(length)
+
+    async with opened(directory, UNDRAINED, servers=3) as fs, new_container(fs, kind) as first:
+        data = os.urandom(9 << 20)
+        ino = await write_file(fs, b"large", data)
+        copy = (await fs.getattr(ino)).copy
+        source = FileSource(ino, await fs.ids.take(), len(data), copy, Interleaved(1 << 20), 0)
+        value = first(0, *(FilePiece(source, number) for number in range(9)))
+        mover = Asked(fs.store.servers.budget, Limiter(0), "idle")
+        tools = replace(fs.drain.movers.tools, mover=mover, containers=None)
+        monkeypatch.setattr(files, "at_priority", noted)
+        appended = await append(value, tools, never)
+        monkeypatch.undo()
+        assert appended is not None and len(appended.places) == 9
+        assert len(asked) == 3 and max(asked) < 5 << 20
+        assert mover.moved_bytes == sum(asked) >= len(data)
+        assert at and set(at) == {"idle"}

@@ -4,6 +4,7 @@ drain.
 
 import errno
 import logging
+import mmap
 import os
 import re
 from collections.abc import AsyncIterator
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
+from aifs.burst.copy import BurstCopy
 from aifs.core.errors import NoSpace, StoreError, Unavailable
 from aifs.data.health import ObjectFails
+from aifs.meta import forms, keys, namespace
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import FaultHook, failing, hooked
@@ -124,9 +128,9 @@ async def test_clean_files_are_read_from_the_servers_while_the_device_is_away(
     async with mounted(directory, settings) as kernel:
         clean, dirty = await make(kernel, b"clean"), await make(kernel, b"dirty")
         await drained(kernel, clean)
-        kernel.io.recall_all()  # what is lent is opened without the daemon
         away = directory / "away"
         (directory / "burst").rename(away)
+        await noticed(kernel)
         assert await content_of(kernel, clean) == CONTENT
         with pytest.raises(Unavailable, match=f"burst.*{directory}/burst"):
             await content_of(kernel, dirty)
@@ -140,6 +144,232 @@ async def test_clean_files_are_read_from_the_servers_while_the_device_is_away(
         assert await content_of(kernel, dirty) == CONTENT
     await require_sound(config_of(directory))
     assert [line for line in warnings(caplog) if "burst directory 0" in line]
+
+
+async def noticed(kernel: Kernel) -> None:
+    """That the device fails, or works again; what follows from it has been done."""
+    await kernel.tier.look()
+    await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_lent_files_are_taken_back_when_their_device_begins_to_fail(
+    directory: Path,
+) -> None:
+    async with mounted(directory) as kernel:
+        idle, used = await make(kernel, b"idle"), await make(kernel, b"used")
+        await drained(kernel, idle, used)
+        handle = await kernel.open(used, os.O_RDONLY)
+        assert kernel.answered == 1 and kernel.find_lent(idle) and kernel.find_lent(used)
+        (directory / "burst").rename(directory / "away")
+        await noticed(kernel)
+        for _ in range(3):
+            assert await content_of(kernel, idle) == CONTENT
+        assert not kernel.find_lent(idle).backing
+        await kernel.release(handle)
+        assert await content_of(kernel, used) == CONTENT
+        (directory / "away").rename(directory / "burst")
+        await noticed(kernel)
+        assert await content_of(kernel, idle) == CONTENT  # by the daemon, which sees that it works
+        await noticed(kernel)
+        before = kernel.direct_bytes
+        for ino in (idle, used):
+            assert await content_of(kernel, ino) == CONTENT
+        assert kernel.direct_bytes == before + 2 * len(CONTENT)
+    await require_sound(config_of(directory))
+
+
+async def test_a_lent_handle_whose_inode_cannot_be_read_is_closed_all_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel, b"f")
+        await drained(kernel, ino)
+        handles = [await kernel.open(ino, os.O_RDONLY) for _ in range(3)]
+        assert kernel.answered == 3
+        kernel.io.recall_all()
+
+        async def fail() -> None:
+            raise Unavailable("no metadata just now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel.io, "find_room", fail)
+            with pytest.raises(Unavailable):
+                await kernel.release(handles[0])
+        assert await content_of(kernel, ino) == CONTENT  # it is in core, and has two handles
+        await kernel.release(handles[1])
+        await kernel.release(handles[2])
+        assert not kernel.io.programs_have_open()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        kernel.io.recall_all()
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel.io, "find_room", fail)
+            with pytest.raises(Unavailable):
+                await kernel.release(handle)
+        assert not kernel.io.programs_have_open() and kernel.find_lent(ino) is None
+        assert await kernel.evictor.evict(ino)
+        await kernel.unlink(ROOT, b"f")
+        await kernel.collector.drain()
+    await require_sound(config_of(directory))
+
+
+async def test_times_of_access_are_recorded_though_a_transaction_fails(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel, b"f")
+        before_ns = (await kernel.getattr(ino)).atime_ns
+        await kernel.release(await kernel.open(ino, os.O_RDONLY))
+        assert kernel.answered == 1
+        accessed_ns = (await kernel.getattr(ino)).atime_ns
+        assert accessed_ns > before_ns
+        transact = kernel.store.engine.transact
+
+        async def fail(function, *args):
+            if function is forms.put_access_times:
+                raise NoSpace("the metadata store is full")
+            return await transact(function, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel.store.engine, "transact", fail)
+            with pytest.raises(NoSpace):
+                await kernel.io.record_accesses()
+        assert (await kernel.getattr(ino)).atime_ns == accessed_ns
+        await kernel.io.record_accesses()
+        stored = await kernel.store.engine.view(namespace.get_inode, ino)
+        assert stored.atime_ns == accessed_ns
+    await require_sound(config_of(directory))
+
+
+async def test_a_copy_that_is_mapped_while_it_is_looked_at_is_not_evicted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps: list[mmap.mmap] = []
+    async with mounted(directory) as kernel, trio.open_nursery() as nursery:
+        ino = await make(kernel, b"f")
+        await drained(kernel, ino)
+        looked = BurstCopy.is_used
+
+        async def map_it() -> None:
+            handle = await kernel.open(ino, os.O_RDONLY)
+            memory = kernel.map(handle, len(CONTENT), os.O_RDONLY)
+            if memory is not None:
+                maps.append(memory)
+            await kernel.release(handle)
+
+        async def is_used(copy: BurstCopy) -> bool:
+            found = await looked(copy)
+            monkeypatch.setattr(BurstCopy, "is_used", looked)
+            nursery.start_soon(map_it)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            return found
+
+        monkeypatch.setattr(BurstCopy, "is_used", is_used)
+        await kernel.evictor.evict(ino)
+        await trio.testing.wait_all_tasks_blocked()
+        handle = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(handle, 0, b"NEW")
+        await kernel.release(handle)
+        for memory in maps:
+            assert memory[:3] == b"NEW"
+            memory.close()
+    await require_sound(config_of(directory))
+
+
+# --- what cannot be written back ---
+
+
+async def test_an_error_of_write_back_after_close_reaches_the_next_fsync_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory) as kernel:
+        (device,) = kernel.store.servers.burst()
+        ino = await make(kernel, b"f")
+        path = device.where((0, (await kernel.getattr(ino)).copy.id))
+        with failing("sync_file", path) as failed:
+            await kernel.writeback.sync_closed_files()
+            assert len(failed) == 1
+        await kernel.writeback.sync_closed_files()  # it works now, but the bytes are lost
+        assert await is_marked(kernel, ino)
+        assert await content_of(kernel, ino) == CONTENT
+        first, second = [await kernel.open(ino, os.O_RDONLY) for _ in range(2)]
+        with pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.fsync(first)
+        await kernel.release(first)
+        await kernel.fsync(second)
+        await kernel.release(second)
+        assert await is_marked(kernel, ino)  # nobody takes its copy for durable
+        await drained(kernel, ino)
+        assert (await kernel.getattr(ino)).copy is None
+        assert await content_of(kernel, ino) == CONTENT
+        assert not await is_marked(kernel, ino)
+    await require_sound(config_of(directory))
+    told = [line for line in warnings(caplog) if path in line]
+    assert len(told) == 1 and f"inode {ino}: what was written to it last may be lost" in told[0]
+
+
+@pytest.mark.parametrize("how", ["drained", "renamed", "truncated", "unlinked"])
+async def test_an_error_of_write_back_outlives_the_copy(
+    directory: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory) as kernel:
+        (device,) = kernel.store.servers.burst()
+        ino = await make(kernel, b"f")
+        path = device.where((0, (await kernel.getattr(ino)).copy.id))
+        with failing("sync_file", path):
+            await kernel.writeback.sync_closed_files()
+        if how == "drained":
+            await drained(kernel, ino)
+            handle = await kernel.open(ino, os.O_RDWR)
+            with pytest.raises(Unavailable, match=re.escape(path)):
+                await kernel.fsync(handle)
+            await kernel.release(handle)
+            handle = await kernel.open(ino, os.O_RDWR)
+            await kernel.fsync(handle)
+            await kernel.release(handle)
+            assert not await is_marked(kernel, ino)
+        elif how == "renamed":
+            with pytest.raises(Unavailable, match=re.escape(path)):
+                await kernel.rename(ROOT, b"f", ROOT, b"g", 0, ME)
+            assert (await kernel.lookup(ROOT, b"f")).ino == ino
+        elif how == "truncated":
+            handle = await kernel.open(ino, os.O_RDWR | os.O_TRUNC)
+            await kernel.write(handle, 0, CONTENT)
+            with pytest.raises(Unavailable, match=re.escape(path)):
+                await kernel.fsync(handle)
+            await kernel.release(handle)
+        else:
+            await kernel.unlink(ROOT, b"f")
+            kernel.forget([ino])
+            await kernel.collector.drain()
+            assert not kernel.io.has_lost(ino)
+    await require_sound(config_of(directory))
+    assert any(path in line for line in warnings(caplog))
+
+
+async def test_a_rename_that_syncs_many_files_remembers_what_was_lost(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory) as kernel:
+        (device,) = kernel.store.servers.burst()
+        parent = (await kernel.mkdir(ROOT, b"d", 0o755, ME)).ino
+        handle, inode = await kernel.create(parent, b"f", 0o644, os.O_RDWR, ME)
+        await kernel.write(handle, 0, CONTENT)
+        await kernel.release(handle)
+        path = device.where((0, (await kernel.getattr(inode.ino)).copy.id))
+        with failing("sync_file", path), pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
+        with pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
+        handle = await kernel.open(inode.ino, os.O_RDWR)
+        with pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.fsync(handle)
+        await kernel.release(handle)
+        await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)  # somebody knows
+    await require_sound(config_of(directory))
+
+
+async def is_marked(kernel: Kernel, ino: int) -> bool:
+    return await kernel.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
 async def test_a_clean_file_can_be_written_while_the_device_is_away(directory: Path) -> None:

@@ -19,8 +19,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.burst.making import MakingTools
+from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import load
+from aifs.core.loop_share import LoopShare
 from aifs.core.role import Role
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
@@ -50,7 +53,7 @@ from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers
-from aifs.movers.pool import Pool
+from aifs.movers.movers import Movers
 from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
@@ -124,18 +127,21 @@ class Mounted:
         )
         self.collector = Collector(engine, servers, backup, None, Upkeep(), Role())
         size = CONTAINER if not redundancy.parity else 3 * ROW
+        with_descriptors = WithDescriptors(servers)
         self.containers = Containers(
             engine,
-            WithDescriptors(servers),
+            with_descriptors,
             self.ids,
             self.collector,
-            servers.budget,
             size,
             True,
             on_damage=lambda oid, ino, column: None,
-            pool=Pool(0, servers, "", 1, 0.0),
         )
-        self.compaction = Compaction(engine, servers, self.containers, self.collector, 0.3, size)
+        mover = Mover(servers.budget, Limiter(0), "none")
+        self.movers = Movers(MakingTools(with_descriptors, mover, self.containers.files))
+        self.compaction = Compaction(
+            engine, servers, self.containers, self.collector, self.movers, LoopShare(), 0.3, size
+        )
 
     async def recover(self) -> None:
         for kind in (b"g", b"y"):
@@ -164,7 +170,10 @@ class Mounted:
             FileSource(ino, oid, len(content), copy_of(content), LAYOUT, ino % 2)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
-        async with self.containers.append(sources, (), self.redundancy) as (lists, lost):
+        async with self.containers.append(sources, self.movers, (), self.redundancy) as (
+            lists,
+            lost,
+        ):
             await self.engine.transact(put_files, sources, lists, lost)
         return inos
 
@@ -190,7 +199,8 @@ class Mounted:
         known = await self.engine.view(shared.find_all_shared, {digest for digest, _ in wanted})
         new = {key: piece for key, piece in wanted.items() if key[1] or key[0] not in known}
         slots = self.containers.slots(self.redundancy)
-        async with self.containers.append_pieces(list(new.values()), slots) as (places, lost):
+        appending = self.containers.append_pieces(list(new.values()), slots, self.movers)
+        async with appending as (places, lost):
             found = {key: place for key, place in zip(new, places, strict=True)}
             for oid, rows in zip(oids, lists, strict=True):
                 for index, extent in enumerate(rows):
@@ -604,7 +614,7 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
             file.write(b"damage")
         piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
         slots = mount.containers.slots(mount.redundancy)
-        async with mount.containers.append_pieces([piece], slots) as (places, lost):
+        async with mount.containers.append_pieces([piece], slots, mount.movers) as (places, lost):
             await mount.engine.transact(extents.replace_shared, places, lost)
         assert (
             (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
@@ -664,8 +674,8 @@ async def test_a_file_deleted_while_its_chunks_move(
         original = vfs_containers.Containers.append_pieces
 
         @asynccontextmanager
-        async def append_pieces(self, pieces, slots):
-            async with original(self, pieces, slots) as appended:
+        async def append_pieces(self, pieces, *how):
+            async with original(self, pieces, *how) as appended:
                 if any(piece.header.oid == oid for piece in pieces):
                     await mount.delete(victim)
                     deleted.append(victim)

@@ -370,7 +370,7 @@ async def test_what_a_program_writes_comes_after_what_lands_late(directory: Path
             async with trio.open_nursery() as nursery:
 
                 async def cut_and_write() -> None:
-                    with patience.background():  # as what nobody waits for is
+                    with patience.giving_up():  # as what nobody waits for is
                         try:
                             await fs.setattr(ino, SetAttr(size=10_000), stores.ROOT)
                             await fs.writeback.sync_inode(ino)
@@ -402,7 +402,7 @@ async def test_who_waits_for_a_call_that_hangs_hangs_too(directory: Path) -> Non
         ]
 
         async def write(columns: Columns) -> None:
-            with patience.background(), pytest.raises(Unavailable):
+            with patience.giving_up(), pytest.raises(Unavailable):
                 await columns.write(0, 0, b"x")
 
         with hanging(server(fs).address, ("open_file",)) as hang:
@@ -425,7 +425,7 @@ async def test_what_is_about_to_be_removed_is_not_opened_by_a_reader(directory: 
         await before.write(0, b"x" * 100)
         async with trio.open_nursery() as nursery:
             with server(fs).lock_of(OID):  # somebody hangs there
-                with patience.background(), pytest.raises(Unavailable), trio.fail_after(WAIT_S):
+                with patience.giving_up(), pytest.raises(Unavailable), trio.fail_after(WAIT_S):
                     await before.settle(0)
                 asked = server(fs).workers.outstanding
                 nursery.start_soon(after.read, 0, 100, 200, False)
@@ -453,7 +453,7 @@ async def test_a_descriptor_is_kept_until_a_read_that_hangs_has_ended(directory:
         await answered(fs, BAD)
         assert path not in open_below(directory)
         with hanging(server(fs).address, ("read_into",)) as hang:
-            with patience.background(), pytest.raises(Unavailable):
+            with patience.giving_up(), pytest.raises(Unavailable):
                 await reader.fill(0, memoryview(bytearray(100)), 100)
             reader.close()
             assert path in open_below(directory)
@@ -496,7 +496,7 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
 async def test_backups_go_to_other_servers(directory: Path) -> None:
     async with opened(directory, "replicas", {"meta.backup_interval": "1h"}) as fs:
         await fs.backup.ship()
-        with hanging(server(fs).address) as hang, patience.background():
+        with hanging(server(fs).address) as hang, patience.giving_up():
             number = 0
             while not server(fs).hangs:
                 await fs.mkdir(stores.ROOT_INO, b"%d" % number, 0o700, stores.ROOT)

@@ -311,6 +311,17 @@ async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
         pass
 
 
+async def test_what_it_writes_counts_for_the_rate_of_servers(directory: Path) -> None:
+    async with served(directory, burst__drain_delay="1h") as fs:
+        inos = [await write_file(fs, b"%d" % n, os.urandom(3 << 20)) for n in range(3)]
+        before = [server.writing.total[0] for server in fs.store.servers.capacity()]
+        await drained(fs, *inos)
+        assert fs.pool.status()["jobs"]
+        after = [server.writing.total[0] for server in fs.store.servers.capacity()]
+        assert sum(after) - sum(before) >= 9 << 20
+        assert all(server.writing.total[1] > 0 for server in fs.store.servers.capacity())
+
+
 @pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
 async def test_it_has_the_processor_when_nobody_needs_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -576,7 +576,7 @@ async def test_a_server_is_added_beside_one_that_hangs(
     async with served(config) as fs:
         hung = fs.store.servers[1]
         with hanging(hung.address, ("read_file",)) as hang:
-            with patience.background(), pytest.raises(Unavailable):
+            with patience.giving_up(), pytest.raises(Unavailable):
                 await fs.store.servers.run(hung, hung.identify, False)
             real = os.path.realpath
             monkeypatch.setattr(

@@ -127,7 +127,7 @@ class DamagedStore:
                 inode.layout, inode.oid, inode.size = source.layout, source.oid, source.size
                 namespace.put_inode(tx, inode)
 
-        async with fs.containers.append(sources, (0, 1)) as (lists, _):
+        async with fs.containers.append(sources, fs.drain.movers, (0, 1)) as (lists, _):
             await fs.store.engine.transact(flip, lists)
         copies.close()
 

@@ -194,19 +194,20 @@ class Kernel:
         self.direct_bytes += len(data)
         return len(data)
 
-    def map(self, handle: int, length: int) -> mmap.mmap | None:
-        """A shared, writable mapping of a passed-through file, which outlives the handle; None if
-        it cannot be.
+    def map(self, handle: int, length: int, access: int = os.O_RDWR) -> mmap.mmap | None:
+        """A shared mapping of a passed-through file, which outlives the handle; None if it cannot
+        be. It is writable, unless ``access`` is O_RDONLY.
         """
         fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if (
             fd is None
-            or flags & os.O_ACCMODE != os.O_RDWR
+            or flags & os.O_ACCMODE != access
             or not length
             or os.fstat(fd).st_size < length
         ):
             return None
-        return mmap.mmap(fd, length)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == os.O_RDWR else 0)
+        return mmap.mmap(fd, length, prot=protection)
 
 
 def _as_sent(argument: Any) -> Any:

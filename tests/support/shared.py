@@ -125,7 +125,7 @@ async def _store(
                 rows.append(len(to_store))
                 to_store.append(HashedPiece(copy, ino, at, length, digest, level, **own))
             at += length
-    async with fs.containers.append_pieces(to_store, slots) as (places, lost):
+    async with fs.containers.append_pieces(to_store, slots, fs.drain.movers) as (places, lost):
         whole = {
             ino: [_extent(row, to_store, places) for row in rows] for ino, rows in lists.items()
         }

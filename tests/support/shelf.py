@@ -64,9 +64,9 @@ class Shelf:
         )
         self.budget = Budget(64 << 20)
         tools = MakingTools(servers, Mover(self.budget, Limiter(0), "none"), self.files)
-        self.writer = ContainerWriter(
-            self, lambda value, cancelled: append(value, tools, cancelled), CONTAINER
-        )
+        self.carry_out = lambda value, cancelled: append(value, tools, cancelled)
+        self._how = self.slots, self.carry_out
+        self.writer = ContainerWriter(self, CONTAINER)
         self.lists = {}
         self.extents: dict[int, list[Extent]] = {}
         self.shared: dict[bytes, Location] = {}
@@ -140,7 +140,7 @@ class Shelf:
             with closing(OpenCopies(self.servers)) as copies:
                 cut = [pieces.cut(source, copies) for source in sources]
             whole = [piece for file in cut for piece in file if piece is not None]
-            async with self.writer.append(whole, self.slots) as (places, lost):
+            async with self.writer.append(whole, *self._how) as (places, lost):
                 following = iter(places)
                 if keep:
                     self.record(places, lost)
@@ -179,7 +179,7 @@ class Shelf:
             new = {
                 key: piece for key, piece in wanted.items() if key[1] or key[0] not in self.shared
             }
-            async with self.writer.append(list(new.values()), self.slots) as (places, lost):
+            async with self.writer.append(list(new.values()), *self._how) as (places, lost):
                 self.record(places, lost)
                 found = dict(zip(new, places, strict=True))
                 self.shared |= {key[0]: place for key, place in found.items() if not key[1]}

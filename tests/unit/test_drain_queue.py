@@ -49,6 +49,19 @@ def test_in_a_hurry_no_file_waits_for_the_delay_but_each_that_has_failed():
     assert queue.take(1.5) == [] and inos(queue.take(2.0)) == [1]
 
 
+def test_what_is_deleted_while_it_is_drained_is_not_looked_at_again():
+    queue = make()
+    for ino in (1, 2, 3):
+        queue.closed(ino, 10, now=0.0)
+    assert inos(queue.take(5.0)) == [1, 2, 3]
+    assert not any(queue.unlinked(ino) for ino in (1, 2, 3))
+    assert queue.done(1, 5.0) and 1 not in queue
+    queue.closed(2, 10, 5.0)  # it had left the burst tier, and somebody has written to it since
+    assert not queue.done(2, 5.0) and 2 in queue
+    queue.hold(3, 5.0)  # it was open: nobody tells of the last close of what has no name
+    assert inos(queue.take(10.0)) == [2, 3]
+
+
 def test_what_is_withheld_waits_for_whoever_drains_it():
     queue = make()
     assert queue.withhold(1, 10, now=0.0) and queue.withholds(1) and queue.withheld == 1
@@ -162,7 +175,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.sizes[ino] = size
         if ino in self.taken:
-            self.taken[ino] = True
+            self.taken[ino] = True, self.taken[ino][1]
         elif self.ready[ino] == float("inf"):
             self.ready[ino] = self.now + self._delay_s(ino)
 
@@ -183,13 +196,13 @@ class Machine(RuleBasedStateMachine):
         ready = [ino for ino in self.sizes if ino not in self.taken and self.ready[ino] <= self.now]
         ready.sort(key=lambda ino: (self.rank[ino], self.since[ino], ino))
         assert inos(batch) == ready[: len(batch)] and bool(batch) == bool(ready)
-        self.taken.update(dict.fromkeys(inos(batch), False))
+        self.taken.update(dict.fromkeys(inos(batch), (False, False)))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def finish(self, data):
         ino = data.draw(st.sampled_from(sorted(self.taken)))
-        closed = self.taken.pop(ino)
+        closed, left = self.taken.pop(ino)
         outcome = data.draw(st.sampled_from(["done", "hold", "again", "retry"]))
         match outcome:
             case "done":
@@ -203,7 +216,7 @@ class Machine(RuleBasedStateMachine):
         if outcome == "done" and not closed:
             self._forget(ino)
         elif outcome != "retry":
-            held = outcome == "hold" and not closed
+            held = outcome == "hold" and not (closed or left)
             self.ready[ino] = float("inf") if held else self.now + self._delay_s(ino)
 
     def _forget(self, ino):
@@ -217,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         if known:
             self._forget(ino)
         elif ino in self.taken:
-            self.taken[ino] = True
+            self.taken[ino] = self.taken[ino][0], True
 
     @invariant()
     def figures_agree(self):

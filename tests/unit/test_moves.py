@@ -164,7 +164,7 @@ async def test_protected_objects_replace_plain_ones():
     engine = await engine_with(PLAIN)
     after = SetRecord(INO, OID + 1, CODED, SIZE)
     await engine.transact(degraded.put_unread, OID, INO, 0)
-    await engine.transact(forms.put_garbage, OID + 1, INO, CODED)
+    await engine.transact(forms.put_garbage, [(INO, OID + 1, CODED)])
     relaid = replace(inode_with(PLAIN), oid=OID + 1, layout=CODED, blocks=99)
     change = FormChange(relaid, digests=b"d" * 32, unread=0b100)
     assert await engine.transact(forms.change_forms, [change]) == [OID]

@@ -65,7 +65,7 @@ async def until(condition) -> None:
 
 async def test_a_call_is_given_up_and_others_count(server):
     other = Server(1, WAIT_S)
-    with patience.background():
+    with patience.giving_up():
         first, second = await outcomes([server.call(server.ask, 1), other.call(other.answer, 2)])
     assert isinstance(first, Hanging)
     assert (
@@ -86,7 +86,7 @@ async def test_a_call_is_given_up_and_others_count(server):
 
 
 async def test_nothing_is_asked_in_the_background_of_a_server_that_hangs(server):
-    with patience.background():
+    with patience.giving_up():
         with pytest.raises(Hanging):
             await gather([server.call(server.ask, 1)])
         ended = []
@@ -99,7 +99,7 @@ async def test_nothing_is_asked_in_the_background_of_a_server_that_hangs(server)
 
 
 async def test_who_asks_in_person_waits(server):
-    with patience.background(), pytest.raises(Hanging):
+    with patience.giving_up(), pytest.raises(Hanging):
         await gather([server.call(server.ask, 1)])
     assert await gather([server.call(server.answer, 2)]) == [2]  # a thread is left for it
     done = trio.Event()
@@ -126,13 +126,13 @@ async def test_who_waits_for_several_waits_until_none_of_them_hangs(server):
         await patience.until_answered([server.workers, other.workers])
         done.set()
 
-    with patience.background(), pytest.raises(Hanging):
+    with patience.giving_up(), pytest.raises(Hanging):
         await gather([other.call(other.ask, 1)])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
         with (
-            patience.background(),
+            patience.giving_up(),
             pytest.raises(Hanging),
         ):  # the one that has been looked at already
             await gather([server.call(server.ask, 1)])
@@ -146,7 +146,7 @@ async def test_who_waits_for_several_waits_until_none_of_them_hangs(server):
 
 
 async def test_a_server_that_hangs_is_failing_whatever_else_works(server):
-    with patience.background(), pytest.raises(Hanging):
+    with patience.giving_up(), pytest.raises(Hanging):
         await gather([server.call(server.ask, 1)])
     server.health.succeeded("ask")  # of another object
     assert server.health.state == "failing"
@@ -155,7 +155,7 @@ async def test_a_server_that_hangs_is_failing_whatever_else_works(server):
 
 
 async def test_all_threads_may_be_stuck(server):
-    with patience.background():
+    with patience.giving_up():
         answers = await outcomes([server.call(server.ask, number) for number in range(5)])
         assert all(isinstance(answer, Hanging) for answer in answers)
     assert sorted(server.asked) == [0, 1]
@@ -168,7 +168,7 @@ async def test_all_threads_may_be_stuck(server):
 
 async def test_what_a_call_uses_is_kept_until_it_ends(server):
     ended = []
-    with patience.background(), pytest.raises(Hanging):
+    with patience.giving_up(), pytest.raises(Hanging):
         await gather([server.call(server.ask, 1)], lambda: ended.append(True))
     assert not ended
     server.go.set()
@@ -202,7 +202,7 @@ async def test_errors_and_cancellation(server):
 
     ended = []
     server.workers.patience = Patience(WAIT_S)
-    with patience.background():
+    with patience.giving_up():
         with pytest.raises(KeyError, match="as it was"):
             await gather([server.call(fail, 0)])
         async with trio.open_nursery() as nursery:
@@ -225,7 +225,7 @@ async def test_without_a_limit_everybody_waits():
     done = []
 
     async def ask() -> None:
-        with patience.background():
+        with patience.giving_up():
             done.extend(await gather([patient.call(patient.ask, 1)]))
 
     async with trio.open_nursery() as nursery:

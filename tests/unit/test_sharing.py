@@ -182,3 +182,11 @@ def test_bandwidths_are_configured_or_measured(tmp_path):
     assert found.of_servers()[3] == 1000
     file.write_text(file.read_text() + "burst: {bandwidth: 5MiB}\n")
     assert Bandwidths(config.load(str(file), {}), servers).of_burst([0x8000]) == {0x8000: 5 << 20}
+
+
+def test_what_other_processes_move_counts_in_the_time_in_which_any_did() -> None:
+    seen = Throughput()
+    seen.told(6 << 20, 3.0)
+    seen.told(6 << 20, 3.0)  # at the same time
+    assert (4 << 20) * 0.9 < seen.rate <= 4 << 20
+    assert seen.total[0] == 12 << 20

@@ -63,11 +63,25 @@ class Appended(NamedTuple):
     """Mask of the columns that have failed."""
 
 
+class Leave(Protocol):
+    """Who lets each stripe be written; see Mover."""
+
+    @property
+    def io_priority(self) -> str: ...
+
+    async def begin(self, length: int) -> None: ...
+
+    def end(self, moved: int) -> None: ...
+
+
 class Tools(Protocol):
     """What it is carried out with."""
 
     @property
     def servers(self) -> Servers: ...
+
+    @property
+    def mover(self) -> Leave: ...
 
     @property
     def buffers(self) -> BudgetedBuffers: ...
@@ -79,24 +93,33 @@ class Tools(Protocol):
 async def append(
     appending: Appending, tools: Tools, cancelled: Callable[[], bool]
 ) -> Appended | None:
-    """Carry it out. None if ``cancelled`` has become true, which is asked before each stripe.
+    """Carry it out: each stripe when the mover lets it. None if ``cancelled`` has become true,
+    which is asked before each.
 
     Raises NoSpace, QuotaExceeded, Unavailable; DamagedContainer if the container is not what the
     value says; ContainerFails if nothing may be appended to it any more. Then, and where it is
     cancelled, there may be anything behind the end.
     """
-    servers, pieces = tools.servers, appending.pieces
+    servers, pieces, mover = tools.servers, appending.pieces, tools.mover
     places: list[Location] = []
     memory = await tools.buffers.take(_BUFFER)
-    container = open_container(servers, appending.layout, appending.container, appending.end)
+    about = appending.layout, appending.container, appending.end
+    container = open_container(servers, *about, mover.io_priority)
     with closing(container), tools.reading(appending.containers) as files:
         await container.open()
         for stripe in _stripes(pieces):
             await trio.lowlevel.checkpoint()
-            if cancelled():
-                return None
-            await _load(stripe, files, memory[container.carried :])
-            await container.append(_builder(container, stripe, places, servers), memory)
+            space = sum(piece.space for piece in stripe)
+            moved = 0
+            await mover.begin(space)
+            try:
+                if cancelled():
+                    return None
+                await _load(stripe, files, memory[container.carried :])
+                await container.append(_builder(container, stripe, places, servers), memory)
+                moved = space
+            finally:
+                mover.end(moved)
             faults.reach(_APPENDED)
         await container.finish(memory)
         await container.sync(appending.spare)

@@ -18,7 +18,7 @@ from aifs.data.checking.checks import Untold
 from aifs.data.containers import chunk_codec
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.object_set import ObjectSet, OnDamage
-from aifs.data.patience import in_time, is_background
+from aifs.data.patience import gives_up, in_time
 from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource, object_name
 from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.data.server import MissingObject, name_of
@@ -196,7 +196,7 @@ class ContainerFiles:
         if block is None:
             source = FilledSource(name, place.raw, partial(self._fetch, place))
             block = cache.start_whole(source, place.offset, place.raw)
-        if not (block.loading and is_background()):
+        if not (block.loading and gives_up()):
             return await block.bytes()
         layout = (await self._opened(place.container, place.offset)).entry.layout
         with in_time(self.servers.idlest(layout.servers).workers.patience):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.patience import Hanging
@@ -47,8 +48,12 @@ class OpenContainer:
     may be appended any more.
     """
 
-    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
+    def __init__(
+        self, servers: Servers, layout: Striped, container: int, end: int, io_priority: str
+    ) -> None:
+        """``io_priority``: see core.files."""
         self.servers = servers
+        self.io_priority = io_priority
         self.layout = layout
         self.id = container
         self.end = end
@@ -79,16 +84,21 @@ class OpenContainer:
         """Give up the descriptors. Does not block."""
 
 
-def open_container(servers: Servers, layout: Striped, container: int, end: int) -> OpenContainer:
+def open_container(
+    servers: Servers, layout: Striped, container: int, end: int, io_priority: str = "none"
+) -> OpenContainer:
     """Does no I/O. Raises Unavailable. A protected container must be new."""
-    return (_Protected if layout.is_protected else _Plain)(servers, layout, container, end)
+    kind = _Protected if layout.is_protected else _Plain
+    return kind(servers, layout, container, end, io_priority)
 
 
 class _Plain(OpenContainer):
     """One object on one server."""
 
-    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
-        super().__init__(servers, layout, container, end)
+    def __init__(
+        self, servers: Servers, layout: Striped, container: int, end: int, io_priority: str
+    ) -> None:
+        super().__init__(servers, layout, container, end, io_priority)
         self._server = servers[layout.servers[0]]
         self._key = (0, container)
         self._fd: int | None = None
@@ -107,7 +117,9 @@ class _Plain(OpenContainer):
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         self._busy += 1
         with _failing(Hanging):
-            return (await gather([(self._server.workers, function, args)], self._ended))[0]
+            call = (self.io_priority, function, *args)
+            called = [(self._server.workers, files.at_priority, call)]
+            return (await gather(called, self._ended))[0]
 
     def _ended(self) -> None:
         self._busy -= 1
@@ -164,13 +176,16 @@ class _Protected(OpenContainer):
     last one is zeros.
     """
 
-    def __init__(self, servers: Servers, layout: Striped, container: int, end: int) -> None:
-        super().__init__(servers, layout, container, end)
-        self._objects = ObjectSet(servers, layout, 0, container, new=True)
+    def __init__(
+        self, servers: Servers, layout: Striped, container: int, end: int, io_priority: str
+    ) -> None:
+        super().__init__(servers, layout, container, end, io_priority)
+        self._objects = ObjectSet(servers, layout, 0, container, new=True, background=io_priority)
 
     async def append(self, build: Build, memory: memoryview) -> None:
         server = self.servers.idlest(self.layout.servers)
-        filled = await self.servers.run(server, build, memory[self.carried :])
+        call = (self.io_priority, build, memory[self.carried :])
+        filled = await self.servers.run(server, files.at_priority, *call)
         total = self.carried + filled
         whole = total - total % self._objects.row
         await self._write(memory, whole)

@@ -96,14 +96,11 @@ CarryOut = Callable[[Appending, Callable[[], bool]], Awaitable[Appended | None]]
 class ContainerWriter:
     """All appending to containers of one store. Used from one trio thread."""
 
-    def __init__(
-        self, catalogue: Catalogue, carry_out: CarryOut, size: int, spare: int = 0
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, size: int, spare: int = 0) -> None:
         """``size``: when a container has reached it, the next one is begun. ``spare``: how many
         columns more than their bytes need protected ones must have, if others fail; see
         ObjectSet.sync."""
         self._catalogue = catalogue
-        self._carry_out = carry_out
         self.size = size
         self.spare = spare
         self._idle: dict[Striped, list[Room]] = {}  # least recently used first
@@ -116,9 +113,9 @@ class ContainerWriter:
 
     @asynccontextmanager
     async def append(
-        self, pieces: Sequence[Piece], slots: Sequence[Striped]
+        self, pieces: Sequence[Piece], slots: Sequence[Striped], carry_out: CarryOut
     ) -> AsyncIterator[Stored]:
-        """Put all chunks into containers that are laid out like ``slots``, in turn; within the
+        """Have all chunks put into containers that are laid out like ``slots``, in turn; within the
         block they are durable, and to be recorded.
 
         The places are in the order of ``pieces``. Cancellable between stripes. Raises NoSpace,
@@ -126,7 +123,7 @@ class ContainerWriter:
         of them that counts. A protected container of which a column fails is still good if enough
         others are durable; nothing more is appended to it.
         """
-        work = _Append(pieces)
+        work = _Append(pieces, carry_out)
         stripes = deal([piece.space for piece in pieces], len(slots), self._turn)
         self._turn += len(stripes)
         lanes: dict[tuple[int, int], list[Stripe]] = {}
@@ -201,7 +198,7 @@ class ContainerWriter:
             tuple((container, entry) for container, entry in table if entry is not None),
         )
         try:
-            appended = await self._carry_out(appending, lambda: work.failed)
+            appended = await work.carry_out(appending, lambda: work.failed)
         except DamagedContainer as error:
             _log.warning("%s; nothing is appended to it any more", error)
             room.full = True
@@ -285,8 +282,9 @@ class ContainerWriter:
 class _Append:
     """One call of ``append``."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], carry_out: CarryOut) -> None:
         self.pieces = pieces
+        self.carry_out = carry_out
         self.places: list[Location] = [None] * len(pieces)  # type: ignore[list-item]
         self.starts: dict[Room, int] = {}
         """The containers that it uses, and where each ended before."""

@@ -366,6 +366,12 @@ class Columns:
         self.unsynced.mark(column)
         await self._run(column, self.sync_now, column, self.unsynced.get(column), not self._new)
 
+    @property
+    def lost(self) -> str:
+        """Why bytes that were written are not durable, though they were synced; '' as long as none
+        are known to be lost."""
+        return next(iter(self._lost.values()), "")
+
     def sync_now(self, column: int, generation: int, doubt: bool = False) -> None:
         """The same, of what was ``unsynced`` as this ``generation``. ``doubt``: the name may be the
         work of a process that died."""

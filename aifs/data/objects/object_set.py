@@ -174,6 +174,12 @@ class ObjectSet:
         """
         return self._failed
 
+    @property
+    def lost(self) -> str:
+        """Why bytes that were written are not durable, though they were synced; '' as long as none
+        are known to be lost, and of a protected set."""
+        return "" if self.is_protected else self._columns.lost
+
     # --- reading ---
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:

@@ -15,7 +15,7 @@ from typing import Any
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.runs import Run, runs_of
-from aifs.data.patience import in_time, is_background
+from aifs.data.patience import gives_up, in_time
 from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.patterns import AccessPattern
@@ -120,7 +120,7 @@ class CachedReads:
             await self._gather(calls, abandonable=cancellable, waits=not strict)
         for column, (_, begin, parts), blocks in loads:
             length = sum(map(len, parts))
-            with in_time(columns.server(column).workers.patience) if is_background() else _AT_ALL:
+            with in_time(columns.server(column).workers.patience) if gives_up() else _AT_ALL:
                 held = await collect(blocks, begin, length, self.block)
             if len(held) == len(buffer):
                 return held  # all of the request

@@ -67,7 +67,7 @@ class GroupDrain:
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
         self._hasher = Hasher(lanes, movers)
         self._storing = Storing(
-            config, engine, servers, ids, collector, containers, movers.tools.mover, self._flips
+            config, engine, servers, ids, collector, containers, movers, self._flips
         )
         self._one_group = trio.Lock()
         """Held while a group is stored."""

@@ -15,7 +15,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.data.patience import background
+from aifs.data.patience import giving_up
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.flips import DrainOutcome
@@ -249,7 +249,7 @@ class Members:
         """There may be work: each time another worker begins, up to as many as may be."""
         if self._nursery is None:
             return  # ``run`` begins with it
-        with background():  # also where somebody's close is what begins it
+        with giving_up():  # also where somebody's close is what begins it
             if self._unsynced and self._syncers < _SYNCERS:
                 self._syncers += 1
                 self._nursery.start_soon(self._sync_some)

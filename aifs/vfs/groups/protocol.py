@@ -27,7 +27,7 @@ from aifs.core.errors import (
 )
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
-from aifs.data.patience import background
+from aifs.data.patience import giving_up
 from aifs.files import permissions
 from aifs.files.drain import Drain, Undrained
 from aifs.files.file_io import FileIO
@@ -825,7 +825,7 @@ class Groups:
     ) -> None:
         """In the background; ``run`` begins what is due when it begins."""
         if self._nursery is not None:
-            with background():  # also where somebody's commit is what begins it
+            with giving_up():  # also where somebody's commit is what begins it
                 self._nursery.start_soon(work, group, *args)
 
     async def _watch(self, group: DirectoryGroup, rank: int | None, process: int) -> None:

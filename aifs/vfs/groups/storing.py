@@ -13,7 +13,6 @@ from typing import Any
 
 import trio
 
-from aifs.burst.transfer import Mover
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, Stale
@@ -30,6 +29,7 @@ from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location,
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, extents, shared
 from aifs.meta.kv import Engine
+from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 from aifs.vfs.groups import sharing
 from aifs.vfs.groups.bandwidths import Bandwidths
@@ -223,7 +223,7 @@ class Storing:
         ids: IdAllocator,
         collector: Collector,
         containers: Containers,
-        mover: Mover,
+        movers: Movers,
         flips: Flips,
     ) -> None:
         self._engine = engine
@@ -231,7 +231,7 @@ class Storing:
         self._ids = ids
         self._collector = collector
         self._containers = containers
-        self._mover = mover
+        self._movers = movers
         self._flips = flips
         self._bandwidths = Bandwidths(config, servers)
 
@@ -332,14 +332,6 @@ class Storing:
             self._flips.drop_made(member)  # the list of the last round
             member.oid = await self._ids.take()
             await _work(member, kind.add_all, work, member, holding)
-        await self._mover.admit(
-            sum(
-                piece.length
-                for slot in work.pieces
-                for _, piece in slot
-                if isinstance(piece, HashedPiece)
-            )
-        )
         async with self._appended(kind, work):
             for member in alive:
                 await _work(member, kind.finish, work, member)
@@ -368,7 +360,7 @@ class Storing:
         async def append(number: int) -> None:
             stored = [piece for _, piece in work.pieces[number]]
             appended: Stored = await stack.enter_async_context(
-                self._containers.append_pieces(stored, (kind.slots[number],))
+                self._containers.append_pieces(stored, (kind.slots[number],), self._movers)
             )
             work.places |= zip(
                 (key for key, _ in work.pieces[number]), appended.places, strict=True
