@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import click
+from background import Extent, background_rows
 from checkpoint import checkpoint_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
@@ -28,7 +29,11 @@ NORMAL = Size(files=5000, entries=100_000, mib=512)
 QUICK_ENV = Amounts(unpacked=2000, copied=1000, trees=1, extras=())
 NORMAL_ENV = Amounts(unpacked=50_000, copied=10_000, trees=10, extras=("test", "figures"))
 
+QUICK_BESIDE = Extent(files=500, deleted=2000, mib=512, probed=2000)
+NORMAL_BESIDE = Extent(files=4000, deleted=100_000, mib=4096, probed=20_000)
+
 SPECIAL = (
+    "background",
     "latency",
     "movement",
     "publishing",
@@ -97,6 +102,10 @@ def bench(
             touch_memory(base, 12 * size.mib)
         rates = _measure(systems, chosen, size, rounds)
         rows = [_row(work, rates) for name, work in WORKS.items() if name in chosen]
+        if "background" in chosen:
+            with log.status("background"):
+                extent = QUICK_BESIDE if quick else NORMAL_BESIDE
+                rows += background_rows(base, extent, rounds)
         if "latency" in chosen:
             with log.status("latency"):
                 rows.append(latency_row(base, size.mib, rounds))

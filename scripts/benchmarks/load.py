@@ -165,21 +165,34 @@ def together(works: Sequence[Callable[[], None]]) -> float:
 SMALL = 100_000
 """Bytes of a small file: a sample of a dataset."""
 
+PAUSE_S = 0.0005
 
-def small_write(names: list[str]) -> None:
-    block = os.urandom(SMALL)
+
+def small_write(names: list[str], size: int = SMALL) -> None:
+    block = os.urandom(size)
     for name in names:
         fd = os.open(name, os.O_CREAT | os.O_WRONLY, 0o644)
         os.write(fd, block)
         os.close(fd)
 
 
-def small_read(names: list[str]) -> None:
-    block = memoryview(bytearray(SMALL))
+def small_read(names: list[str], size: int = SMALL) -> None:
+    block = memoryview(bytearray(size))
     for name in names:
         fd = os.open(name, os.O_RDONLY)
-        assert os.preadv(fd, [block], 0) == SMALL
+        assert os.preadv(fd, [block], 0) == size
         os.close(fd)
+
+
+def probe(names: list[str]) -> list[float]:
+    """Seconds that stat takes of each, with pauses between: somebody who looks about."""
+    found = []
+    for name in names:
+        begin = time.perf_counter()
+        os.stat(name)
+        found.append(time.perf_counter() - begin)
+        time.sleep(PAUSE_S)
+    return found
 
 
 def checkpoint(jobs: int, mib: int) -> float:
@@ -224,9 +237,14 @@ def main() -> None:
         names = [f"f{number}" for number in range(values["count"])]
         if values.get("warm"):
             NAMES[work](names)
+        sized = {"size": values["bytes"]} if "bytes" in values else {}
         begin = time.perf_counter()
-        NAMES[work](names)
+        NAMES[work](names, **sized)
         seconds = time.perf_counter() - begin
+    elif work == "probe":
+        first = values["first"]
+        print(json.dumps(probe([f"f{n}" for n in range(first, first + values["count"])])))
+        return
     elif work == "checkpoint":
         seconds = checkpoint(values["jobs"], values["mib"])
     else:
