@@ -46,7 +46,7 @@ class Recording(LeveledTransaction):
         """Take back what has been written since ``mark``. What was read stays."""
         for key, (value, relative) in self._before.items():
             if value is _MISSING:
-                del self.writes[key]
+                self.writes.pop(key, None)
             else:
                 self.writes[key] = value
             self.relative.pop(key, None)

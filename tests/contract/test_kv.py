@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 import trio
@@ -16,10 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aifs.meta import journal, lmdb_database, lmdb_engine
 from aifs.meta.kv import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.replicated.database import MapDatabase
+from aifs.meta.replicated.engine import join
 from tests.support.memory_engine import MemoryEngine
 
 LOW, HIGH = b"\0", b"\xff" * MAX_KEY_BYTES
-ENGINES = ["memory", "lmdb"]
+ENGINES = ["memory", "lmdb", "replicated"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +37,24 @@ def shrink(patch):
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request, tmp_path):
-    engine = MemoryEngine() if request.param == "memory" else LmdbEngine(str(tmp_path))
-    yield engine
-    engine.close()
+async def engine(request, tmp_path):
+    with ExitStack() as stack:
+        if request.param == "memory":
+            engine = MemoryEngine()
+        elif request.param == "lmdb":
+            engine = LmdbEngine(str(tmp_path))
+        else:
+            servers = request.getfixturevalue("postgres_servers")
+            database = stack.enter_context(servers.get("wheel").new_database())
+            engine = await first_host(str(tmp_path), MapDatabase(database.conninfo))
+        yield engine
+        engine.close()
+
+
+async def first_host(directory, database):
+    """The engine of the first host of a new cluster."""
+    await database.make_schema()
+    return await join(LmdbEngine(directory), database, "host", "host:7947")
 
 
 def everything(tx, start=LOW, end=HIGH, limit=0):
