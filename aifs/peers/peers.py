@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.core.errors import ConfigError, Unavailable
+from aifs.core.kinds import split_endpoint
 from aifs.peers.transport import (
     SILENCE_S,
     Answer,
@@ -49,14 +50,6 @@ class PeerAddress(NamedTuple):
     """``address:port``, where it can be dialed."""
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``address:port``, ``[address]:port`` for one of IPv6. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise ValueError(f"{text!r} is not an address and a port, such as 10.0.0.1:7947")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 class Peers:
     """The connections of one host to all others. Used from one trio thread.
 
@@ -64,8 +57,8 @@ class Peers:
     when all are made. Sessions tell by ``update`` who is there.
     """
 
-    def __init__(self, store: str, name: str, secret: bytes, listen: str) -> None:
-        """Listens at ``listen`` (``address:port``; port 0 is a free one) at once, and answers when
+    def __init__(self, store: str, name: str, secret: bytes, listen: tuple[str, int]) -> None:
+        """Listens at ``listen`` (address and port; 0 is a free one) at once, and answers when
         ``run`` does. Raises ConfigError if it cannot."""
         self._own = Peer(store, name, 0)
         self._secret = secret
@@ -111,6 +104,11 @@ class Peers:
     def connected(self) -> dict[str, int]:
         """The hosts to which there is a connection, with their sessions."""
         return {name: link.peer.session for name, link in self._links.items()}
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody would hear what is pushed."""
+        return not self._links
 
     async def call(
         self,
@@ -260,7 +258,7 @@ class Peers:
 
     async def _connect(self, member: PeerAddress) -> trio.SocketStream | None:
         try:
-            host, port = parse_address(member.address)
+            host, port = split_endpoint(member.address)
             with trio.move_on_after(SILENCE_S):
                 return await trio.open_tcp_stream(host, port)
         except (OSError, ValueError) as error:
@@ -278,10 +276,10 @@ class Peers:
         log.warning("peers: %s", fault)
 
 
-def _bound(listen: str) -> socket.socket:
+def _bound(listen: tuple[str, int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
     try:
-        host, port = parse_address(listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"host.listen: cannot listen at {listen}: {error}") from error
+        return socket.create_server(listen, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        where = f"{listen[0]}:{listen[1]}"
+        raise ConfigError(f"host.listen: cannot listen at {where}: {error.strerror}") from error

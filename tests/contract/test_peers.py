@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, ConfigError, NotFound, NotSupported, Unavailable
 from aifs.meta.kv import DamagedRecord
 from aifs.peers import transport
-from aifs.peers.peers import PeerAddress, Peers, parse_address
+from aifs.peers.peers import PeerAddress, Peers
 from aifs.peers.transport import (
     FRAME,
     PUSH,
@@ -30,7 +30,7 @@ from aifs.peers.transport import (
 from tests.support.meddler import Meddler
 
 STORE, SECRET = "5b0f1c2e", b"a secret of the tests"
-ANYWHERE = "127.0.0.1:0"
+ANYWHERE = ("127.0.0.1", 0)
 PATIENT_S = 60.0  # for what happens, on a machine with much else to do
 SOON_S = 0.2  # for what does not
 
@@ -538,14 +538,5 @@ async def test_what_a_host_does_not_take_is_bounded(
 def test_a_port_that_is_taken_is_a_mistake_of_the_configuration() -> None:
     first = made("a")
     with pytest.raises(ConfigError, match=r"host\.listen: cannot listen at 127"):
-        Peers(STORE, "b", SECRET, f"127.0.0.1:{first.port}")
+        Peers(STORE, "b", SECRET, ("127.0.0.1", first.port))
     first.close()
-
-
-def test_addresses() -> None:
-    assert parse_address("10.0.0.1:7947") == ("10.0.0.1", 7947)
-    assert parse_address("[::1]:1") == ("::1", 1)
-    assert parse_address("host.example:0") == ("host.example", 0)
-    for text in ("", "host", ":1", "host:", "host:port", "host:65536", "host:-1"):
-        with pytest.raises(ValueError, match="is not an address"):
-            parse_address(text)

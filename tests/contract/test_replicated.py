@@ -23,6 +23,7 @@ from aifs.meta.replicated import engine as replicated
 from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
 from aifs.meta.replicated.engine import ReplicatedEngine, join
+from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import end_session
 from tests.support.memory_engine import MemoryEngine
 
@@ -384,9 +385,20 @@ async def test_shown_waits_for_the_followers_of_others(cluster):
         assert a.session.shown == b.session.shown == 1
 
 
+class Written(Exchange):
+    """Keeps what should be pushed."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(None)
+        self.rows = rows
+
+    def announce(self, row: Row) -> None:
+        self.rows.append(row)
+
+
 async def test_rows_that_are_pushed_out_of_order_are_applied_in_order(cluster):
     rows = []
-    a, b = await cluster.join("a", announce=rows.append), await cluster.join("b")
+    a, b = await cluster.join("a", exchange=Written(rows)), await cluster.join("b")
     for number in range(6):
         await a.transact(put, b"k", b"%d" % number)
     b.hear([rows[1], rows[2]])

@@ -16,7 +16,7 @@ class Meddler:
     """Passes connections to ``port`` on. Who dials ``address`` is connected to it."""
 
     def __init__(self, port: int, meddle: Meddle = lambda frame: [frame]) -> None:
-        self._target = port
+        self.target = port
         self.meddle = meddle
         self.address = ""
         self.is_open = trio.Event()
@@ -32,7 +32,7 @@ class Meddler:
 
     async def _relay(self, stream: trio.SocketStream) -> None:
         try:
-            other = await trio.open_tcp_stream("127.0.0.1", self._target)
+            other = await trio.open_tcp_stream("127.0.0.1", self.target)
         except OSError:
             return
         async with stream, other, trio.open_nursery() as nursery:

@@ -17,7 +17,6 @@ The order of things, which all methods keep:
 
 import logging
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
@@ -34,7 +33,8 @@ from aifs.meta.memtable import LeveledView, Writes
 from aifs.meta.recording import Recording
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase, Row
-from aifs.meta.replicated.sessions import PATIENCE_S, STOP_S, Session
+from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.sessions import PATIENCE_S, STOP_S, Session, clock_s
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class ReplicatedEngine(Engine):
         local: LmdbEngine,
         database: MapDatabase,
         session: Session,
-        announce: Callable[[Row], None] | None = None,
+        exchange: Exchange,
     ) -> None:
-        """``announce``: is told each row that this host adds to the feed, to push it to others."""
+        """``exchange``: is told our rows, and what we have shown, and tells others'."""
         self.local = local
         """The replica."""
         self.session = session
@@ -160,8 +160,7 @@ class ReplicatedEngine(Engine):
         """What a beat has made durable."""
         self._database = database
         """The truth."""
-        self._announce = announce
-        """Is told our rows."""
+        self._exchange = exchange
         self._own_row = 0
         """Number of the last row of the feed that is ours and applied."""
         self._commits = 0
@@ -190,6 +189,7 @@ class ReplicatedEngine(Engine):
         """Of who renews the lease."""
         self._failure = ""
         """Why nothing goes on."""
+        exchange.begin(session.number, self.hear, session.hear_shown)
 
     @property
     def short_of_space(self) -> bool:  # type: ignore[override]
@@ -204,14 +204,14 @@ class ReplicatedEngine(Engine):
 
     def note_shown(self, seq: int) -> None:
         while self._unshown and self._unshown[0][0] <= seq:
-            self.session.shown = self._unshown.popleft()[1]
+            self.session.note_shown(self._unshown.popleft()[1])
         if not self._unshown:
-            self.session.shown = self.session.cursor
+            self.session.note_shown(self.session.cursor)
 
     # --- transactions -----------------------------------------------------------------------------
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        if time.monotonic() >= self.session.sure_until_s:
+        if clock_s() >= self.session.sure_until_s:
             await self._renew()
         self._check()
         return function(_View(*self.local.begin(), self.seq), *args)
@@ -236,7 +236,7 @@ class ReplicatedEngine(Engine):
         if not call.is_done:
             self._is_led = True
             try:
-                if time.monotonic() >= self.session.sure_until_s:
+                if clock_s() >= self.session.sure_until_s:
                     await self._renew()
                 with trio.CancelScope(shield=True):
                     await self._commit_waiting()
@@ -331,8 +331,7 @@ class ReplicatedEngine(Engine):
             row = changes.row(seq, self.session.number, number, _View(*self.local.begin(), 0))
             self.hear([row])
             faults.reach(APPLIED)
-            if self._announce is not None:
-                self._announce(row)
+            self._exchange.announce(row)
         return True
 
     # --- the feed ---------------------------------------------------------------------------------
@@ -375,7 +374,7 @@ class ReplicatedEngine(Engine):
                 self._unshown.append((self.seq, row.seq))
                 self._follower(writes)
         if not self._unshown:
-            session.shown = row.seq
+            session.note_shown(row.seq)
 
     async def catch_up(self, seq: int) -> None:
         """Ask the database for the feed up to there, and apply it. Raises Unavailable."""
@@ -423,10 +422,10 @@ class ReplicatedEngine(Engine):
 
     async def _renew(self) -> None:
         """Wait until the lease is sure. Raises Unavailable."""
-        while time.monotonic() >= self.session.sure_until_s:
+        while clock_s() >= self.session.sure_until_s:
             self._check()
             async with self._renewing:
-                if time.monotonic() >= self.session.sure_until_s:
+                if clock_s() >= self.session.sure_until_s:
                     with suppress(AnswerLost):
                         await self._beat()
 
@@ -438,7 +437,7 @@ class ReplicatedEngine(Engine):
         """Renew the lease, and hear what is new. What has been applied before is durable then.
         Raises AnswerLost, Unavailable.
         """
-        began_s, seq, cursor = time.monotonic(), self.seq, self.session.cursor
+        began_s, seq, cursor = clock_s(), self.seq, self.session.cursor
         if await self.session.beat() == db.RECOVERING:
             await self._recover()
             return
@@ -593,10 +592,11 @@ async def join(
     database: MapDatabase,
     name: str,
     address: str,
-    announce: Callable[[Row], None] | None = None,
+    exchange: Exchange | None = None,
 ) -> ReplicatedEngine:
     """Begin a session for the host ``name``, and bring its replica up to date: by the feed, if it
     goes back so far, else by a copy of the whole map. ``local`` is the engine's to close then.
+    Without an ``exchange`` hosts hear of each other by the database alone.
 
     Raises StoreBusy if another host has the name; StoreError if the database is none of ours;
     Unavailable.
@@ -604,10 +604,10 @@ async def join(
     await database.require_schema()
     record = await local.view(lambda tx: tx.get(_CURSOR_KEY))
     found = Cursor._make(_CURSOR.unpack(record)) if record else None
-    session = await Session.begin(
-        database, name, address, found.own if found else 0, found.seq if found else None
-    )
-    engine = ReplicatedEngine(local, database, session, announce)
+    exchange = exchange or Exchange(None)
+    former, base = (found.own, found.seq) if found else (0, None)
+    session = await Session.begin(database, exchange, name, address, former, base)
+    engine = ReplicatedEngine(local, database, session, exchange)
     try:
         if found is None or not await _is_of(database, found):
             found = await _copy_map(local, database, session)

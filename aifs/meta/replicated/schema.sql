@@ -275,6 +275,21 @@ begin
 end $$;
 
 
+-- Ends the sessions whose lease is over; how many.
+create function end_silent() returns int language plpgsql as $$
+declare
+    count int;
+begin
+    update aifs.session s set ended = 'its lease was over'
+        where s.ended is null and s.lease_end <= clock_timestamp();
+    get diagnostics count = row_count;
+    if count > 0 then
+        update aifs.membership set version = version + 1;
+    end if;
+    return count;
+end $$;
+
+
 -- The sessions that have not ended.
 create function aifs.members() returns table (
     id int, host int, name text, address text, age_s float, lease_left_s float, cursor bigint, shown bigint

@@ -16,6 +16,7 @@ import trio
 from aifs.core.errors import StoreBusy, Unavailable
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated.database import AnswerLost, MapDatabase
+from aifs.meta.replicated.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ PATIENCE_S = 10.0
 
 _LOOK_S = 0.02
 """Between two looks at who has shown something, if nobody tells."""
+
+
+def clock_s() -> float:
+    """A clock that does not jump, and goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Member(NamedTuple):
@@ -53,7 +59,15 @@ class Member(NamedTuple):
 class Session:
     """The session of this host, from ``begin`` to ``end``. Used from one trio thread."""
 
-    def __init__(self, database: MapDatabase, name: str, number: int, host: int, head: int) -> None:
+    def __init__(
+        self,
+        database: MapDatabase,
+        exchange: Exchange,
+        name: str,
+        number: int,
+        host: int,
+        head: int,
+    ) -> None:
         self.name = name
         self.number = number
         self.host = host
@@ -67,10 +81,12 @@ class Session:
         self.members = 0
         """How often sessions had begun or ended, as it was heard last."""
         self.sure_until_s = 0.0
-        """By time.monotonic: until then views and transactions may go on."""
+        """By ``clock_s``: until then views and transactions may go on."""
         self.ended = ""
         """Why it has ended; empty: it goes on."""
         self._database = database
+        self._exchange = exchange
+        """The other hosts."""
         self._told: dict[int, int] = {}
         """What other sessions have said that they have shown."""
         self._news = trio.Event()
@@ -78,7 +94,13 @@ class Session:
 
     @classmethod
     async def begin(
-        cls, database: MapDatabase, name: str, address: str, former: int, cursor: int | None
+        cls,
+        database: MapDatabase,
+        exchange: Exchange,
+        name: str,
+        address: str,
+        former: int,
+        cursor: int | None,
     ) -> "Session":
         """A new session for the host ``name``. ``former``: the number of its last one; 0: it had
         none here. ``cursor``: how much of the feed its replica has; None: it copies the map.
@@ -86,7 +108,7 @@ class Session:
         Raises StoreBusy if another host has the name; Unavailable.
         """
         while True:
-            began_s = time.monotonic()
+            began_s = clock_s()
             base = db.NULL if cursor is None else db.of_bigint(cursor)
             ((status, number, host, head, other, left_s),) = await database.settles.repeat(
                 db.BEGIN,
@@ -98,9 +120,8 @@ class Session:
             )
             match db.to_int(status):
                 case db.DONE:
-                    session = cls(
-                        database, name, db.to_int(number), db.to_int(host), db.to_int(head)
-                    )
+                    numbers = map(db.to_int, (number, host, head))
+                    session = cls(database, exchange, name, *numbers)
                     session.sure_until_s = began_s + STOP_S
                     return session
                 case db.TAKEN:
@@ -172,6 +193,21 @@ class Session:
             )
         ]
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether this host has its lease without doubt."""
+        return not self.ended and clock_s() < self.sure_until_s
+
+    async def end_silent(self) -> bool:
+        """End the sessions whose lease is over; whether there was one. Raises Unavailable."""
+        ((count,),) = await self._database.settles.repeat(db.END_SILENT)
+        return db.to_int(count) > 0
+
+    def note_shown(self, seq: int) -> None:
+        """This host has shown the feed up to ``seq``. Does not block."""
+        self.shown = seq
+        self._exchange.note_shown(seq)
+
     def hear_shown(self, session: int, seq: int) -> None:
         """Another session has shown the feed up to ``seq``."""
         if seq > self._told.get(session, 0):
@@ -188,6 +224,7 @@ class Session:
             if waiting is not None:
                 waiting = {one for one in waiting if self._told.get(one, 0) < seq}
             if not waiting:
+                self._exchange.ask(seq)
                 rows = await self._database.settles.repeat(db.BEHIND, db.of_bigint(seq))
                 waiting = {db.to_int(session) for (session,) in rows} - {self.number}
                 waiting = {one for one in waiting if self._told.get(one, 0) < seq}

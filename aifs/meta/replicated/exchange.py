@@ -1,0 +1,90 @@
+"""What the engines of hosts tell one another: rows that were committed, and what has been shown.
+
+All of it makes things fast, and may be lost: rows are in the database, which is asked for what is
+missing, and what a host has shown is in its beats.
+
+    row     to all: a row of the feed, from the host that has committed it. One that is too large
+            for a frame is not pushed
+    ask     to all: the sender waits until this number is shown
+    shown   to who asks: what the sender has shown
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from aifs.meta.replicated.database import Row, of_keys, to_keys
+from aifs.peers.peers import PeerAddress, Peers
+from aifs.peers.transport import MAX_BODY, Body, Peer
+
+_LENGTH = struct.Struct("<I")
+
+
+class Exchange:
+    """The engine's side of the connections of this host. Nothing blocks. Used from one trio
+    thread.
+    """
+
+    def __init__(self, peers: Peers | None) -> None:
+        """``peers``: None: nobody is told anything."""
+        self._peers = peers
+        self._session = 0
+        self._shown = 0
+        """What this host has shown."""
+        self._asked: dict[str, int] = {}
+        """Hosts that wait until it has shown more, and how much."""
+
+    def begin(
+        self,
+        session: int,
+        hear_rows: Callable[[Iterable[Row]], None],
+        hear_shown: Callable[[int, int], None],
+    ) -> None:
+        """From now on, and in the name of ``session``: ``hear_rows`` is called with rows that
+        others have committed, ``hear_shown`` with a session and what it has shown.
+        """
+        if self._peers is None:
+            return
+        self._session = session
+
+        def hear_row(peer: Peer, fields: Any, body: Body) -> None:
+            seq, author, number, absolute = map(int, fields)
+            (length,) = _LENGTH.unpack_from(body)
+            content = bytes(body[_LENGTH.size :])
+            keys, values = to_keys(content[:length]), to_keys(content[length:])
+            hear_rows([Row(seq, author, number, absolute, keys, values)])
+
+        self._peers.hear("row", hear_row)
+        self._peers.hear("ask", self._hear_ask)
+        self._peers.hear("shown", lambda peer, seq, body: hear_shown(peer.session, int(seq)))
+
+    def update(self, hosts: Iterable[PeerAddress]) -> None:
+        """These sessions have not ended."""
+        if self._peers is not None:
+            self._peers.update(self._session, hosts)
+
+    def announce(self, row: Row) -> None:
+        """This host has committed a row."""
+        if self._peers is None or self._peers.is_alone:
+            return
+        keys, values = of_keys(row.keys), of_keys(row.values)
+        if len(keys) + len(values) <= MAX_BODY - _LENGTH.size:
+            fields = (row.seq, row.session, row.number, row.absolute)
+            self._peers.push("row", fields, b"".join((_LENGTH.pack(len(keys)), keys, values)))
+
+    def ask(self, seq: int) -> None:
+        """Somebody here waits until all have shown ``seq``."""
+        if self._peers is not None:
+            self._peers.push("ask", seq)
+
+    def note_shown(self, seq: int) -> None:
+        """This host has shown the feed up to ``seq``."""
+        self._shown = max(self._shown, seq)
+        if self._asked and self._peers is not None:
+            for host in [host for host, wanted in self._asked.items() if wanted <= self._shown]:
+                del self._asked[host]
+                self._peers.tell(host, "shown", self._shown)
+
+    def _hear_ask(self, peer: Peer, seq: Any, body: Body) -> None:
+        self._asked[peer.name] = max(int(seq), self._asked.get(peer.name, 0))
+        self.note_shown(self._shown)

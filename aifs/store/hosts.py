@@ -1,0 +1,196 @@
+"""The hosts of a store, as one of them sees them: who is there, what it asks them, who has the
+role.
+"""
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import Any
+
+import trio
+from psycopg.conninfo import conninfo_to_dict
+
+from aifs.core.config import Config
+from aifs.core.errors import NotFound, StoreError, Unavailable
+from aifs.core.kinds import split_endpoint
+from aifs.core.role import Role
+from aifs.core.secret import read_secret
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.replicated.database import MapDatabase
+from aifs.meta.replicated.engine import ReplicatedEngine, join
+from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session
+from aifs.peers.peers import PeerAddress, Peers
+from aifs.peers.transport import Answer, Body, Peer
+
+log = logging.getLogger(__name__)
+
+Asked = Callable[[int, Any], Awaitable[Any]]
+"""Answers a request of a session, in JSON."""
+
+_LOOK_S = 0.1
+"""How soon it is noticed that a beat has told of a session that has begun or ended."""
+
+_SELDOM = 8
+"""How many seconds the youngest hosts let pass between two looks for leases that are over."""
+
+
+_POSTGRESQL_PORT = 5432
+
+
+class Hosts:
+    """Made with the session of this host. Used from one trio thread."""
+
+    def __init__(
+        self, session: Session, database: MapDatabase, peers: Peers, exchange: Exchange
+    ) -> None:
+        self.peers = peers
+        self.role = Role(self.ask_live)
+        self.members: list[Member] = []
+        """Sessions that had not ended when that was asked last, the oldest one first."""
+        self._session = session
+        self._database = database
+        self._exchange = exchange
+        self._seen = -1
+        """How often sessions had begun or ended by then."""
+        self._steady_since_s = inf
+        """Since when this host has had its lease without a break, by trio's clock."""
+
+    @property
+    def session(self) -> int:
+        """The number of this host's."""
+        return self._session.number
+
+    def live(self) -> frozenset[int]:
+        """The sessions that are not known to have ended, our own among them."""
+        return frozenset([self.session, *(one.session for one in self.members)])
+
+    async def look(self) -> None:
+        """Ask the database who is there. Raises Unavailable."""
+        version = self._session.members
+        self.members = await self._session.live()
+        self._seen = version
+        self._exchange.update(
+            [PeerAddress(one.name, one.session, one.address) for one in self.members]
+        )
+        first = self.members[0].session if self.members else self.session
+        hosts = frozenset(one.host for one in self.members)
+        self.role.tell(first == self.session, hosts)
+
+    async def ask_live(self) -> frozenset[int]:
+        """The numbers of the hosts that have a session now. Raises Unavailable."""
+        await self.look()
+        return frozenset(one.host for one in self.members)
+
+    # --- what hosts ask one another ---
+
+    async def ask(self, session: int, name: str, request: Sequence[Any]) -> Any:
+        """What the host of a session answers, however long it takes. Raises what it raises, and
+        Unavailable if it does not answer any more: whether it has done it is not known.
+
+        Who is cancelled ends it there, too.
+        """
+        host = next((one.name for one in self.members if one.session == session), None)
+        if host is None:
+            raise Unavailable(f"session {session} is not there")
+        answer = await self.peers.call(host, name, request, session=session, timeout_s=inf)
+        return answer.value
+
+    def answer(self, name: str, function: Asked) -> None:
+        """What others ask by this name is answered by ``function``."""
+
+        async def serve(peer: Peer, request: Any, body: Body) -> Answer:
+            return Answer(await function(peer.session, request))
+
+        self.peers.serve(name, serve)
+
+    # --- sessions ---
+
+    async def fence(self, name: str, reason: str) -> None:
+        """End the session of a host at once: what it still does is refused. Raises NotFound if it
+        has none; Unavailable."""
+        await self.look()
+        for one in self.members:
+            if one.name == name:
+                await end_session(self._database, one.session, reason)
+                log.warning("the session %d of host %s is ended: %s", one.session, name, reason)
+                await self.look()
+                return
+        raise NotFound(f"host {name} does not have the store mounted")
+
+    async def run(self) -> None:
+        """Keep up connections, and what is known of others, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.peers.run)
+            nursery.start_soon(self._watch)
+            nursery.start_soon(self._end_silent)
+
+    async def _watch(self) -> None:
+        while True:
+            if self._session.members != self._seen:
+                try:
+                    await self.look()
+                except Unavailable as error:
+                    log.info("who is there is not known: %s", error)
+                    await trio.sleep(BEAT_S)
+            await trio.sleep(_LOOK_S)
+
+    async def _end_silent(self) -> None:
+        """End sessions whose lease is over. After a time in which the database was away all leases
+        are: so nobody does it who has not had his own all through the time of a lease."""
+        rounds = 0
+        while True:
+            await trio.sleep(BEAT_S)
+            now = trio.current_time()
+            if not self._session.is_sure:
+                self._steady_since_s = inf
+                continue
+            self._steady_since_s = min(self._steady_since_s, now)
+            rounds += 1
+            place = sum(one.session < self.session for one in self.members)
+            if now - self._steady_since_s < LEASE_S or rounds % min(1 + place, _SELDOM):
+                continue
+            try:
+                if await self._session.end_silent():
+                    await self.look()
+            except Unavailable as error:
+                log.info("whose lease is over is not known: %s", error)
+
+
+async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[ReplicatedEngine, Hosts]:
+    """Begin a session of this host: its engine, with ``local`` as its replica, and the others.
+    ``store``: the uuid.
+
+    Raises ConfigError if it cannot listen for others; StoreBusy, StoreError, Unavailable. Then
+    ``local`` is still the caller's.
+    """
+    secret, name = read_secret(config.meta.secret), config.host.name
+    peers = Peers(store, name, secret.encode(), split_endpoint(config.host.listen))
+    try:
+        database, exchange = MapDatabase(config.meta.url, secret), Exchange(peers)
+        address = config.host.address or _own_address(config.meta.url, peers.port)
+        engine = await join(local, database, name, address, exchange)
+    except BaseException:
+        peers.close()
+        raise
+    hosts = Hosts(engine.session, database, peers, exchange)
+    await hosts.look()
+    return engine, hosts
+
+
+def _own_address(url: str, port: int) -> str:
+    """Where this host is seen by the database, with the port at which it listens."""
+    about = conninfo_to_dict(url)
+    first = str(about.get("host") or "localhost").partition(",")[0]
+    at = int(str(about.get("port") or _POSTGRESQL_PORT).partition(",")[0])
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(first, at, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.connect(there)  # which sends nothing
+            own = trial.getsockname()[0]
+    except OSError as error:
+        raise StoreError(
+            f"{url}: this host's own address is not known: {error}; say it (host.address)"
+        ) from error
+    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
