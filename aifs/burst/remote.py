@@ -16,9 +16,6 @@ from aifs.peers.peers import Peers
 READ, GIVE_UP = "burst.read", "burst.give_up"
 """Services of a home: see files/home.py."""
 
-HOME_WAIT_S = 15.0
-"""How long a home that does not answer is waited for: longer than a lease."""
-
 _AGAIN_S = 0.2
 _GIVE_UP_S = 600.0
 

@@ -75,6 +75,7 @@ class HostConfig(_Section):
     name: Annotated[str, HOST_NAME]
     listen: Annotated[str, ENDPOINT]
     address: Annotated[str, ENDPOINT_OR_NONE]
+    home_wait_s: Annotated[float, duration(0, 3600)] = Field(alias="home_wait")
 
 
 class BurstConfig(_Section):

@@ -2,7 +2,7 @@
 operations.
 """
 
-from aifs.burst.remote import HOME_WAIT_S, Homes
+from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import RELAX_EVERY_S
@@ -91,7 +91,7 @@ class Filesystem:
         self.ids = ids = IdAllocator(engine)
         self.handles = handles = Handles(kernel, options.access_due_ns)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
-        homes = Homes(engine, servers, store.peers, HOME_WAIT_S)
+        homes = Homes(engine, servers, store.peers, config.host.home_wait_s)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep, self.role)
         self.pool = pool = Pool(

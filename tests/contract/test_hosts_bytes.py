@@ -3,19 +3,26 @@ what.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import trio
 
+from aifs.core import faults
 from aifs.core.errors import Busy, Unavailable
-from aifs.meta import namespace
+from aifs.core.faults import SimulatedCrash
+from aifs.layout.interleaved import container_layout
+from aifs.layout.striped import Striped
+from aifs.meta import forms, namespace
 from aifs.meta.keys import ROOT_INO
-from aifs.vfs import filesystem
+from aifs.vfs import recovery
 from tests.support import stores
-from tests.support.cluster import two_hosts
-from tests.support.stores import drained, overwrite, read_file, rewrite, write_file
+from tests.support.cluster import Cluster, cluster_of, two_hosts
+from tests.support.stores import OWNER, drained, overwrite, read_file, rewrite, write_file
 
 DATA = bytes(range(256)) * 1000
+AT_ONCE = {"host.home_wait": "0s"}
 
 
 async def numbers_of(fs, kind: bytes) -> list[int]:
@@ -76,9 +83,8 @@ async def test_a_file_that_is_open_for_writing_is_not_given_up(scratch: Path):
         assert await read_file(south, ino) == b"x" + DATA[1:]
 
 
-async def test_a_home_that_does_not_answer_is_named(scratch: Path, monkeypatch):
-    monkeypatch.setattr(filesystem, "HOME_WAIT_S", 0.0)
-    async with two_hosts(scratch / "s") as (north, south, cluster):
+async def test_a_home_that_does_not_answer_is_named(scratch: Path):
+    async with two_hosts(scratch / "s", AT_ONCE) as (north, south, cluster):
         ino = await write_file(north, b"f", DATA)
         cluster.silent.add("north")
         with pytest.raises(Unavailable, match=f"inode {ino}: .* host north"):
@@ -132,9 +138,131 @@ async def test_a_clean_copy_elsewhere_is_given_up_by_who_writes(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
         await drained(north, ino)
-        assert (await north.getattr(ino)).copy is not None
+        copy = (await north.getattr(ino)).copy
+        assert copy is not None
         assert await read_file(south, ino) == DATA
         await rewrite(south, ino, b"new" * 2000)
         assert await read_file(north, ino) == b"new" * 2000
         await north.collector.drain()
-        assert await numbers_of(north, b"g") == []
+        assert copy.id not in await numbers_of(north, b"g")
+
+
+async def test_a_dead_host_is_named_and_comes_back_to_what_it_had(scratch: Path):
+    async with cluster_of(scratch / "s", AT_ONCE) as cluster, cluster.mounted("north") as north:
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                ino = await write_file(south, b"f", DATA)
+                writer, *_ = await south.open(ino, os.O_RDWR)
+                await south.write(writer, len(DATA), b"last")
+                raise SimulatedCrash
+        with pytest.raises(Unavailable, match=f"inode {ino}: .* host south"):
+            await read_file(north, ino)
+        assert await numbers_of(north, b"w") == [ino]
+        async with cluster.mounted("south") as south:
+            assert south.recovered.unsynced_files == 1
+            assert await numbers_of(north, b"w") == []
+            assert await read_file(north, ino) == DATA + b"last"
+            assert await read_file(south, ino) == DATA + b"last"
+
+
+async def test_what_a_dead_host_was_making_is_nobodys(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                ino = await write_file(south, b"f", DATA)
+                oid = await south.ids.take()
+                await south.store.engine.transact(forms.put_garbage, oid, ino, Striped(4096, (0,)))
+                await south.containers.new(container_layout((1,)))
+                await south.unlink(ROOT_INO, b"f")
+                await north.collector.drain()
+                assert oid in await numbers_of(north, b"g"), "it may still be being made"
+                assert ino in await numbers_of(north, b"o")
+                raise SimulatedCrash
+        while await numbers_of(north, b"a"):
+            await trio.sleep(0.01)
+        await recovery.take_over(north.store, north.role, north.collector)
+        await north.collector.drain()
+        assert await numbers_of(north, b"o") == []
+        left = await numbers_of(north, b"g")
+        assert len(left) == 1, "the burst copy, which waits for its home"
+        async with cluster.mounted("south") as south:
+            await south.collector.drain()
+            assert await numbers_of(north, b"g") == []
+
+
+async def test_what_is_made_again_meanwhile_is_left_alone(scratch: Path):
+    """A host begins a new session while the holder of the role looks at what its last one left."""
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        async with cluster.mounted("south") as south:
+            ino = await write_file(south, b"f", DATA)
+            oid = await south.ids.take()
+            await south.store.engine.transact(forms.put_garbage, oid, ino, Striped(4096, (0,)))
+            north.role.tell(True, frozenset({1}))  # as it was a moment ago
+            await recovery.take_over(north.store, north.role, north.collector)
+            await north.collector.drain()
+            assert await numbers_of(north, b"g") == [oid]
+            south.collector.add_garbage(oid)
+            await south.collector.drain()
+            assert await numbers_of(north, b"g") == []
+
+
+async def test_the_role_comes_with_the_death_of_its_holder(scratch: Path):
+    lives, dies = trio.Event(), trio.Event()
+
+    async def live(cluster: Cluster) -> None:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("north") as north:
+                assert north.role.held
+                lives.set()
+                await dies.wait()
+                raise SimulatedCrash
+
+    async with cluster_of(scratch / "s") as cluster, trio.open_nursery() as nursery:
+        nursery.start_soon(live, cluster)
+        await lives.wait()
+        async with cluster.mounted("south") as south:
+            assert not south.role.held
+            tree = (await south.mkdir(ROOT_INO, b"tree", 0o755, OWNER)).ino
+            await write_file(south, b"f", DATA, tree)
+            await south.remove_tree(ROOT_INO, b"tree")
+            assert await numbers_of(south, b"z") == [tree]
+            dies.set()
+            while await numbers_of(south, b"z"):
+                await trio.sleep(0.01)
+            assert south.role.held
+
+
+@pytest.mark.parametrize("point", ["vfs.collect.erased", "vfs.collect.deleted"])
+async def test_a_home_that_dies_while_it_collects_goes_on(scratch: Path, point: str):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                ino = await write_file(south, b"f", DATA)
+                await south.unlink(ROOT_INO, b"f")
+                south.forget([ino])
+                faults.arm(point, crash)
+                await south.collector.drain()
+        faults.disarm_all()
+        async with cluster.mounted("south") as south:
+            await south.collector.drain()
+            assert await numbers_of(north, b"g") == []
+            assert await numbers_of(north, b"i") == [ROOT_INO]
+
+
+@pytest.mark.parametrize("point", ["vfs.burst.entered", "vfs.stage.copied"])
+async def test_a_host_that_dies_while_it_takes_a_file_leaves_it_whole(scratch: Path, point: str):
+    """What north had is given up, and south dies on the way to change it."""
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        ino = await write_file(north, b"f", DATA)
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                faults.arm(point, crash)
+                await overwrite(south, ino, 0, DATA[:5])
+        faults.disarm_all()
+        async with cluster.mounted("south") as south:
+            assert await read_file(north, ino) == DATA
+            assert await read_file(south, ino) == DATA
+
+
+def crash() -> None:
+    raise SimulatedCrash

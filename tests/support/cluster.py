@@ -17,7 +17,6 @@ from aifs.core.config import Config
 from aifs.core.errors import Unavailable
 from aifs.core.role import Role
 from aifs.layout.placement import BURST_FIRST
-from aifs.meta import hosts
 from aifs.meta.kv import ReadTransaction, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledTransaction, Writes
@@ -116,6 +115,8 @@ class Cluster:
         self.silent: set[str] = set()
         """Hosts that do not answer."""
         self.roles: dict[str, Role] = {}
+        self.last = ""
+        """The host that was unmounted last."""
         if not directory.exists():
             self._make(settings)
 
@@ -126,8 +127,6 @@ class Cluster:
         engine = LmdbEngine(config.meta.directory)
 
         def number(tx: Transaction) -> None:
-            for name in self.names:
-                assert hosts.register(tx, name) == self.number(name)
             first = get_server(tx, BURST_FIRST)
             assert first is not None
             put_server(tx, BURST_FIRST, ServerRecord(first.path, host=1))
@@ -148,10 +147,11 @@ class Cluster:
 
     def config(self, name: str) -> Config:
         config = modes.config_of(self.directory)
-        if name == self.names[0]:
-            return config
-        own = str(self.directory / f"meta-{name}")
-        return config.model_copy(update={"meta": config.meta.model_copy(update={"directory": own})})
+        host, meta = config.host.model_copy(update={"name": name}), config.meta
+        if name != self.names[0]:
+            own = str(self.directory / f"meta-{name}")
+            meta = meta.model_copy(update={"directory": own})
+        return config.model_copy(update={"meta": meta, "host": host})
 
     @asynccontextmanager
     async def mounted(self, name: str) -> AsyncIterator[Filesystem]:
@@ -184,6 +184,7 @@ class Cluster:
         finally:
             if engine is not None:
                 self.engines.remove(engine)
+            self.last = name
             self.calls.pop(name, None)
             self.roles.pop(name, None)
             self.tell()
@@ -224,18 +225,28 @@ class _Nobodys(ownership.Ownership):
 
 
 NAMES = ("north", "south")
+LIMIT_S = 60
+
+
+@asynccontextmanager
+async def cluster_of(
+    directory: Path, settings: Mapping[str, Any] = MappingProxyType({})
+) -> AsyncIterator[Cluster]:
+    """A new store for both hosts, neither mounted. Afterwards fsck finds nothing in it, as the host
+    sees it that was mounted last."""
+    with patch.object(store, "Ownership", _Nobodys), trio.fail_after(LIMIT_S):
+        cluster = await trio.to_thread.run_sync(
+            Cluster, directory, NAMES, {**modes.WAITING, **settings}
+        )
+        yield cluster
+        await stores.require_sound(cluster.config(cluster.last))
 
 
 @asynccontextmanager
 async def two_hosts(
     directory: Path, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> AsyncIterator[tuple[Filesystem, Filesystem, Cluster]]:
-    """Both hosts of a new store, mounted, the first one with the role. Afterwards fsck finds
-    nothing."""
-    with patch.object(store, "Ownership", _Nobodys):
-        cluster = await trio.to_thread.run_sync(
-            Cluster, directory, NAMES, {**modes.WAITING, **settings}
-        )
+    """Both hosts of a new store, mounted, the first one with the role."""
+    async with cluster_of(directory, settings) as cluster:
         async with cluster.mounted(NAMES[0]) as north, cluster.mounted(NAMES[1]) as south:
             yield north, south, cluster
-        await stores.require_sound(cluster.config(NAMES[0]))
