@@ -34,7 +34,7 @@ from aifs.meta.recording import Recording
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase, Row
 from aifs.meta.replicated.exchange import Exchange
-from aifs.meta.replicated.sessions import PATIENCE_S, STOP_S, Session, clock_s
+from aifs.meta.replicated.sessions import REOPEN_S, STOP_S, Session, clock_s, reopen
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,12 @@ TRIM_S = 60.0
 GAP_S = 0.005
 """How long rows that are missing between others are waited for before the database is asked."""
 
+_OLD = "the database lacks changes that this host has; was it restored from an old copy?"
+
 _NUMBER_GAP = 1 << 24
 """More than the rows of others that are applied while one commit is under way: what it makes is
 numbered behind all that is read meanwhile.
 """
-
-REOPEN_S = 0.02
-"""Between two questions whether the database goes on after a crash."""
 
 _CURSOR_KEY = b"\0cursor"
 _FIRST_KEY = _CURSOR_KEY + b"\0"
@@ -212,7 +211,7 @@ class ReplicatedEngine(Engine):
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         if clock_s() >= self.session.sure_until_s:
-            await self._renew()
+            await self.renew()
         self._check()
         return function(_View(*self.local.begin(), self.seq), *args)
 
@@ -237,7 +236,7 @@ class ReplicatedEngine(Engine):
             self._is_led = True
             try:
                 if clock_s() >= self.session.sure_until_s:
-                    await self._renew()
+                    await self.renew()
                 with trio.CancelScope(shield=True):
                     await self._commit_waiting()
             finally:
@@ -314,9 +313,12 @@ class ReplicatedEngine(Engine):
                 continue
             match db.to_int(head[0]):
                 case db.LAPSED:
-                    await self._renew()
+                    self.session.sure_until_s = 0.0
+                    await self.renew()
                 case db.RECOVERING:
                     await self._recover()
+                case db.TRIMMED:
+                    self._fail(_OLD)
                 case db.ENDED:
                     await self._hear_end()
                 case status:
@@ -337,8 +339,8 @@ class ReplicatedEngine(Engine):
     # --- the feed ---------------------------------------------------------------------------------
 
     def hear(self, rows: Iterable[Row]) -> None:
-        """Rows of the feed, from the database or pushed by another host, in any order. Those that
-        are next are applied. Does not block.
+        """Rows of the feed, from the database, or pushed by a host whose session lives; in any
+        order. Those that are next are applied. Does not block.
         """
         for row in rows:
             if row.seq > self.session.cursor:
@@ -420,7 +422,7 @@ class ReplicatedEngine(Engine):
             await self.session.beat()
         self._check()
 
-    async def _renew(self) -> None:
+    async def renew(self) -> None:
         """Wait until the lease is sure. Raises Unavailable."""
         while clock_s() >= self.session.sure_until_s:
             self._check()
@@ -441,6 +443,9 @@ class ReplicatedEngine(Engine):
         if await self.session.beat() == db.RECOVERING:
             await self._recover()
             return
+        if self.session.head < cursor:
+            self._fail(_OLD)
+            self._check()
         while self._unsettled and self._unsettled[0].seq <= cursor:
             self._unsettled.popleft()
         self.durable_seq = max(self.durable_seq, seq)
@@ -489,12 +494,10 @@ class ReplicatedEngine(Engine):
                                 db.of_keys(row.keys),
                                 db.of_keys(row.values),
                             )
-                    ((is_open,),) = await link.ask(
-                        db.REOPEN, db.of_int(self.session.number), db.of_float(PATIENCE_S)
-                    )
                 except AnswerLost:
                     continue
-                if is_open == b"\1":
+                if await reopen(self._database, self.session.number):
+                    self._early.clear()  # of what the database has lost nothing may come later
                     return
                 await trio.sleep(REOPEN_S)
 
@@ -613,7 +616,7 @@ async def join(
             found = await _copy_map(local, database, session)
         local.apply({_CURSOR_KEY: found._replace(own=session.number).encode()})
         session.cursor = session.shown = found.seq
-        await engine.catch_up(session.head)
+        await engine.renew()
     except BaseException:
         with trio.CancelScope(shield=True), trio.move_on_after(ANSWER_S), suppress(Unavailable):
             await session.end("it could not join")
@@ -654,8 +657,7 @@ async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) 
         finally:
             if connection is not None:
                 connection.close()
-        with suppress(AnswerLost):
-            await session.beat()
+        await reopen(database, session.number)
         await trio.sleep(REOPEN_S)
 
 

@@ -8,7 +8,7 @@
 --     2 lapsed: the lease of the session is over; a beat renews it
 --     3 ended: the session is no more
 --     4 recovering: the database has crashed; hosts put back what it has lost (restore, reopen)
---     5 trimmed: the feed does not go back so far
+--     5 trimmed: the feed does not go back so far; or, of a commit, not as far as the replica
 --     6 taken: a live session has this name
 -- Sessions commit asynchronously (synchronous_commit = off); beats and whatever begins or ends a
 -- session are synchronous, which makes all that is before them in the log durable, too.
@@ -42,7 +42,7 @@ create table aifs.session (
     began timestamptz not null default clock_timestamp(),
     lease_end timestamptz not null,
     cursor bigint not null,         -- its replica has the feed up to here
-    shown bigint not null,          -- so has its kernel
+    shown bigint,                   -- so has its kernel; null: it joins, and answers nobody yet
     number bigint not null default 0,  -- of the last commit that it asked for
     ended text                      -- why; null: it goes on
 );
@@ -132,6 +132,12 @@ begin
         return next;
         return;
     end if;
+    if base >= mine then
+        update aifs.head h set seq = mine - 1;
+        status := 5;
+        return next;
+        return;
+    end if;
     update aifs.session s set number = nr
         where s.id = me and s.number < nr and s.ended is null
         and s.lease_end > clock_timestamp();
@@ -210,7 +216,8 @@ end $$;
 -- A new session for the host of this name. ``former``: the number of its last one, which ends; 0
 -- if it had none. A session of this name whose lease is over ends, too; one that lives is a
 -- refusal (6), with the address of its host and what is left of its lease. ``base``: what the
--- replica of the host has of the feed; null: nothing, it copies the map.
+-- replica of the host has of the feed; null: nothing, it copies the map. Nobody waits for the
+-- session before its first beat, after which the host hears of all up to the head.
 create function aifs.begin(
     name_ text, address_ text, former int, base bigint, lease_s float,
     out status int, out id int, out host int, out head bigint, out address text,
@@ -234,9 +241,9 @@ begin
     end if;
     select coalesce(max(s.host) filter (where s.name = name_), coalesce(max(s.host), 0) + 1)
         into host from aifs.session s;
-    insert into aifs.session as s (name, host, address, lease_end, cursor, shown) values (
+    insert into aifs.session as s (name, host, address, lease_end, cursor) values (
         name_, host, address_, clock_timestamp() + make_interval(secs => lease_s),
-        least(base, head), least(base, head)
+        least(base, head)
     ) returning s.id into id;
     update aifs.membership set version = version + 1;
     status := 0;

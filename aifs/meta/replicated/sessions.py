@@ -26,6 +26,9 @@ BEAT_S = 1.0
 PATIENCE_S = 10.0
 """How long a database that has crashed waits for the sessions that it knows."""
 
+REOPEN_S = 0.02
+"""Between two questions whether it goes on."""
+
 _LOOK_S = 0.02
 """Between two looks at who has shown something, if nobody tells."""
 
@@ -81,7 +84,7 @@ class Session:
         self.members = 0
         """How often sessions had begun or ended, as it was heard last."""
         self.sure_until_s = 0.0
-        """By ``clock_s``: until then views and transactions may go on."""
+        """By ``clock_s``: until then views and transactions may go on. Not before a beat."""
         self.ended = ""
         """Why it has ended; empty: it goes on."""
         self._database = database
@@ -108,7 +111,6 @@ class Session:
         Raises StoreBusy if another host has the name; Unavailable.
         """
         while True:
-            began_s = clock_s()
             base = db.NULL if cursor is None else db.of_bigint(cursor)
             ((status, number, host, head, other, left_s),) = await database.settles.repeat(
                 db.BEGIN,
@@ -121,9 +123,7 @@ class Session:
             match db.to_int(status):
                 case db.DONE:
                     numbers = map(db.to_int, (number, host, head))
-                    session = cls(database, exchange, name, *numbers)
-                    session.sure_until_s = began_s + STOP_S
-                    return session
+                    return cls(database, exchange, name, *numbers)
                 case db.TAKEN:
                     raise StoreBusy(
                         f"a host named {name} has the store mounted ({(other or b'').decode()}). "
@@ -132,8 +132,8 @@ class Session:
                         "host.name"
                     )
                 case db.RECOVERING:
-                    await database.settles.repeat(db.REOPEN, db.of_int(0), db.of_float(PATIENCE_S))
-                    await trio.sleep(_LOOK_S)
+                    await reopen(database, 0)
+                    await trio.sleep(REOPEN_S)
 
     def check(self) -> None:
         """Raises Unavailable if it has ended."""
@@ -159,7 +159,9 @@ class Session:
         if db.to_int(status) == db.ENDED:
             self.ended = (reason or b"the database does not know it").decode()
             self.check()
-        self.head, self.members = max(self.head, db.to_int(head)), db.to_int(members)
+        if db.to_int(status) == db.DONE:
+            self.head = db.to_int(head)
+        self.members = db.to_int(members)
         return db.to_int(status)
 
     async def keep(self, beat: Callable[[], Awaitable[None]]) -> None:
@@ -225,7 +227,7 @@ class Session:
                 waiting = {one for one in waiting if self._told.get(one, 0) < seq}
             if not waiting:
                 self._exchange.ask(seq)
-                rows = await self._database.settles.repeat(db.BEHIND, db.of_bigint(seq))
+                rows = await self._database.commits.repeat(db.BEHIND, db.of_bigint(seq))
                 waiting = {db.to_int(session) for (session,) in rows} - {self.number}
                 waiting = {one for one in waiting if self._told.get(one, 0) < seq}
                 if not waiting:
@@ -240,6 +242,16 @@ class Session:
         if not self.ended:
             self.ended = reason
             await end_session(self._database, self.number, reason)
+
+
+async def reopen(database: MapDatabase, session: int) -> bool:
+    """After a crash of the database: the session has put back all that it had (0: there is none
+    yet). Whether the database goes on. Raises Unavailable.
+    """
+    ((is_open,),) = await database.settles.repeat(
+        db.REOPEN, db.of_int(session), db.of_float(PATIENCE_S)
+    )
+    return is_open == b"\1"
 
 
 async def end_session(database: MapDatabase, number: int, reason: str) -> bool:
