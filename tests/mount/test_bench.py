@@ -56,3 +56,11 @@ def test_the_environments_are_measured() -> None:
     assert [row["work"].split()[0] for row in rows] == [
         *("tar", "find", "rm", "rsync", "git", "git", "pip", "import", "import")
     ]
+
+
+@pytest.mark.long
+def test_what_nobody_should_feel_is_measured() -> None:
+    command = [sys.executable, BENCHMARKS / "bench.py", "--quick", "--json", "background"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    rows = json.loads(done.stdout)
+    assert [row["work"].split()[0] for row in rows] == [*["stat"] * 4, *["read"] * 3, "write-4"]
