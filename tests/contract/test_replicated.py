@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from aifs.core import faults
 from aifs.core.errors import Exists, NotEmpty, NotFound, StoreBusy, StoreError, Unavailable
 from aifs.meta import keys, namespace
 from aifs.meta.keys import ROOT_INO
@@ -27,6 +28,7 @@ from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import end_session
 from tests.support import postgres
 from tests.support.memory_engine import MemoryEngine
+from tests.support.points import armed, crash
 
 LOW, HIGH = b"\0", b"\xff" * 9
 
@@ -469,6 +471,25 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
             await cluster.join("b")
     await a.transact(delete, b"k3")
     await cluster.join("b")
+
+
+@pytest.mark.parametrize(
+    "point", sorted(name for name in faults.POINTS if name.startswith("hosts."))
+)
+async def test_a_host_that_dies_anywhere_comes_back_whole(cluster, monkeypatch, point):
+    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    a, b = await cluster.join("a"), await cluster.join("b")
+    for number in range(20):
+        await a.transact(put, b"k%d" % number, b"")
+    with armed(point, crash), pytest.raises(faults.SimulatedCrash):
+        await b.transact(lambda tx: tx.add(b"n", 1))
+        await cluster.join("c")
+    if point != replicated.COPYING:
+        cluster.kill("b")
+        b = await cluster.join("b")
+    await cluster.join("c")
+    expected = 0 if point == replicated.BEFORE_COMMIT else 1
+    assert await b.view(lambda tx: tx.counter(b"n")) == expected
 
 
 async def test_a_database_that_is_not_a_stores_is_refused(database, tmp_path):

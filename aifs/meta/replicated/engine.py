@@ -67,14 +67,14 @@ _FIRST_KEY = _CURSOR_KEY + b"\0"
 """No key of the map is below: so ranges leave the cursor out."""
 _CURSOR = struct.Struct("<QIQI")
 
-BEFORE_COMMIT = faults.declare("meta.replicated.before_commit", "a commit is about to be sent")
+BEFORE_COMMIT = faults.declare("hosts.commit.before", "a commit is about to be sent")
 COMMITTED = faults.declare(
-    "meta.replicated.committed", "the database has committed; the replica has not heard of it"
+    "hosts.commit.done", "the database has committed; the replica has not heard of it"
 )
 APPLIED = faults.declare(
-    "meta.replicated.applied", "the replica has its own change; nobody has been told"
+    "hosts.commit.applied", "the replica has its own change; nobody has been told"
 )
-COPYING = faults.declare("meta.replicated.copying", "part of the map has been copied")
+COPYING = faults.declare("hosts.copy.part", "part of the map has been copied")
 
 
 class Cursor(NamedTuple):
