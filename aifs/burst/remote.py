@@ -102,6 +102,7 @@ class RemoteCopy(BurstCopy):
         self.ino = ino
         """Whose copy it is."""
         self._buffers = buffers
+        self.lost = ""  # nothing is written from here
 
     @property
     def server(self) -> int:

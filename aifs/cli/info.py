@@ -37,7 +37,8 @@ def info_command(path: str, as_json: bool) -> None:
         return
     parts, layout, copy = info.pop("parts", []), info.pop("layout", None), info.pop("copy", None)
     if copy:
-        info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {copy['path']}"
+        where = f"host {copy['host']}" if "host" in copy else copy["path"]
+        info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
     if layout:
         info["layout"] = describe_layout(layout)
     print_facts(info.items())

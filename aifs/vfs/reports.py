@@ -16,9 +16,9 @@ from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
-from aifs.layout.placement import ACTIVE
+from aifs.layout.placement import ACTIVE, BURST_FIRST
 from aifs.layout.striped import Striped
-from aifs.meta import keys
+from aifs.meta import hosts, keys
 from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import Engine, ReadTransaction
@@ -61,12 +61,14 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
         if inode.is_dir:
             info["policy"] = format_layout_hint(inode.policy)
     if inode.copy is not None:
-        device = store.servers[inode.copy.server]
-        info["copy"] = {
-            "device": device.number,
+        info["copy"] = copy = {
+            "device": inode.copy.server - BURST_FIRST,
             "state": burst_hints.state_of(inode, file),
-            "path": device.where((0, inode.copy.id)),
         }
+        if home := store.servers.elsewhere.get(inode.copy.server):
+            copy["host"] = await store.engine.view(hosts.name_of, home)
+        else:
+            copy["path"] = store.servers[inode.copy.server].where((0, inode.copy.id))
     if (layout := inode.objects) is not None:
         info["layout"] = {
             "kind": layout.kind,

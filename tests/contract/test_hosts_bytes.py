@@ -19,7 +19,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.vfs import recovery
 from tests.support import stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
-from tests.support.stores import OWNER, drained, overwrite, read_file, rewrite, write_file
+from tests.support.stores import OWNER, ask, drained, overwrite, read_file, rewrite, write_file
 
 DATA = bytes(range(256)) * 1000
 AT_ONCE = {"host.home_wait": "0s"}
@@ -35,6 +35,8 @@ async def test_a_file_in_the_burst_tier_of_another_host_is_read_there(scratch: P
         assert (await south.lookup(ROOT_INO, b"f")).size == len(DATA)
         assert await read_file(south, ino) == DATA
         assert (await south.getattr(ino)).in_burst
+        told = (await ask(south, ino, "info"))["copy"]
+        assert told == {"device": 0, "state": "dirty", "host": "north"}
         assert south.tier.status()["devices"][0]["dirty_bytes"] == 0
 
 
@@ -171,7 +173,9 @@ async def test_what_a_dead_host_was_making_is_nobodys(scratch: Path):
             async with cluster.mounted("south") as south:
                 ino = await write_file(south, b"f", DATA)
                 oid = await south.ids.take()
-                await south.store.engine.transact(forms.put_garbage, oid, ino, Striped(4096, (0,)))
+                await south.store.engine.transact(
+                    forms.put_garbage, [(ino, oid, Striped(4096, (0,)))]
+                )
                 await south.containers.new(container_layout((1,)))
                 await south.unlink(ROOT_INO, b"f")
                 await north.collector.drain()
@@ -196,7 +200,7 @@ async def test_what_is_made_again_meanwhile_is_left_alone(scratch: Path):
         async with cluster.mounted("south") as south:
             ino = await write_file(south, b"f", DATA)
             oid = await south.ids.take()
-            await south.store.engine.transact(forms.put_garbage, oid, ino, Striped(4096, (0,)))
+            await south.store.engine.transact(forms.put_garbage, [(ino, oid, Striped(4096, (0,)))])
             north.role.tell(True, frozenset({1}))  # as it was a moment ago
             await recovery.take_over(north.store, north.role, north.collector)
             await north.collector.drain()
