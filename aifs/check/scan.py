@@ -48,6 +48,7 @@ _TYPES = (
     stat.S_IFCHR,
 )
 _KEY_LENGTHS = {
+    b"L": 9,
     b"a": 9,
     b"b": 9,
     b"e": 17,
@@ -160,6 +161,7 @@ class MetadataScan:
         await self._each(b"e", names.entry)
         await names.conclude()
         await self._each(b"p", _skip)
+        await self._each(b"L", self._lock_home)
         await self._each(b"s", _skip)  # read when the store was opened
         await self._each(b"c", self._counter)
         await self._unknown_kinds()
@@ -170,7 +172,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"abgmoquvwyz":
+            if length and len(key) != length and kind in b"Labgmoquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -391,12 +393,16 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"Sabcdeghijklmnopqrstuvwxyz":
+        for letter in b"LSabcdeghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end
         await for_each(self._engine, start, _LAST, self._unknown, self._seen)
         await for_each(self._engine, b"S\0", b"T", self._unknown, self._seen)
+
+    async def _lock_home(self, key: bytes, value: bytes) -> None:
+        if len(value) != 8:
+            self._stray(f"record {key.hex()}", "it names no session", key)
 
     async def _counter(self, key: bytes, value: bytes) -> None:
         if key not in _COUNTERS or len(value) > 8:

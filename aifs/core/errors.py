@@ -138,6 +138,18 @@ class Busy(FsError):
     errno = errno.EBUSY
 
 
+class WouldBlock(FsError):
+    """Somebody else holds a lock."""
+
+    errno = errno.EAGAIN
+
+
+class Deadlock(FsError):
+    """Who waits for a lock holds what, at the end, its holder waits for."""
+
+    errno = errno.EDEADLK
+
+
 class MemberDied(FsError):
     """A rank of a group has ended before it committed."""
 

@@ -267,7 +267,7 @@ static PyObject *listing(PyObject *self, PyObject *args)
             break;
         }
         if (has_acl(inode))
-            note_acl(&bridge.state, big_endian(entry.start));
+            note_in(bridge.state.acls, big_endian(entry.start));
         size_t length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
         if (length == 0)
             break;

@@ -58,6 +58,9 @@ WANTED = (
     | PASSTHROUGH
 )
 
+LOCKS = 1 << 1 | 1 << 10
+"""fcntl(2) and flock(2) locks come to us; else the kernel has them, on this host alone."""
+
 _CAP_SYS_ADMIN = 21
 
 # ioctls of /dev/fuse: struct fuse_backing_map to an id, and the end of an id.
@@ -71,6 +74,7 @@ ALL_COST = (
     "files are not passed through to the burst tier; "
     "no ioctl, fallocate, SEEK_HOLE, copy_file_range, O_TMPFILE, birth times"
 )
+LOCKS_COST = "flock and fcntl locks hold on this host alone"
 SPEED_COST = "files of the burst tier are read and written through the daemon"
 
 
@@ -156,15 +160,20 @@ class Bridge:
     """
 
     def __init__(
-        self, kernel: KernelConfig, on_request: Callable[..., bool], busy_polls: bool
+        self,
+        kernel: KernelConfig,
+        on_request: Callable[..., bool],
+        busy_polls: bool,
+        locks: bool = False,
     ) -> None:
-        """``busy_polls``: clients have another processor than we."""
+        """``busy_polls``: clients have another processor than we. ``locks``: they come to us."""
         self._kernel = kernel
+        self._locks = locks
         wanted = kernel.bridge != "off"
         if extension is not None:
             extension.configure(on_request if wanted else None)
             self._state = BridgeState.from_buffer(extension.state)
-            self._state.wanted = WANTED
+            self._state.wanted = WANTED | (LOCKS if locks else 0)
             self._state.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
             self._state.keeping.absent_ns = int(kernel.negative_timeout_s * 10**9)
             self._state.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)
@@ -284,12 +293,15 @@ class Bridge:
 
     def missing(self) -> list[MissingPart]:
         """What is not in use of a mount that has answered a request; nothing that was switched
-        off.
+        off, but for locks over hosts, which none may take for granted.
         """
         if self._kernel.bridge == "off":
-            return []
+            fix = "set kernel.bridge to auto"
+            part = MissingPart("locking over hosts", "kernel.bridge is off", LOCKS_COST, fix)
+            return [part] if self._locks else []
         if not self.in_use:
-            return [MissingPart("the bridge", self._reason(), ALL_COST, OLD_LIBFUSE)]
+            cost = f"{ALL_COST}; {LOCKS_COST}" if self._locks else ALL_COST
+            return [MissingPart("the bridge", self._reason(), cost, OLD_LIBFUSE)]
         if not self._state.granted & PASSTHROUGH:
             return [
                 MissingPart("passthrough", "the kernel does not offer it", SPEED_COST, OLD_KERNEL)

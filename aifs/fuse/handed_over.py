@@ -3,6 +3,7 @@ own.
 """
 
 import errno
+import fcntl
 import os
 import struct
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,8 @@ from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
+from aifs.files.lock_table import LAST, Lock
+from aifs.files.locks import FCNTL, FLOCK
 from aifs.files.types import Caller
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
@@ -27,6 +30,11 @@ from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import Wanted, make_options
 
 (
+    RELEASE,
+    FLUSH,
+    GETLK,
+    SETLK,
+    SETLKW,
     INTERRUPT,
     IOCTL,
     FALLOCATE,
@@ -37,6 +45,11 @@ from aifs.vfs.groups.group_text import Wanted, make_options
     STATX,
     COPY_FILE_RANGE_64,
 ) = (
+    18,
+    25,
+    31,
+    32,
+    33,
     36,
     39,
     43,
@@ -69,6 +82,12 @@ _TIME = struct.Struct("=qI4x")
 _DEVICES = struct.Struct("=IIII112x")  # rdev, dev, as major and minor
 _BASIC_STATS, _BTIME = 0x7FF, 0x800
 _OFFSET = struct.Struct("=Q")
+_RELEASE = struct.Struct("=QIIQ")  # handle, flags of open(2), flags, who may have an flock(2) lock
+_RELEASE_FLOCK = 1 << 1
+_FLUSH = struct.Struct("=8x8xQ")  # whose fcntl(2) locks end
+_LOCK = struct.Struct("=QQQQIII4x")  # handle, owner, first byte, last byte, type, pid, flags
+_LOCK_FLOCK = 1 << 0
+_LOCK_REPLY = struct.Struct("=QQII")  # first byte, last byte, type, pid
 _COPY = struct.Struct(
     "=QQQQQQQ"
 )  # handle in, offset in, inode out, handle out, offset out, length, flags
@@ -117,6 +136,11 @@ class HandedOver:
             COPY_FILE_RANGE_64: self.copy_file_range_64,
             SYNCFS: self.syncfs,
             STATX: self.statx,
+            GETLK: self.getlk,
+            SETLK: self.setlk,
+            SETLKW: self.setlkw,
+            FLUSH: self.flush,
+            RELEASE: self.release,
         }
         self._ioctls = {
             ioctl.AIFS_IOC_DRAIN: self._wait_drained,
@@ -147,6 +171,8 @@ class HandedOver:
                 scope.cancel()
             return scope is not None
         assert self._nursery is not None
+        if opcode == RELEASE:
+            self._fs.locks.begin_close(nodeid)
         self._scheduler.waiting_requests += 1
         self._running[unique] = trio.CancelScope()
         self._nursery.start_soon(
@@ -389,3 +415,56 @@ class HandedOver:
                 _DEVICES.pack(os.major(inode.rdev), os.minor(inode.rdev), 0, 0),
             )
         )
+
+    # --- locks; only where they are ours: in a cluster ---
+
+    @answers
+    async def getlk(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        _, space, lock = self._lock(body)
+        found = await self._fs.locks.test(nodeid, space, lock)
+        if found is None:
+            return _LOCK_REPLY.pack(0, 0, fcntl.F_UNLCK, 0)
+        pid = found.pid if found.owner.session == lock.owner.session else 0
+        kind = fcntl.F_WRLCK if found.exclusive else fcntl.F_RDLCK
+        return _LOCK_REPLY.pack(found.start, found.end, kind, pid)
+
+    @answers
+    async def setlk(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        return await self._set_lock(nodeid, body, False)
+
+    @answers
+    async def setlkw(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        return await self._set_lock(nodeid, body, True)
+
+    async def _set_lock(self, ino: int, body: bytes, wait: bool) -> bytes:
+        handle, space, lock = self._lock(body)
+        if _LOCK.unpack_from(body)[4] == fcntl.F_UNLCK:
+            await self._fs.locks.unlock(ino, space, lock.owner, lock.start, lock.end)
+        else:
+            await self._fs.locks.lock(ino, handle, space, lock, wait)
+        return b""
+
+    def _lock(self, body: bytes) -> tuple[int, int, Lock]:
+        """The handle, the space, and the lock that a request is about."""
+        handle, owner, start, end, kind, pid, flags = _LOCK.unpack_from(body)
+        is_exclusive = kind == fcntl.F_WRLCK
+        lock = Lock(self._fs.locks.owner(owner), start, min(end, LAST), is_exclusive, pid)
+        return handle, FLOCK if flags & _LOCK_FLOCK else FCNTL, lock
+
+    @answers
+    async def flush(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        await self._fs.locks.flush(nodeid, self._fs.locks.owner(*_FLUSH.unpack_from(body)))
+        return b""
+
+    @answers
+    async def release(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        """Of a file that was locked. Its locks end when others see what was written to it."""
+        handle, _, flags, number = _RELEASE.unpack_from(body)
+        locks = self._fs.locks
+        try:
+            await self._fs.release(handle)
+        finally:
+            flocker = locks.owner(number) if flags & _RELEASE_FLOCK else None
+            is_gone = not self._fs.handles.has(handle)
+            await locks.end_close(nodeid, handle, flocker, is_gone)
+        return b""

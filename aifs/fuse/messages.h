@@ -67,6 +67,10 @@ static const struct kind kinds[OPCODES] = {
     [FUSE_OPEN] = {.least = 8, .flags_at = 4, .kill = FUSE_OPEN_KILL_SUIDGID},
     [FUSE_WRITE] = {.least = 40, .flags_at = 20, .kill = FUSE_WRITE_KILL_SUIDGID},
     [FUSE_RELEASE] = {.least = 24},
+    [FUSE_FLUSH] = {.least = 24},
+    [FUSE_GETLK] = {HAND_OVER, .least = 48},
+    [FUSE_SETLK] = {HAND_OVER, .least = 48},
+    [FUSE_SETLKW] = {HAND_OVER, .least = 48},
     [FUSE_FSYNCDIR] = {.least = 16},
     [FUSE_CREATE] = {.least = 16, .flags_at = 12, .kill = FUSE_OPEN_KILL_SUIDGID},
     [FUSE_TMPFILE] = {.least = 16, .flags_at = 12, .kill = FUSE_OPEN_KILL_SUIDGID},
@@ -90,7 +94,7 @@ static const struct kind kinds[OPCODES] = {
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
 
-enum { ACLS_MAX = 1 << 20, PLAIN_MAX = 8192 };
+enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192 };
 
 struct expected {
     uint64_t unique, nodeid, xattr_changes;
@@ -117,11 +121,12 @@ struct state {
     uint64_t offered, granted;   /* flags of INIT; 0 before */
     uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
     uint64_t fresh[FRESH_MAX];   /* directories all of whose names have been noted, each in its place by its number */
-    uint8_t acls[ACLS_MAX / 8];  /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
+    uint8_t acls[INODES_MAX / 8]; /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
 };
 
 struct bridge {
     struct state state;
+    uint8_t locked[INODES_MAX / 8]; /* inodes that may have been locked, in the same way */
     uint64_t plain[PLAIN_MAX]; /* inodes known to have no security.capability, by a hash of their number */
     uint64_t xattr_changes;
     struct expected expected[EXPECTED_MAX];
@@ -165,14 +170,21 @@ static inline bool asks_for(const char *body, size_t size, const char *start, si
     return size >= at + length && memcmp(body + at, start, length) == 0;
 }
 
-static inline void note_acl(struct state *state, uint64_t nodeid)
+static inline void note_in(uint8_t *inodes, uint64_t nodeid)
 {
-    state->acls[nodeid % ACLS_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
+    inodes[nodeid % INODES_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
 }
 
-static inline bool may_have_acl(const struct state *state, uint64_t nodeid)
+static inline bool is_in(const uint8_t *inodes, uint64_t nodeid)
 {
-    return state->acls[nodeid % ACLS_MAX / 8] >> nodeid % 8 & 1;
+    return inodes[nodeid % INODES_MAX / 8] >> nodeid % 8 & 1;
+}
+
+/* The flag of an open file that says that close(2) need not be told to us: a write leaves nothing to do for it. Where
+ * locks are ours it may end one. */
+static inline uint32_t no_flush(const struct state *state)
+{
+    return state->granted & FUSE_POSIX_LOCKS ? 0 : FOPEN_NOFLUSH;
 }
 
 /* Whether an OPEN is answered here: for reading, of an inode that is lent. */
@@ -186,7 +198,7 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
         return false;
     answer->open = (struct open_out){
         .fh = LENT_HANDLE | ino,
-        .open_flags = FOPEN_NOFLUSH | (lent->backing ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
+        .open_flags = no_flush(&bridge->state) | (lent->backing ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
         .backing_id = lent->backing,
     };
     answer->size = sizeof answer->open;
@@ -196,7 +208,7 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
 
 /*
  * The kernel asks for ACLs whenever somebody else than its owner first uses an inode: nearly none has one, and whatever
- * the filesystem answers about an inode that has, it says so before (note_acl).
+ * the filesystem answers about an inode that has, it says so before (acls).
  *
  * It asks for security.capability before the first write to an inode: nearly no file has one. The negative answer is
  * kept for inodes that were just created or have just been asked for. An inode number is never used again, and every
@@ -207,7 +219,7 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
 {
     static const char acl[] = "system.posix_acl_", capability[] = "security.capability";
     if (asks_for(body, size, acl, sizeof acl - 1))
-        return may_have_acl(&bridge->state, header->nodeid) ? PASS : refuse(answer, ENODATA);
+        return is_in(bridge->state.acls, header->nodeid) ? PASS : refuse(answer, ENODATA);
     if (!asks_for(body, size, capability, sizeof capability))
         return PASS;
     if (header->nodeid != 0 && bridge->plain[header->nodeid % PLAIN_MAX] == header->nodeid)
@@ -275,8 +287,18 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         bool is_end = end->ino == header->nodeid && end->offset == in->offset && !state->sees_all;
         return is_end ? ANSWER : HAND_OVER;
     }
+    case FUSE_SETLK:
+    case FUSE_SETLKW:
+        note_in(bridge->locked, header->nodeid);
+        return HAND_OVER;
+    case FUSE_FLUSH:
+        if (no_flush(state))
+            return PASS;
+        return is_in(bridge->locked, header->nodeid) ? HAND_OVER : ANSWER;
     case FUSE_RELEASE: {
         uint64_t handle;
+        if (is_in(bridge->locked, header->nodeid))
+            return HAND_OVER;
         memcpy(&handle, body, sizeof handle);
         return close_lent(&bridge->opens, handle) ? ANSWER : PASS;
     }
@@ -337,14 +359,14 @@ static inline void edit_init(struct state *state, struct fuse_init_out *out)
     state->granted = flags;
 }
 
-static inline void edit_open(struct open_out *out)
+static inline void edit_open(const struct state *state, struct open_out *out)
 {
     uint64_t backing = out->fh >> HANDLE_BITS;
     out->fh &= (UINT64_C(1) << HANDLE_BITS) - 1;
-    out->open_flags |= FOPEN_NOFLUSH; /* a write leaves nothing to do for close(2) */
+    out->open_flags |= no_flush(state);
     if (backing) {
         /* It goes with no flag about the page cache. Direct I/O comes to us all the same; mappings do not. */
-        out->open_flags = OPEN_PASSTHROUGH | FOPEN_NOFLUSH | (out->open_flags & FOPEN_DIRECT_IO);
+        out->open_flags = OPEN_PASSTHROUGH | no_flush(state) | (out->open_flags & FOPEN_DIRECT_IO);
         out->backing_id = (int32_t)backing;
     } else if (out->open_flags & FOPEN_DIRECT_IO) {
         out->open_flags |= FOPEN_PARALLEL_DIRECT_WRITES;
@@ -366,9 +388,9 @@ static inline void edit_reply(struct bridge *bridge, const struct fuse_out_heade
     if (request.opcode == FUSE_INIT && header->error == 0 && size >= sizeof(struct fuse_init_out)) {
         edit_init(&bridge->state, body);
     } else if (request.opcode == FUSE_OPEN && header->error == 0 && size >= sizeof(struct open_out)) {
-        edit_open(body);
+        edit_open(&bridge->state, body);
     } else if (request.opcode == FUSE_CREATE && header->error == 0 && size >= sizeof(struct create_out)) {
-        edit_open(&((struct create_out *)body)->open);
+        edit_open(&bridge->state, &((struct create_out *)body)->open);
         plain = ((struct create_out *)body)->entry.nodeid;
     } else if (request.opcode == FUSE_GETXATTR && header->error == -ENODATA) {
         plain = request.nodeid;

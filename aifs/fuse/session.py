@@ -25,6 +25,7 @@ from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
+from aifs.files.locks import LockHosts
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
 from aifs.fuse.guard import Guard
@@ -70,6 +71,7 @@ def serve(
     options: MountOptions,
     on_ready: Callable[[], None],
     force: bool = False,
+    lock_hosts: LockHosts | None = None,
 ) -> None:
     """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT
     arrives.
@@ -77,13 +79,13 @@ def serve(
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
     everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
     nothing was mounted, or another host has taken the store over. ``force``: whoever has the store
-    is dead.
+    is dead. ``lock_hosts``: see ``open_filesystem``.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        trio.run(_serve, config, mountpoint, options, on_ready, force)
+        trio.run(_serve, config, mountpoint, options, on_ready, force, lock_hosts)
     except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
         raise first_error(error) from error.__cause__
 
@@ -94,6 +96,7 @@ async def _serve(
     options: MountOptions,
     on_ready: Callable[[], None],
     force: bool,
+    lock_hosts: LockHosts | None,
 ) -> None:
     scheduler = requests.install()
     kernel = KernelCache()
@@ -105,9 +108,10 @@ async def _serve(
         force=force,
         kernel=kernel,
         share=scheduler.share,
+        lock_hosts=lock_hosts,
     ) as fs:
         handed_over = HandedOver(fs, scheduler, reply, config.kernel)
-        bridge = Bridge(config.kernel, handed_over.take, scheduler.busy_polls)
+        bridge = Bridge(config.kernel, handed_over.take, scheduler.busy_polls, fs.has_locks)
         fs.store.engine.listen(bridge.note_records)
         synchronous = "sync" in options.fuse_options
         operations = Operations(

@@ -42,6 +42,8 @@
     n ino [number]                   group of a directory, which may be pending; with number (8
                                      bytes): rank that has committed, or file that has been closed
                                      (meta/groups.py)
+    L ino                            home of the inode's locks: the session of a host (8 bytes
+                                     big-endian); only in a cluster (files/locks.py)
     j name                           where a background job that goes through the store has got to;
                                      its own format
     p host                           host: its name (meta/hosts.py)
@@ -178,6 +180,10 @@ def trash(ino: int) -> bytes:
 
 def retention(ino: int) -> bytes:
     return _NUMBER(b"r", ino)
+
+
+def lock_home(ino: int) -> bytes:
+    return _NUMBER(b"L", ino)
 
 
 def job(name: bytes) -> bytes:

@@ -101,6 +101,18 @@ class Peers:
         self._announce()
 
     @property
+    def session(self) -> int:
+        """Our own."""
+        return self._own.session
+
+    @property
+    def sessions(self) -> dict[int, str]:
+        """The names of all hosts that are there, by their sessions, ours among them, as they were
+        told of at one moment."""
+        others = {one.session: one.name for one in self._members.values()}
+        return {self._own.session: self._own.name, **others}
+
+    @property
     def connected(self) -> dict[str, int]:
         """The hosts to which there is a connection, with their sessions."""
         return {name: link.peer.session for name, link in self._links.items()}

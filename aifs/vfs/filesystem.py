@@ -17,6 +17,7 @@ from aifs.files.file_io import ACCESSES_S, FileIO
 from aifs.files.handles import Handles
 from aifs.files.home import Home
 from aifs.files.kernel import Kernel
+from aifs.files.locks import SERVICE, Alone, LockHosts, Locks, PeerHosts
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
@@ -74,8 +75,14 @@ class Filesystem:
     """
 
     def __init__(
-        self, store: Store, kernel: Kernel, options: ServeOptions, share: LoopShare
+        self,
+        store: Store,
+        kernel: Kernel,
+        options: ServeOptions,
+        share: LoopShare,
+        hosts: LockHosts | None = None,
     ) -> None:
+        """``hosts``: whom to share locks with, if not with those that the store has."""
         config, engine, servers = store.config, store.engine, store.servers
         self.store, self.kernel, self.options = store, kernel, options
         self.role: Role = store.role
@@ -207,6 +214,13 @@ class Filesystem:
             kernel,
             options,
         )
+        if store.peers is not None:
+            hosts = PeerHosts(store.peers)
+        self.has_locks = hosts is not None
+        """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
+        self.locks = locks = Locks(engine, hosts or Alone())
+        if store.peers is not None:
+            store.peers.serve(SERVICE, locks.answer)
         self.attributes = attributes = Attributes(engine, servers, io, files)
         self.names = names = Names(
             engine, ids, tier, io, drain, groups, trash, kernel, files, attributes, options
@@ -246,6 +260,7 @@ class Filesystem:
                 "groups": lambda: {**groups.status(), **group_drain.status()},
                 "stage": stager.status,
                 "movers": pool.status,
+                "locks": locks.status,
                 "evict": lambda: {**evictor.status(), **from_copies.status()},
             },
         )

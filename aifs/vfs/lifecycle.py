@@ -14,6 +14,7 @@ from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
+from aifs.files.locks import LockHosts
 from aifs.meta import hosts
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
@@ -36,13 +37,15 @@ async def open_filesystem(
     force: bool = False,
     kernel: Kernel | None = None,
     share: LoopShare | None = None,
+    lock_hosts: LockHosts | None = None,
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
     Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
     over meanwhile: then nothing is written any more (store/ownership.py). ``force``: see
-    ``open_store``. ``share``: between background work and requests. A store that is opened
-    read-only is recovered all the same, as ext4 does.
+    ``open_store``. ``share``: between background work and requests. ``lock_hosts``: whom locks are
+    shared with, for tests. A store that is opened read-only is recovered all the same, as ext4
+    does.
     """
     store = await open_store(
         config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
@@ -53,7 +56,8 @@ async def open_filesystem(
             nursery.start_soon(_keep_running, store.engine.run)
             nursery.start_soon(_keep_running, store.ownership.run)
             options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
-            fs = Filesystem(store, kernel or Kernel(), options, share or LoopShare())
+            shared = share or LoopShare()
+            fs = Filesystem(store, kernel or Kernel(), options, shared, lock_hosts)
             nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
             await fs.pool.ready.wait()
             with giving_up():
@@ -74,6 +78,8 @@ async def open_filesystem(
                 else:
                     jobs |= fs.jobs_of_role()
                 background.start_soon(_keep_running, partial(fs.upkeep.run, jobs))
+                if fs.has_locks:
+                    background.start_soon(_keep_running, fs.locks.run)
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
@@ -178,6 +184,7 @@ async def _close(fs: Filesystem) -> None:
         file.handles = 1
         await fs.io.release(file)
     fs.names.forget_all()
+    await fs.locks.close()
     await fs.server_admin.clean_up()
     await fs.groups.close()
     fs.containers.close()

@@ -26,14 +26,18 @@ _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
 
 def aifs(
-    *args: str | Path, check: bool = True, descriptors: int = 0, inside: Sequence[str] = ()
+    *args: str | Path,
+    check: bool = True,
+    descriptors: int = 0,
+    inside: Sequence[str] = (),
+    module: str = "aifs.cli.main",
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command ``aifs`` with ``args``; with ``check`` a failure fails the test with what it
-    said.
+    """Run the command ``aifs``, or another ``module``, with ``args``; with ``check`` a failure
+    fails the test with what it said.
 
     ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we).
     ``inside``: the command that runs it elsewhere, such as in a namespace."""
-    command = [*inside, sys.executable, "-m", "aifs.cli.main", *map(str, args)]
+    command = [*inside, sys.executable, "-m", module, *map(str, args)]
     if descriptors:
         command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     done = subprocess.run(
@@ -74,6 +78,8 @@ class Mounted:
         self.options = tuple(options)
         self.expected = [r"session: .* is not in use: "]  # the kernel or the bridge lacks something
         """Regular expressions of warnings and errors that the log may hold."""
+        self.module = "aifs.cli.main"
+        """What mounts it: a module with the command line of ``aifs``."""
         self.descriptors = 0
         """How many the daemon may have; 0: as many as we."""
         self.inside: Sequence[str] = ()
@@ -92,7 +98,7 @@ class Mounted:
         """Start the daemon; returns when the mount serves."""
         options = [word for option in self.options for word in ("-o", option)]
         command = ("mount", *options, self.source, self.path)
-        aifs(*command, descriptors=self.descriptors, inside=self.inside)
+        aifs(*command, descriptors=self.descriptors, inside=self.inside, module=self.module)
         self.adopt()
 
     def adopt(self) -> None:
