@@ -501,6 +501,11 @@ async def test_a_database_that_is_not_a_stores_is_refused(database, tmp_path):
         await MapDatabase(database.conninfo).make_schema()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await join(local, MapDatabase(database.url), "a", "a:7947")
+    nowhere = database.conninfo.replace("127.0.0.1", "no-such-host.invalid")
+    with pytest.raises(Unavailable, match=r"no-such-host.invalid is not known"):
+        await join(local, MapDatabase(nowhere), "a", "a:7947")
+    named = MapDatabase(database.conninfo.replace("127.0.0.1", "localhost"))
+    await named.require_schema()
     local.abandon()
 
 

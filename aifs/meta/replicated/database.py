@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psycopg
 import trio
 from psycopg import OperationalError, generators, pq
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.waiting import Ready, Wait
 
 from aifs.core.errors import StoreError, Unavailable
@@ -232,9 +232,8 @@ class MapDatabase:
 
     async def connect(self, synchronous: bool = True) -> "Connection":
         """A connection of one's own. Raises Unavailable."""
-        return await Connection.open(
-            self.conninfo(_SETTINGS.format("on" if synchronous else "off"))
-        )
+        conninfo = self.conninfo(_SETTINGS.format("on" if synchronous else "off"))
+        return await Connection.open(await _resolved(conninfo))
 
     async def make_schema(self) -> None:
         """Raises StoreError if there is one already; Unavailable."""
@@ -279,6 +278,28 @@ class MapDatabase:
     def close(self) -> None:
         self.commits.close()
         self.settles.close()
+
+
+async def _resolved(conninfo: str) -> str:
+    """With the addresses of all hosts that it names, which libpq would block to find out. Raises
+    Unavailable.
+    """
+    known = conninfo_to_dict(conninfo)
+    names = str(known.get("host") or "")
+    if known.get("hostaddr") or not names or "/" in names:
+        return conninfo
+    ports = str(known.get("port") or "").split(",")
+    places: list[tuple[str, str, str]] = []
+    for at, name in enumerate(names.split(",")):
+        try:
+            with trio.fail_after(_CONNECT_S):
+                found = await trio.socket.getaddrinfo(name, None, type=trio.socket.SOCK_STREAM)
+        except (OSError, trio.TooSlowError) as error:
+            raise Unavailable(f"the database's host {name} is not known: {error}") from error
+        port = ports[at] if len(ports) > 1 else ports[0]
+        places += [(name, str(one[4][0]), port) for one in found]
+    host, hostaddr, port = (",".join(column) for column in zip(*places, strict=True))
+    return make_conninfo(conninfo, host=host, hostaddr=hostaddr, port=port)
 
 
 async def _require_version(connection: "Connection") -> None:
