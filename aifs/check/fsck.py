@@ -59,7 +59,7 @@ def check(
 async def _check(
     config: Config, repair: bool, deep: bool, force: bool, progress: Progress
 ) -> FsckReport:
-    store = await open_store(config, force=force)
+    store = await open_store(config, force=force, alone=True)
     report, failure = FsckReport(), None
     try:
         async with trio.open_nursery() as nursery:
@@ -134,7 +134,7 @@ async def _recover(store: Store, report: FsckReport) -> list[Problem]:
         await strays.load()
         await strays.sweep()
         if not store.clean:
-            await set_clean(store.engine, True)
+            await set_clean(store, True)
     except FsError as error:
         where = store.config.meta.directory
         return [Problem("unrecovered", where, str(error), where=where)]

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from aifs.cli.arguments import PATH
+from aifs.cli.cluster_checks import cluster_checks
 from aifs.cli.output import count
 from aifs.core.errors import MountError
 
@@ -39,13 +40,16 @@ def doctor_command(place: str | None, as_json: bool) -> int:
     mountpoint = _mountpoint(place)
     if mountpoint:
         status = read_status(mountpoint)
-        found = probe(config.load(status["source"], {}), mountpoint, status["bridge"])
+        loaded = config.load(status["source"], {})
+        found = probe(loaded, mountpoint, status["bridge"])
         checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
         checks += burst_checks(status["burst"]) + drain_checks(status["drain"])
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
         checks = [check._asdict() for check in probe(loaded)]
+    if loaded.is_cluster:
+        checks += [_check(*check) for check in cluster_checks(loaded)]
     if as_json:
         print_json(checks)
     else:

@@ -42,6 +42,9 @@ MOUNT_PACKAGES = frozenset(
 )
 """What the extra ``mount`` installs, as it is imported."""
 
+CLUSTER_PACKAGES = frozenset(("psycopg",))
+"""The same of ``cluster``."""
+
 EPILOG = """
 SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file
 that says where each part lies.
@@ -127,11 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in MOUNT_PACKAGES:
+        if package in MOUNT_PACKAGES:
+            what, extra = "the daemon", "mount"
+        elif package in CLUSTER_PACKAGES:
+            what, extra = "a host of many", "cluster,mount"
+        else:
             raise
         print_error(
-            f"this needs the packages of the daemon ({package} is not installed): "
-            "pip install 'aifs[mount]'"
+            f"this needs the packages of {what} ({package} is not installed): "
+            f"pip install 'aifs[{extra}]'"
         )
         return 1
     except (AifsError, OSError) as error:

@@ -78,9 +78,8 @@ def mount_command(
     from aifs.cli.daemon import run_in_background
     from aifs.cli.mounts import register
     from aifs.core import config, log
-    from aifs.data.marker import read_marker
     from aifs.fuse.options import parse
-    from aifs.store.store import require_metadata
+    from aifs.store.store import find_metadata
 
     mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     if mount_options.remount:
@@ -90,8 +89,7 @@ def mount_command(
             _remount(mountpoint, mount_options)
         return
     loaded = config.load(source, overrides)
-    require_metadata(loaded)
-    read_marker(loaded.meta.directory)
+    find_metadata(loaded)
     path = _prepare(mountpoint)
     if fake:
         return

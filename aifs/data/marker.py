@@ -4,8 +4,9 @@ is.
 A directory without the right marker (an export that is not mounted, a swapped disk) is never
 written to.
 
-One JSON object with ``format`` ("aifs 1"), ``store`` (UUID), ``role`` ("meta", "data" or
-"burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline.
+One JSON object with ``format`` ("aifs 1"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
+"burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. The
+metadata directory of a host of many is a "replica": the metadata are in a database.
 """
 
 import json
@@ -19,7 +20,7 @@ from aifs.core.errors import StoreError
 NAME = ".aifs"
 FORMAT = "aifs 1"
 """Of stores. Before the first release it was a number, from which these stores are told."""
-ROLES = ("meta", "data", "burst")
+ROLES = ("meta", "replica", "data", "burst")
 
 
 class Identity(NamedTuple):

@@ -33,7 +33,7 @@ from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
-from aifs.store.ownership import Ownership
+from aifs.store.right import StoreRight
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
 
@@ -145,7 +145,7 @@ async def _serve(
         log.info("unmounted %s", mountpoint)
 
 
-async def _end_with_right(ownership: Ownership) -> None:
+async def _end_with_right(ownership: StoreRight) -> None:
     """End the mount when somebody has taken the store over."""
     await ownership.over.wait()
     pyfuse3.terminate()

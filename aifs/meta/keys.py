@@ -2,7 +2,8 @@
 
     key                              value
     ------------------------------   ---------------------------------------------------------------
-    S                                superblock (JSON: format, uuid, created_s)
+    S                                superblock (JSON: format, uuid, created_s; of a store of one
+                                     host also clean and boot)
     c name                           counter (8 bytes little-endian, see kv.Transaction.add)
     s server                         data server or burst directory (JSON, see meta/servers.py)
     i ino                            inode (records.Inode)
@@ -46,7 +47,7 @@
                                      big-endian); only in a cluster (files/locks.py)
     j name                           where a background job that goes through the store has got to;
                                      its own format
-    p host                           host: its name (meta/hosts.py)
+    p host                           host: its name, and how it has left (JSON, see meta/hosts.py)
     v host                           the last two windows of ids that the host has taken: the first
                                      id of each, 8 bytes, little-endian (store/ids.py)
 

@@ -60,6 +60,11 @@ def check_pair(key: bytes, value: bytes) -> None:
         raise ValueError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
 
 
+Tap = Callable[[dict[bytes, bytes | None], int], None]
+"""Is told the changes of a transaction (None: deleted), and how long its record in the journal
+is.
+"""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 Follower = Callable[[Mapping[bytes, bytes | None]], None]
@@ -179,6 +184,12 @@ class Engine(ABC):
     recovered: int
     """How many transactions opening the store found in the journal and replayed."""
 
+    found_seq: int
+    """The number of the last transaction that opening the store found."""
+
+    opened_seq: int
+    """The number from which it counts on since."""
+
     short_of_space: bool
     """Whether functions that are marked with ``grows`` are refused at present."""
 
@@ -235,6 +246,18 @@ class Engine(ABC):
         return
 
     @abstractmethod
+    def listen(self, tap: Tap) -> None:
+        """From now on ``tap`` is called with the changes of each transaction. It must not keep the
+        mapping itself.
+        """
+
+    @abstractmethod
+    def read_damaged_as(self, value: bytes | None) -> None:
+        """From now on damaged records have this value; None, as in the beginning: reading one
+        raises DamagedRecord.
+        """
+
+    @abstractmethod
     async def run(self) -> None:
         """The engine's background work (periodic sync and commit); runs until cancelled."""
 
@@ -243,3 +266,7 @@ class Engine(ABC):
         """Make everything durable and let go of the store. Blocks; called when no task uses the
         engine.
         """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of the store without writing anything, as the death of the process would."""

@@ -20,7 +20,7 @@ import trio
 from aifs.core import faults, files, filesystems
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
 from aifs.meta import journal
-from aifs.meta.kv import Engine, Result
+from aifs.meta.kv import Engine, Result, Tap
 from aifs.meta.lmdb_database import CHECK_PAGES, BrokenDatabase, Database, DatabaseError, MapFull
 from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable, Writes
 
@@ -64,15 +64,11 @@ REPLAYED = faults.declare(
 )
 
 
-Tap = Callable[[Writes, int], None]
-
-
 class LmdbEngine(Engine):
     """The store in ``directory``; made there if the directory holds none yet.
 
     Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it
-    open. ``found_seq`` is the number of the last transaction that it found, ``opened_seq`` the one
-    from which it counts on.
+    open.
     """
 
     def __init__(
@@ -161,8 +157,6 @@ class LmdbEngine(Engine):
         return replayed
 
     def listen(self, tap: Tap) -> None:
-        """From now on ``tap`` is called with the changes of each transaction, and how long its
-        record is. It must not keep the mapping itself."""
         self._taps.append(tap)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -202,9 +196,6 @@ class LmdbEngine(Engine):
         return self._memtable, self._frozen, self.database
 
     def read_damaged_as(self, value: bytes | None) -> None:
-        """From now on damaged records have this value; None, as in the beginning: reading one
-        raises DamagedRecord.
-        """
         self.database.damaged_as = value
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -436,7 +427,6 @@ class LmdbEngine(Engine):
         self.database.close(orderly=True)
 
     def abandon(self) -> None:
-        """Let go of the store without writing anything, as the death of the process would."""
         self._journal.close()
         self.database.close(orderly=False)
 

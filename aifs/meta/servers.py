@@ -68,6 +68,13 @@ def next_number(tx: ReadTransaction, role: str) -> int:
     return max(first + tx.counter(counter), max(used, default=first - 1) + 1)
 
 
+def take_number(tx: Transaction, role: str) -> int:
+    """The same; nobody else gets it."""
+    number = next_number(tx, role)
+    reserve_number(tx, number)
+    return number
+
+
 def _counter_of(role: str) -> tuple[bytes, int]:
     return (keys.COUNTER_BURST, BURST_FIRST) if role == "burst" else (keys.COUNTER_SERVERS, 0)
 

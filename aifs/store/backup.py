@@ -26,8 +26,7 @@ from aifs.data.backups import BackupFiles
 from aifs.data.servers import Servers
 from aifs.meta import journal, keys
 from aifs.meta.backup import BASE, INCREMENT, Name, Segment, newest, parse_name
-from aifs.meta.kv import ReadTransaction
-from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.memtable import Writes
 
 _log = logger(__name__)
@@ -66,9 +65,10 @@ class Backup:
     """Made before the engine is used, so that it sees all changes. Used from one trio thread."""
 
     def __init__(
-        self, config: Config, store: str, engine: LmdbEngine, servers: Servers, upkeep: Upkeep
+        self, config: Config, store: str, engine: Engine, servers: Servers, upkeep: Upkeep
     ) -> None:
-        self.interval_s = config.meta.backup_interval_s
+        self.interval_s = 0.0 if config.is_cluster else config.meta.backup_interval_s
+        """0: none are made by themselves. Those of a cluster's metadata are the database's."""
         self._files = BackupFiles(servers, config.meta.backup_copies)
         self._store = store
         self._engine = engine

@@ -19,8 +19,11 @@ from aifs.data.storages import storage_at
 from aifs.meta.lmdb_database import UNCHECKED
 from aifs.store.owner import NAME as OWNER_NAME
 
+_METADATA = {OWNER_NAME, "data.mdb", "journal.0", "journal.1", UNCHECKED}
+
 _OWN_NAMES = {
-    "meta": {OWNER_NAME, "data.mdb", "journal.0", "journal.1", UNCHECKED},
+    "meta": _METADATA,
+    "replica": _METADATA,
     "data": {"objects", "backup", CLAIM},
     "burst": {"objects", CLAIM},
 }
@@ -128,7 +131,7 @@ def erase(role: str, path: str) -> None:
     """Delete what a store has there, but for the owner file of metadata, which is held. Durable on
     return.
     """
-    if role == "meta":
+    if _OWN_NAMES[role] is _METADATA:
         erase_directory(path, _OWN_NAMES[role] - {OWNER_NAME} | {NAME})
     else:
         storage_at(path).erase()

@@ -1,5 +1,5 @@
-"""Who may use a store: one process claims all of its directories (data/claim.py), and renews that
-while it has the store.
+"""Who may use a store of one host: one process claims all of its directories (data/claim.py), and
+renews that while it has the store.
 
 Claims stand against who wants the store next:
 
@@ -42,6 +42,7 @@ from aifs.data.storage import Storage
 from aifs.data.storages import storage_at
 from aifs.data.workers import outcomes
 from aifs.store.owner import OwnerLock
+from aifs.store.right import StoreRight
 
 INTERVAL_S = 2.0
 """Between two renewals."""
@@ -55,27 +56,19 @@ _ANSWER_S = 30.0
 _log = logger(__name__)
 
 
-class Ownership:
-    """The right of this process to a store. Used from one trio thread; ``run`` keeps it up in the
-    background.
-    """
+class Ownership(StoreRight):
+    """The right of who has claimed all directories."""
 
     def __init__(self, meta: str, mountpoint: str, lock: OwnerLock, servers: Servers) -> None:
         """``lock``: of the metadata directory ``meta``. Blocks for a moment."""
-        self.ended = ""
-        """Why there is no right any more: somebody has taken it over."""
-        self.over = trio.Event()
-        """Set when there is none."""
+        super().__init__(servers)
         self._lock = lock
-        self._servers = servers
         self._mine = _claim_of(meta, mountpoint)
         self._renewing: set[int] = set()
 
     async def take(self, force: bool = False) -> None:
-        """Claim all directories; durable on return. ``force``: the owner is dead, as somebody says.
-
-        Raises StoreBusy or StoreError, which say who has the store. Then no claim is changed; or
-        two have asked for it at once, and whoever did not get it, perhaps both, may ask again.
+        """Claim all directories. If it raises no claim is changed; or two have asked for it at
+        once, and whoever did not get it, perhaps both, may ask again.
         """
         rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
         self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
@@ -116,9 +109,7 @@ class Ownership:
         return results
 
     async def run(self) -> None:
-        """Renew the claims until cancelled. When somebody has taken the right over no directory is
-        used any more.
-        """
+        """Renew the claims, and look whether somebody has taken the right over."""
         while not self.ended:
             await trio.sleep(INTERVAL_S)
             self._renew()
@@ -138,26 +129,13 @@ class Ownership:
 
     def _renewed(self, server_id: int, result: Claim | BaseException | None) -> None:
         self._renewing.discard(server_id)
-        if isinstance(result, Claim) and not self.ended:
-            self.ended = (
-                f"the store was taken over by {_owner(result)}; nothing is written any more"
-            )
-            _log.error("%s", self.ended)
-            self._servers.give_up(self.ended)
-            self.over.set()
+        if isinstance(result, Claim):
+            self._end(f"the store was taken over by {_owner(result)}; nothing is written any more")
         elif isinstance(result, BaseException) and not isinstance(result, FsError):
             _log.error("a claim is not renewed", exc_info=result)
 
-    def require(self) -> None:
-        """Raises StoreBusy if somebody has taken the store over."""
-        if self.ended:
-            raise StoreBusy(self.ended)
-
     def give_back(self) -> None:
-        """Whoever comes next may have the store at once, when the servers' threads have ended.
-        Blocks for a moment.
-
-        By a last claim, of an epoch of its own: a copy of the metadata that was made while the
+        """By a last claim, of an epoch of its own: a copy of the metadata that was made while the
         store was in use has been overtaken.
         """
         epoch, renewals = self._mine.epoch, self._mine.renewals + 1

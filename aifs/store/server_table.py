@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import trio
 
-from aifs.core import faults
+from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.kinds import is_path
@@ -283,6 +283,25 @@ async def adopt_domains(config: Config, engine: Engine) -> None:
         changed = await engine.transact(adopt)
         if changed:
             await engine.barrier()
+
+
+async def register_burst(config: Config, engine: Engine, store: str) -> None:
+    """The burst directories that the configuration of this host of many names are in the table from
+    now on, as this host's. Blocks; durable on return. Raises StoreError if one holds something.
+    """
+    table = await engine.view(servers.read_table)
+    own = [below(config.source, row.path) for row in table.values() if row.host == engine.host]
+    known = directories.same_directories(config.burst.directories, own)
+    new = [path for path in config.burst.directories if path not in known]
+    for path in new:
+        directories.require_usable("burst", path, store=store)
+        server_id = await engine.transact(servers.take_number, "burst")
+        files.make_dirs(path)
+        directories.mark(path, store, "burst", server_id - BURST_FIRST)
+        row = ServerRecord(directories.recorded_path(config, path), host=engine.host)
+        await engine.transact(servers.put_server, server_id, row)
+    if new:
+        await engine.barrier()
 
 
 def require_registered(config: Config, paths: list[str], adding: str) -> None:

@@ -9,8 +9,10 @@ import os
 import stat
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -25,6 +27,7 @@ from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
 from aifs.data.storages import below
 from aifs.meta import keys
+from aifs.meta.hosts import HostRecord, find_host, put_host
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.lmdb_database import BrokenDatabase
@@ -36,13 +39,21 @@ from aifs.peers.peers import Peers
 from aifs.store import directories
 from aifs.store.owner import OwnerLock
 from aifs.store.ownership import Ownership, require_unused
+from aifs.store.right import Metadata, StoreRight
 from aifs.store.server_table import (
     ServerTable,
     adopt_domains,
     id_of,
     load_servers,
+    register_burst,
     require_registered,
 )
+
+if TYPE_CHECKING:
+    from aifs.store.hosts import Hosts
+
+_BEYOND = b"\xff" * 512
+"""Larger than all keys."""
 
 
 @dataclass(slots=True)
@@ -58,15 +69,15 @@ class Store:
     """The kernel that was running when it was last used is running still, with all that it had in
     its page cache.
     """
-    engine: LmdbEngine
+    engine: Engine
     servers: Servers
     table: ServerTable
     owner: OwnerLock
-    ownership: Ownership
+    ownership: StoreRight
     role: Role = field(default_factory=Role)
     """Whether this host does the work of the whole store."""
     peers: Peers | None = None
-    """The other hosts; None: the store has one."""
+    """The connections to other hosts; None: the store has one."""
 
     def close(self, orderly: bool = True) -> None:
         """Blocks; the metadata is durable when it returns. The caller has stopped all use of the
@@ -103,47 +114,80 @@ class Store:
 
 
 def format_store(config: Config, force: bool) -> str:
-    """Make an empty store in the configured directories; returns its uuid. Blocks; durable when it
-    returns.
+    """Make an empty store in the configured directories, and in the database if one is configured;
+    returns its uuid. Blocks; durable when it returns.
 
-    Without ``force`` all directories must be empty or missing; with it, stores in them are erased.
+    Without ``force`` all of them must be empty or missing; with it, stores in them are erased.
     Files that are not a store's are never erased. Raises StoreError, StoreBusy.
     """
-    meta = config.meta.directory
-    roles = [("meta", 0, meta)]
+    meta_role = "replica" if config.is_cluster else "meta"
+    roles = [(meta_role, 0, config.meta.directory)]
     roles += [("data", number, path) for number, path in enumerate(config.servers)]
     roles += [("burst", number, path) for number, path in enumerate(config.burst.directories)]
     directories.require_distinct([path for _, _, path in roles])
     for role, _, path in roles:
         directories.require_usable(role, path, force=force)
+    with _making(config, force) as make:
+        return _format(config, roles, make)
+
+
+_Role = tuple[str, int, str]
+"""What a directory is for, its number within that, and its path."""
+
+_Put = Callable[[Iterable[tuple[bytes, bytes]]], None]
+"""Puts the pairs of the map into a database."""
+
+
+def _making(config: Config, force: bool) -> AbstractContextManager[_Put | None]:
+    """See cluster.making; None for a store of one host, which needs nothing of it."""
+    if not config.is_cluster:
+        return nullcontext()
+    from aifs.store.cluster import making
+
+    return making(config, force)
+
+
+def _format(config: Config, roles: list[_Role], put: _Put | None) -> str:
+    meta_role, _, meta = roles[0]
     files.make_dirs(meta)
     owner = OwnerLock(meta, "")
     try:
-        require_unused(path for role, _, path in roles if role != "meta")
+        require_unused(path for _, _, path in roles[1:])
         for role, _, path in roles:
             if is_path(path):
                 files.make_dirs(path)
             directories.erase(role, path)
         identity = str(uuid.uuid4())
-        for role, number, path in roles[1:]:
+        # Of many hosts each adds its own burst directories when it mounts the store.
+        registered = [each for each in roles[1:] if each[0] == "data" or put is None]
+        for role, number, path in registered:
             directories.mark(path, identity, role, number)
         domains = {place.path: place.domain for place in config.places}
         table = {
             id_of(role, number): ServerRecord(
                 directories.recorded_path(config, path), domain=domains.get(path, "")
             )
-            for role, number, path in roles[1:]
+            for role, number, path in registered
         }
         engine = LmdbEngine(meta)
         try:
             trio.run(engine.transact, _write_first_records, identity, table)
+            if put is not None:
+                put(trio.run(engine.view, all_pairs))
         finally:
             engine.close()
+        if put is not None:
+            directories.erase(meta_role, meta)  # the first mount makes the replica
         # The marker of the metadata directory comes last: without it there is no store.
-        directories.mark(meta, identity, "meta", 0)
+        directories.mark(meta, identity, meta_role, 0)
     finally:
         owner.release(orderly=True)
     return identity
+
+
+def all_pairs(tx: ReadTransaction) -> list[tuple[bytes, bytes]]:
+    """The whole map, in order."""
+    return list(tx.range(b"\0", _BEYOND))
 
 
 def _write_first_records(tx: Transaction, identity: str, table: dict[int, ServerRecord]) -> None:
@@ -180,6 +224,50 @@ def require_metadata(config: Config) -> None:
     raise StoreError(f"{source}: there is no store; make one with: aifs format {source}")
 
 
+class _LocalMetadata:
+    """In the metadata directory, for who holds its lock and has claimed all directories of the
+    store.
+    """
+
+    def __init__(self, config: Config, mountpoint: str) -> None:
+        require_metadata(config)
+        self._config = config
+        self._mountpoint = mountpoint
+        meta = config.meta.directory
+        marker = read_marker(meta)
+        if marker.role != "meta":
+            raise StoreError(
+                f"{meta}: is a replica of metadata in a database, and no store of its own; set "
+                "meta.engine to postgresql"
+            )
+        self.store, self.where = marker.store, meta
+        self.hosts: Hosts | None = None
+        self.remedy = (
+            f"Restore it from the last backup: mv {meta} {meta}.damaged && aifs meta restore "
+            f"{config.source}"
+        )
+
+    async def open(self) -> LmdbEngine:
+        # Whoever mounts waits; a command may take the time to look at everything.
+        meta = self._config.meta
+        return LmdbEngine(meta.directory, meta.commit_interval_s, thorough=not self._mountpoint)
+
+    def right(self, owner: OwnerLock, servers: Servers) -> StoreRight:
+        return Ownership(self._config.meta.directory, self._mountpoint, owner, servers)
+
+
+def find_metadata(config: Config, mountpoint: str = "", alone: bool = False) -> Metadata:
+    """Look where the metadata of a store are. Blocks; changes nothing. Raises StoreError, which
+    says what to do.
+    """
+    if config.is_cluster:
+        # It needs packages that a store of one host does not.
+        from aifs.store.cluster import ClusterMetadata
+
+        return ClusterMetadata(config, mountpoint, alone)
+    return _LocalMetadata(config, mountpoint)
+
+
 async def open_store(
     config: Config,
     *,
@@ -187,32 +275,27 @@ async def open_store(
     read_only: bool = False,
     adding: str = "",
     force: bool = False,
+    alone: bool = False,
 ) -> Store:
     """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
 
     ``adding``: a directory that the configuration may name though it is no part of the store yet.
-    ``force``: whoever has claimed its directories is dead.
+    ``force``: whoever has claimed its directories is dead. ``alone``: no other host may use the
+    store meanwhile.
 
     Opening blocks the thread: it is done before anything else runs in it.
     """
+    metadata = find_metadata(config, mountpoint, alone)
     meta = config.meta.directory
-    require_metadata(config)
-    marker = read_marker(meta)
+    files.make_dirs(meta)
     owner = OwnerLock(meta, mountpoint)
     engine = servers = None
     try:
-        # Whoever mounts waits; a command may take the time to look at everything.
-        engine = LmdbEngine(meta, config.meta.commit_interval_s, thorough=not mountpoint)
-        superblock, table = await _read_identity(engine, meta, config.source)
-        if superblock["uuid"] != marker.store:
-            raise StoreError(
-                f"{meta}: the metadata belongs to another store than the directory's marker says"
-            )
-        if superblock["format"] != FORMAT:
-            raise StoreError(
-                f"{meta}: the store has format {superblock['format']!r}; this version knows "
-                f"{FORMAT!r} alone"
-            )
+        engine = await metadata.open()
+        identity, clean, boot = await _read_identity(engine, metadata)
+        if config.is_cluster:
+            await register_burst(config, engine, identity)
+        table = await engine.view(read_table)
         elsewhere = {n: row.host for n, row in table.items() if row.host not in (0, engine.host)}
         paths = {
             number: below(config.source, record.path)
@@ -222,33 +305,25 @@ async def open_store(
         if not is_directory_source(config.source):
             require_registered(config, list(paths.values()), adding)
         await adopt_domains(config, engine)
-        identity, budget = superblock["uuid"], Budget(config.memory.budget)
         servers = Servers(
             paths,
             identity,
             threads=config.data.threads,
-            budget=budget,
+            budget=Budget(config.memory.budget),
             patience_s=config.data.timeout_s or FOR_EVER,
             lost_after_s=config.data.lost_after_s or FOR_EVER,
             hedge_s=config.data.hedge_s,
             elsewhere=elsewhere,
         )
         await load_servers(config, engine, servers, read_only)
-        same_boot = superblock.get("boot") == files.boot_id()
         rows = ServerTable(config, identity, engine, servers)
-        ownership = Ownership(meta, mountpoint, owner, servers)
-        await ownership.take(force)
-        return Store(
-            config,
-            identity,
-            superblock["clean"],
-            same_boot,
-            engine,
-            servers,
-            rows,
-            owner,
-            ownership,
-        )
+        right = metadata.right(owner, servers)
+        await right.take(force)
+        same_boot = boot == files.boot_id()
+        store = Store(config, identity, clean, same_boot, engine, servers, rows, owner, right)
+        if (hosts := metadata.hosts) is not None:
+            store.role, store.peers = hosts.role, hosts.peers
+        return store
     except BaseException as error:
         if servers is not None:
             servers.close()
@@ -256,37 +331,54 @@ async def open_store(
             engine.abandon()
         owner.release(orderly=True)
         if isinstance(error, BrokenDatabase):
-            how = f"mv {meta} {meta}.damaged && aifs meta restore {config.source}"
-            raise StoreError(f"{error}. Restore it from the last backup: {how}") from error
+            raise StoreError(f"{error}. {metadata.remedy}") from error
         raise
 
 
-async def _read_identity(
-    engine: Engine, meta: str, source: str
-) -> tuple[dict, dict[int, ServerRecord]]:
-    """The superblock, and the table of servers. Raises StoreError if they are damaged."""
+async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool, str | None]:
+    """The store's uuid; whether this host has closed it in order, and the boot when it did. Raises
+    StoreError if what says so is damaged, or it is not what was expected.
+    """
 
-    def read(tx: ReadTransaction) -> tuple[dict, dict[int, ServerRecord]]:
+    def read(tx: ReadTransaction) -> tuple[str, str, bool, str | None]:
         superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
-        known = {key: superblock[key] for key in ("uuid", "format", "clean")}
-        return known | {"boot": superblock.get("boot")}, read_table(tx)
+        read_table(tx)
+        identity, form, clean = (superblock[key] for key in ("uuid", "format", "clean"))
+        boot = superblock.get("boot")
+        if engine.host:
+            host = find_host(tx, engine.host)
+            clean, boot = (host.clean, host.boot) if host is not None else (True, None)
+        return identity, form, clean, boot
 
     try:
-        return await engine.view(read)
+        identity, form, clean, boot = await engine.view(read)
     except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(
-            f"{meta}: the store's own records are damaged ({error}). Restore them from the last "
-            f"backup: mv {meta} {meta}.damaged && aifs meta restore {source}"
+            f"{metadata.where}: the store's own records are damaged ({error}). {metadata.remedy}"
         ) from error
+    if identity != metadata.store:
+        raise StoreError(
+            f"{metadata.where}: the metadata belongs to another store than the directory's marker "
+            "says"
+        )
+    if form != FORMAT:
+        raise StoreError(
+            f"{metadata.where}: the store has format {form!r}; this version knows {FORMAT!r} alone"
+        )
+    return identity, clean, boot
 
 
-async def set_clean(engine: Engine, clean: bool) -> None:
-    """Record whether the store is closed in order, durably when this returns."""
+async def set_clean(store: Store, clean: bool) -> None:
+    """Record whether this host has closed the store in order, durably when this returns."""
 
     def update(tx: Transaction) -> None:
-        superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
-        superblock |= {"clean": clean, "boot": files.boot_id()}
-        tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
+        if tx.host:
+            host = HostRecord(store.config.host.name, clean, files.boot_id())
+            put_host(tx, tx.host, host)
+        else:
+            superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
+            superblock |= {"clean": clean, "boot": files.boot_id()}
+            tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
 
-    await engine.transact(update)
-    await engine.barrier()
+    await store.engine.transact(update)
+    await store.engine.barrier()

@@ -65,7 +65,7 @@ async def open_filesystem(
             if not store.clean:
                 _log.info("the store was not closed in order: %s", fs.recovered)
             store.ownership.require()
-            await set_clean(store.engine, False)
+            await set_clean(store, False)
             error = None
             async with trio.open_nursery() as background:
                 if not read_only:
@@ -192,6 +192,6 @@ async def _close(fs: Filesystem) -> None:
     with trio.move_on_after(fs.store.config.data.timeout_s or FOR_EVER):
         await fs.store.servers.cache.settle()
     await fs.sync()
-    await set_clean(fs.store.engine, True)
+    await set_clean(fs.store, True)
     if fs.role.held:
         await fs.backup.finish()

@@ -11,7 +11,7 @@ from typing import Any
 import trio
 from sortedcontainers import SortedDict
 
-from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction, check_key, check_pair
+from aifs.meta.kv import Engine, ReadTransaction, Result, Tap, Transaction, check_key, check_pair
 
 
 class _View(ReadTransaction):
@@ -53,7 +53,7 @@ class _Transaction(_View, Transaction):
 
 
 class MemoryEngine(Engine):
-    recovered = 0
+    recovered = found_seq = opened_seq = 0
     short_of_space = False
 
     def __init__(self) -> None:
@@ -77,8 +77,17 @@ class MemoryEngine(Engine):
     async def barrier(self, seq: int | None = None) -> None:
         pass
 
+    def listen(self, tap: Tap) -> None:
+        raise NotImplementedError
+
+    def read_damaged_as(self, value: bytes | None) -> None:
+        pass
+
     async def run(self) -> None:
         await trio.sleep_forever()
 
     def close(self) -> None:
         self._pairs = SortedDict()
+
+    def abandon(self) -> None:
+        self.close()

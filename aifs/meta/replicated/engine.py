@@ -27,8 +27,8 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.meta import journal
-from aifs.meta.kv import Engine, Follower, ReadTransaction, Result, patched
-from aifs.meta.lmdb_engine import LmdbEngine, Tap
+from aifs.meta.kv import Engine, Follower, ReadTransaction, Result, Tap, patched
+from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledView, Writes
 from aifs.meta.recording import Recording
 from aifs.meta.replicated import database as db
@@ -197,6 +197,9 @@ class ReplicatedEngine(Engine):
     def listen(self, tap: Tap) -> None:
         """As LmdbEngine's, of all changes of the replica."""
         self.local.listen(tap)
+
+    def read_damaged_as(self, value: bytes | None) -> None:
+        self.local.read_damaged_as(value)
 
     def follow(self, follower: Follower) -> None:
         self._follower = follower

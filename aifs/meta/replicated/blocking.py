@@ -1,0 +1,187 @@
+"""The database of a cluster, for commands: looked at, made, erased. Everything blocks; who
+has the store mounted goes by database.py.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import psycopg
+
+from aifs.core.errors import StoreBusy, StoreError
+from aifs.core.secret import read_secret
+from aifs.meta.replicated.database import MIN_SERVER_VERSION, SCHEMA_VERSION
+
+_CONNECT_S = 10
+
+
+class LiveHost(NamedTuple):
+    """A host that has the store mounted, or a command of it that uses the store."""
+
+    name: str
+    address: str
+    lease_left_s: float
+
+
+class BlockingDatabase:
+    """A connection. All methods raise StoreError, of one line, with the database's address."""
+
+    def __init__(self, url: str, secret_file: str) -> None:
+        self.url = url
+        password = read_secret(secret_file)
+        try:
+            self.connection = psycopg.connect(
+                url,
+                password=password,
+                connect_timeout=_CONNECT_S,
+                application_name="aifs",
+                autocommit=True,
+            )
+        except psycopg.Error as error:
+            raise StoreError(f"{url}: {_why_not(error, secret_file)}") from None
+        try:
+            self.version = self.connection.info.server_version // 10000
+            if self.connection.info.server_version < MIN_SERVER_VERSION:
+                raise StoreError(
+                    f"{url}: is PostgreSQL {self.version}; version {MIN_SERVER_VERSION // 10000} "
+                    "or later is needed"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def __enter__(self) -> "BlockingDatabase":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[psycopg.Cursor[tuple]]:
+        """All that is done with the cursor is done, durably, when the block ends; or nothing."""
+        try:
+            with self.connection.transaction(), self.connection.cursor() as cursor:
+                yield cursor
+        except psycopg.Error as error:
+            raise StoreError(f"{self.url}: {_last_line(error)}") from None
+
+    def holds_store(self) -> bool:
+        """Raises StoreError if it is of another version of AIFS."""
+        with self.transaction() as cursor:
+            return _holds_store(cursor, self.url)
+
+    def require_store(self) -> None:
+        if not self.holds_store():
+            raise StoreError(f"{self.url}: holds no store; make one with aifs format")
+
+    def get(self, key: bytes) -> bytes | None:
+        """A value of the map. There is a store."""
+        with self.transaction() as cursor:
+            found = cursor.execute("SELECT value FROM aifs.map WHERE key = %s", (key,)).fetchone()
+        return found[0] if found is not None else None
+
+    def live_hosts(self) -> list[LiveHost]:
+        """There is a store."""
+        with self.transaction() as cursor:
+            return _live_hosts(cursor)
+
+    def clock_s(self) -> float:
+        """Its time, in seconds since the epoch."""
+        with self.transaction() as cursor:
+            cursor.execute("SELECT extract(epoch FROM clock_timestamp())::float8")
+            return _one(cursor)
+
+    def map_bytes(self) -> int:
+        """What the map takes. There is a store."""
+        with self.transaction() as cursor:
+            cursor.execute("SELECT pg_total_relation_size('aifs.map')")
+            return _one(cursor)
+
+
+def make(cursor: psycopg.Cursor[tuple], url: str, erase: bool) -> None:
+    """Make a store, with an empty map. ``erase``: one that is there, which no host uses, goes.
+
+    Raises StoreError if there is one, StoreBusy if a host uses it.
+    """
+    if _holds_schema(cursor):
+        if not erase:
+            raise StoreError(f"{url}: holds a store already; --force erases it and all files in it")
+        require_unused(cursor, url)
+        cursor.execute("DROP SCHEMA aifs CASCADE")
+    cursor.execute(resources.files(__package__).joinpath("schema.sql").read_bytes())
+
+
+def put_pairs(cursor: psycopg.Cursor[tuple], pairs: Iterable[tuple[bytes, bytes]]) -> None:
+    """Fill the empty map."""
+    with cursor.copy("COPY aifs.map (key, value) FROM STDIN (FORMAT BINARY)") as copy:
+        copy.set_types(("bytea", "bytea"))
+        for pair in pairs:
+            copy.write_row(pair)
+
+
+def require_unused(cursor: psycopg.Cursor[tuple], url: str) -> None:
+    """No host uses the store, and none begins to before the transaction ends. Raises StoreBusy."""
+    cursor.execute("LOCK TABLE aifs.session IN SHARE ROW EXCLUSIVE MODE")
+    if hosts := _live_hosts(cursor):
+        names = ", ".join(host.name for host in hosts)
+        raise StoreBusy(f"{url}: the store is in use by {names}; unmount it there first")
+
+
+def _holds_schema(cursor: psycopg.Cursor[tuple]) -> bool:
+    cursor.execute("SELECT to_regnamespace('aifs') IS NOT NULL")
+    return _one(cursor)
+
+
+def _holds_store(cursor: psycopg.Cursor[tuple], url: str) -> bool:
+    if not _holds_schema(cursor):
+        return False
+    cursor.execute("SELECT number FROM aifs.version")
+    number = _one(cursor)
+    if number != SCHEMA_VERSION:
+        raise StoreError(
+            f"{url}: its tables have version {number}; this version of AIFS knows "
+            f"{SCHEMA_VERSION} alone"
+        )
+    return True
+
+
+def _live_hosts(cursor: psycopg.Cursor[tuple]) -> list[LiveHost]:
+    """Those whose lease is not over."""
+    cursor.execute(
+        "SELECT name, address, lease_left_s FROM aifs.members() WHERE lease_left_s > 0 ORDER BY id"
+    )
+    return [LiveHost(*row) for row in cursor.fetchall()]
+
+
+def _one(cursor: psycopg.Cursor[tuple]) -> Any:
+    row = cursor.fetchone()
+    assert row is not None
+    return row[0]
+
+
+def _last_line(error: psycopg.Error) -> str:
+    """PostgreSQL says much; the first line of its own message is what is wrong."""
+    said = error.diag.message_primary or str(error).strip().splitlines()[-1]
+    return said.strip()
+
+
+def _why_not(error: psycopg.Error, secret_file: str) -> str:
+    said = " ".join(str(error).split())
+    if "authentication failed" in said or "no password supplied" in said:
+        return f"refuses the secret in {secret_file}; copy it again from the host that serves it"
+    if "FATAL:" in said:
+        return f"refuses: {said.rpartition('FATAL:')[2].strip()}"
+    return (
+        f"the database cannot be reached: {said.rpartition('failed: ')[2] or said}; is it running, "
+        "and does meta.url name it?"
+    )

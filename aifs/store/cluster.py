@@ -1,0 +1,166 @@
+"""A store of many hosts: its metadata are in a database, and who has a session there may use it.
+
+The metadata directory holds this host's replica, which can be made anew at any time.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import trio
+
+from aifs.core.config import Config
+from aifs.core.errors import StoreBusy, StoreError
+from aifs.data.marker import NAME as MARKER
+from aifs.data.marker import read_marker
+from aifs.data.servers import Servers
+from aifs.meta import keys
+from aifs.meta.lmdb_engine import LmdbEngine
+from aifs.meta.replicated import blocking
+from aifs.meta.replicated.blocking import BlockingDatabase
+from aifs.meta.replicated.engine import ReplicatedEngine
+from aifs.meta.replicated.sessions import Member, Session
+from aifs.store import directories
+from aifs.store.hosts import Hosts, enter
+from aifs.store.owner import NAME as OWNER
+from aifs.store.owner import OwnerLock
+from aifs.store.right import StoreRight
+
+_LOOK_S = 0.5
+
+_ALONE = "alone:0"
+"""The address of a session that allows no other one."""
+
+Put = Callable[[Iterable[tuple[bytes, bytes]]], None]
+
+
+@contextmanager
+def making(config: Config, erase: bool) -> Iterator[Put]:
+    """Make a store in the database, which is there when the block ends, with the pairs that it has
+    put. ``erase``: one that is there already goes. Blocks. Raises StoreError, StoreBusy.
+    """
+    url = config.meta.url
+    with BlockingDatabase(url, config.meta.secret) as database, database.transaction() as cursor:
+        # The block may have much to erase elsewhere.
+        cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        blocking.make(cursor, url, erase)
+        yield partial(blocking.put_pairs, cursor)
+
+
+def find_store(database: BlockingDatabase) -> str:
+    """The uuid of the store in a database. Raises StoreError."""
+    database.require_store()
+    try:
+        return json.loads(database.get(keys.SUPERBLOCK) or b"")["uuid"]
+    except (ValueError, TypeError, KeyError):
+        raise StoreError(
+            f"{database.url}: the record that says which store it holds is damaged; restore the "
+            "database from a backup of it"
+        ) from None
+
+
+def require_replica(directory: str, store: str, url: str) -> bool:
+    """The directory may hold the replica of that store, or nothing. Whether it is marked as such.
+    Raises StoreError.
+    """
+    if not os.path.lexists(os.path.join(directory, MARKER)):
+        if not os.path.isdir(directory) or set(os.listdir(directory)) - {OWNER}:
+            directories.require_usable("replica", directory)
+        return False
+    marker = read_marker(directory)
+    if marker.role != "replica":
+        raise StoreError(
+            f"{directory}: holds the metadata of a store of its own, not a replica; name another "
+            "meta.directory"
+        )
+    if marker.store != store:
+        raise StoreError(
+            f"{directory}: is the replica of store {marker.store}, and {url} holds store {store}; "
+            f"correct meta.url, or, if that store is gone: rm -r {directory}"
+        )
+    return True
+
+
+class ClusterMetadata:
+    """In a database."""
+
+    def __init__(self, config: Config, mountpoint: str, alone: bool) -> None:
+        """``alone``: no other host may have a session at the same time."""
+        if alone:
+            host = config.host.model_copy(update={"address": _ALONE})
+            config = config.model_copy(update={"host": host})
+        self._config = config
+        self._thorough = not mountpoint  # a command may take the time to look at all of the replica
+        self._replica = config.meta.directory
+        self._session: Session | None = None  # when it is open
+        self.hosts: Hosts | None = None  # the same; as of Metadata, also what follows
+        self.where = config.meta.url
+        with BlockingDatabase(config.meta.url, config.meta.secret) as database:
+            self.store = find_store(database)  # its uuid
+        # Whether the directory says that it is the replica.
+        self._is_marked = require_replica(self._replica, self.store, self.where)
+        # For messages.
+        self.remedy = f"If the database is right, have the replica made anew: rm -r {self._replica}"
+
+    async def open(self) -> ReplicatedEngine:
+        config = self._config
+        if not self._is_marked:
+            directories.mark(self._replica, self.store, "replica", 0)
+        local = LmdbEngine(self._replica, config.meta.commit_interval_s, thorough=self._thorough)
+        try:
+            engine, self.hosts = await enter(config, self.store, local)
+        except BaseException:
+            local.abandon()
+            raise
+        self._session = engine.session
+        try:
+            self._require_room(self.hosts.members)
+        except BaseException:
+            self.hosts.peers.close()
+            engine.close()
+            raise
+        return engine
+
+    def _require_room(self, members: Iterable[Member]) -> None:
+        """Who is alone, or wants to be, has nobody beside it. Of two that ask at once both may be
+        refused.
+        """
+        assert self._session is not None
+        others = [
+            one for one in members if one.session != self._session.number and one.lease_left_s > 0
+        ]
+        for one in others:
+            if one.address == _ALONE:
+                raise StoreBusy(f"{self.where}: the store is being checked on host {one.name}")
+        if others and self._config.host.address == _ALONE:
+            names = ", ".join(one.name for one in others)
+            raise StoreBusy(f"{self.where}: the store is in use by {names}; unmount it there first")
+
+    def right(self, owner: OwnerLock, servers: Servers) -> StoreRight:
+        assert self._session is not None and self.hosts is not None
+        return SessionRight(self._session, self.hosts, servers)
+
+
+class SessionRight(StoreRight):
+    """The right of who has a session, which the engine keeps, and gives back when it is closed."""
+
+    def __init__(self, session: Session, hosts: Hosts, servers: Servers) -> None:
+        super().__init__(servers)
+        self._session = session
+        self._hosts = hosts
+
+    async def take(self, force: bool = False) -> None:
+        pass
+
+    async def run(self) -> None:
+        """Keep up what is known of the other hosts, too."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hosts.run)
+            while not (why := self._session.ended):
+                await trio.sleep(_LOOK_S)
+            self._end(f"this host's session has ended ({why}); nothing is written any more")
+
+    def give_back(self) -> None:
+        pass
