@@ -164,7 +164,9 @@ class FileIO:
         return _Claims(self, inos, lent)
 
     def begin_opening(self, ino: int) -> None:
-        """As ``opening``, of one inode that is not open, nor being opened, and is not lent."""
+        """As ``opening``, of one inode that is not open, nor being opened, and is not lent or stays
+        lent.
+        """
         self._opening[ino] = _Opening()
 
     def end_opening(self, ino: int) -> None:
@@ -386,12 +388,12 @@ class FileIO:
         """
         while True:
             file = self.open.get(ino)
+            stays_lent = self._handles.stays_lent(ino)
             if file is not None:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
-            elif ino not in self._opening and (
-                self._handles.recall(ino) or self._handles.was_accessed(ino)
-            ):
-                file = await self.acquire(ino)
+            elif ino not in self._opening and not stays_lent:
+                if self._handles.recall(ino) or self._handles.was_accessed(ino):
+                    file = await self.acquire(ino)
             if file is not None:
                 try:
                     if mtime_ns is not None and file.inode.in_burst:
@@ -408,6 +410,8 @@ class FileIO:
             self.begin_opening(ino)
             try:
                 inode = await self._engine.transact(forms.change_attributes, ino, change, argument)
+                if stays_lent:
+                    self._handles.lend_still(inode)
                 if mtime_ns is not None and inode.in_burst:
                     assert inode.copy is not None  # it is the file
                     copy = self._tier.open(inode.copy)

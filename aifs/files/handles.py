@@ -208,6 +208,28 @@ class Handles:
         del self._unseen[ino]
         return False
 
+    def stays_lent(self, ino: int) -> bool:
+        """Whether the inode is lent and may be so while its attributes change: no access has to be
+        recorded with them. ``lend_still`` is called afterwards. Does not block.
+        """
+        passthrough = self._kernel.passthrough
+        lent = None if passthrough is None else passthrough.find_lent(ino)
+        return lent is not None and not lent.accessed_ns and ino not in self._accessed
+
+    def lend_still(self, inode: Inode) -> None:
+        """The attributes of an inode have changed, which is lent if nobody has taken it back.
+        Does not block.
+        """
+        passthrough = self._kernel.passthrough
+        lent = None if passthrough is None else passthrough.find_lent(inode.ino)
+        if passthrough is None or lent is None:
+            return
+        if inode.is_privileged or inode.flags & APPEND_ONLY:  # see _place_for
+            self.recall(inode.ino)
+        else:  # by the mount's rule an open may count as access from another time on
+            due_ns = self._access_due_ns(inode)
+            passthrough.lend(inode.ino, lent.backing, lent.copy_id, due_ns)
+
     def recall_all(self) -> None:
         """What is lent was lent by rules that have changed. Does not block."""
         passthrough = self._kernel.passthrough

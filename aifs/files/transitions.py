@@ -444,6 +444,11 @@ class Transitions:
             return
         after = inode.but()
         change(after, argument)
+        if after.but(ctime_ns=inode.ctime_ns) == inode:
+            # As fchmod(2) to the mode that it has, of which programs that unpack are fond: the
+            # ctime is recorded with the other times of an open file.
+            inode.ctime_ns, file.unsaved = after.ctime_ns, True
+            return
         # The times of the bytes are core's: they change here first, so that no save in between puts
         # the old ones back on record.
         before, times = (inode.atime_ns, inode.mtime_ns), (after.atime_ns, after.mtime_ns)

@@ -93,7 +93,7 @@ class Passthrough(Protocol):
         """From now on an open of the inode for reading is answered without us: it is passed through
         to ``backing`` (0: not passed through). It counts as access, but not again for a day, if it
         comes at ``due_ns`` or later; 0: each one counts. Returns what is not lent any more for
-        that, perhaps this inode itself.
+        that, perhaps this inode itself. What is lent already, as the same, has another ``due_ns``.
         """
 
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:

@@ -55,15 +55,20 @@ static inline int lent_worth(const struct lent *place)
     return place->ino == 0 ? 0 : place->used ? 2 : 1;
 }
 
-/* What there is no place for: nothing (ino 0), an inode that was not used lately, or the new one itself. */
+/* What there is no place for: nothing (ino 0), an inode that was not used lately, or the new one itself. One that is
+ * lent already, as the same, stays so; an open counts as access from the new time on. */
 static inline struct lent lend(struct opens *opens, struct lent new)
 {
     struct lent *set = lent_set(opens, new.ino), *best = NULL;
     opens->hand++;
     for (unsigned i = 0; i < LENT_WAYS; i++) {
         struct lent *place = set + (opens->hand + i) % LENT_WAYS;
-        if (place->ino == new.ino)
+        if (place->ino == new.ino && place->backing != new.backing)
             return new;
+        if (place->ino == new.ino) {
+            place->due_ns = new.due_ns;
+            return (struct lent){0};
+        }
         if (place->opens == 0 && (best == NULL || lent_worth(place) < lent_worth(best)))
             best = place;
     }

@@ -92,6 +92,35 @@ def test_a_file_that_was_written_is_read_without_the_daemon(store: Mounted, path
     assert asked["answered" + OPEN] == asked["answered" + RELEASE] == 20
 
 
+def test_a_file_whose_attributes_change_is_read_without_the_daemon(
+    store: Mounted, path: Path
+) -> None:
+    with by_python(store) as asked:
+        os.utime(path, ns=(1, 2))
+        assert (os.stat(path).st_atime_ns, os.stat(path).st_mtime_ns) == (1, 2)
+        assert path.read_bytes() == CONTENT
+    assert asked[OPEN] == 0 and asked["answered" + OPEN] == 1
+    assert os.stat(path).st_atime_ns > 2  # by relatime
+    other = written(store, path.with_name("other"))
+    os.chmod(other, 0o4755)
+    with by_python(store) as asked:
+        assert other.read_bytes() == CONTENT
+    assert asked[OPEN] == 1  # a write would have to be seen
+
+
+def test_a_change_of_nothing_changes_the_ctime(store: Mounted, path: Path) -> None:
+    before = os.stat(path)
+    with path.open("r+b") as file:
+        os.fchmod(file.fileno(), before.st_mode & 0o7777)
+        os.fchown(file.fileno(), before.st_uid, before.st_gid)
+        changed = os.fstat(file.fileno())
+    assert changed.st_ctime_ns > before.st_ctime_ns
+    assert changed[:7] == before[:7] and changed.st_mtime_ns == before.st_mtime_ns
+    store.remount()
+    after = os.stat(path)
+    assert after.st_ctime_ns == changed.st_ctime_ns and after.st_mtime_ns == before.st_mtime_ns
+
+
 @pytest.mark.parametrize("size", [0, 10, 2000])
 def test_pages_of_a_file_that_is_not_passed_through_stay_cached(
     store: Mounted, request: pytest.FixtureRequest, size: int

@@ -92,8 +92,12 @@ class Kernel:
         del self._backing[backing]
 
     def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
-        assert ino not in self._lent and not self._opened.get(ino)
         assert not backing or backing in self._backing
+        if ino in self._lent:
+            assert self._lent[ino].backing == backing and self._lent[ino].copy_id == copy_id
+            self._due_ns[ino] = due_ns
+            return None
+        assert not self._opened.get(ino)
         left = self._lent.pop(next(iter(self._lent))) if len(self._lent) >= _LENT_MAX else None
         if left is not None and left.opens:
             self._lent[left.ino] = left
