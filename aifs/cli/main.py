@@ -20,6 +20,7 @@ from aifs.cli.evict import evict_command
 from aifs.cli.format import format_command
 from aifs.cli.fsck import fsck_command
 from aifs.cli.group import group_group
+from aifs.cli.hosts import hosts_command
 from aifs.cli.info import info_command
 from aifs.cli.meta import meta_group
 from aifs.cli.mount import mount_command
@@ -98,6 +99,7 @@ for _command in (
     scrub_command,
     config_command,
     server_group,
+    hosts_command,
     group_group,
     meta_group,
 ):

@@ -113,6 +113,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
     )
     if "movers" in status:  # a daemon of an older version says nothing of them
         facts.append(("movers", _describe_movers(status["movers"])))
+    if status.get("cluster", {}).get("hosts"):
+        facts.append(("cluster", _describe_cluster(status["cluster"])))
     facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
@@ -134,6 +136,14 @@ def _describe_movers(movers: dict[str, Any]) -> str:
     return (
         f"{movers['running']} of {movers['limit']} running, {movers['busy']} busy; "
         f"{_size(movers, 'moved_bytes')} moved since the mount{died}"
+    )
+
+
+def _describe_cluster(cluster: dict[str, Any]) -> str:
+    role = ", with the role of the store's background work" if cluster["has_role"] else ""
+    return (
+        f"{count(cluster['hosts'], 'host')}, {cluster['connected']} connected; this is "
+        f"{cluster['name']}, session {cluster['session']}{role}; aifs hosts shows all"
     )
 
 

@@ -78,6 +78,8 @@ class Store:
     """Whether this host does the work of the whole store."""
     peers: Peers | None = None
     """The connections to other hosts; None: the store has one."""
+    hosts: "Hosts | None" = None
+    """All hosts that have it mounted; None: it has one."""
 
     def close(self, orderly: bool = True) -> None:
         """Blocks; the metadata is durable when it returns. The caller has stopped all use of the
@@ -322,7 +324,7 @@ async def open_store(
         same_boot = boot == files.boot_id()
         store = Store(config, identity, clean, same_boot, engine, servers, rows, owner, right)
         if (hosts := metadata.hosts) is not None:
-            store.role, store.peers = hosts.role, hosts.peers
+            store.hosts, store.role, store.peers = hosts, hosts.role, hosts.peers
         return store
     except BaseException as error:
         if servers is not None:

@@ -36,6 +36,7 @@ from aifs.upkeep.server_admin import WATCHERS, ServerAdmin
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
+from aifs.vfs.cluster import Cluster
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_hints import GroupHints
 from aifs.vfs.groups.members import Members
@@ -242,6 +243,7 @@ class Filesystem:
             refusals,
             options,
         )
+        cluster = Cluster(store.hosts, drain.status)
         self.status = MountStatus(
             store,
             io,
@@ -261,6 +263,7 @@ class Filesystem:
                 "stage": stager.status,
                 "movers": pool.status,
                 "locks": locks.status,
+                "cluster": cluster.status,
                 "evict": lambda: {**evictor.status(), **from_copies.status()},
             },
         )
@@ -278,6 +281,7 @@ class Filesystem:
             backup,
             scrub,
             server_admin,
+            cluster,
             self.status,
             refusals,
             operation_log,

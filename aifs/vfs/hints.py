@@ -38,6 +38,8 @@ files.
                              answered (operation_log.tell)
     user.aifs.scrub          root: JSON, what a scrub has done and found; set
                              start[,no-repair][,bandwidth=SIZE] or stop
+    user.aifs.hosts          root: JSON, the hosts that have the store mounted (cluster.py)
+    user.aifs.fence          root, write only, root user: the name of a host, whose session ends
     user.aifs.servers        root: JSON, the data servers and burst directories
     user.aifs.server-*       root, write only: adding, draining, replacing, removing servers
                              (server_hints.py)
@@ -63,6 +65,7 @@ from aifs.upkeep.server_admin import ServerAdmin
 from aifs.vfs import operation_log, policy_hints, reports, rights, server_hints
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
+from aifs.vfs.cluster import Cluster
 from aifs.vfs.groups.group_hints import GroupHints
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.names import Names
@@ -99,6 +102,7 @@ class Hints:
         backup: Backup,
         scrub: Scrub,
         server_admin: ServerAdmin,
+        cluster: Cluster,
         status: MountStatus,
         refusals: Refusals,
         operation_log: OperationLog,
@@ -117,6 +121,7 @@ class Hints:
         self._backup = backup
         self._scrub = scrub
         self._server_admin = server_admin
+        self._cluster = cluster
         self._status = status
         self._refusals = refusals
         self._operation_log = operation_log
@@ -129,6 +134,7 @@ class Hints:
             b"user.aifs.group.commit": group_hints.put_commit,
             b"user.aifs.publish-as": self._publish_as,
             b"user.aifs.scrub": self._order_scrub,
+            b"user.aifs.fence": self._fence,
             b"user.aifs.keep": retention.set_policy,
         }
         self._requests: dict[bytes, Request] = {
@@ -166,6 +172,8 @@ class Hints:
             return await self._burst.progress(ino)
         if name == b"user.aifs.status":
             return await self._status.tell(caller)
+        if name == b"user.aifs.hosts":
+            return await self._cluster.tell()
         if name == b"user.aifs.servers":
             return await self._server_admin.describe()
         if name == b"user.aifs.scrub":
@@ -231,6 +239,9 @@ class Hints:
     async def _order_scrub(self, ino: int, text: str, caller: CallerLike) -> None:
         self._options.require_writable()
         self._scrub.order(text)
+
+    async def _fence(self, ino: int, text: str, caller: CallerLike) -> None:
+        await self._cluster.fence(text)
 
     async def remove(self, ino: int, name: bytes, caller: CallerLike) -> None:
         """Raises NotPermitted for what cannot be removed, NoAttribute where it is not there."""

@@ -102,6 +102,8 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.info": Right(reader, unchangeable),
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
+    b"user.aifs.hosts": Right(top, unchangeable),
+    b"user.aifs.fence": Right(unreadable, root),
     b"user.aifs.trace": Right(server, unchangeable),
     b"user.aifs.trace.N": Right(server, unchangeable),
     b"user.aifs.scrub": Right(top, root),

@@ -81,7 +81,7 @@ class Postgres:
         options = ("--no-sync", "--wal-segsize=1")
         user = choose_user(self._directory)
         self._embedded = EmbeddedDatabase(self._directory, user, self._programs, options)
-        self._embedded.start("127.0.0.1", self.port, _FAST, self._log)
+        self._embedded.start("0.0.0.0", self.port, _FAST, self._log)
 
     def stop(self) -> None:
         """In order: connections are ended, all is written. Nothing if it does not run."""

@@ -1,0 +1,102 @@
+"""What a mount tells of the hosts of its store, and orders concerning them.
+
+user.aifs.hosts   root: JSON, the hosts that have the store mounted
+user.aifs.fence   root, set: the name of a host, whose session ends
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aifs.core.errors import FsError, NotSupported
+from aifs.core.tasks import run_all
+from aifs.peers.transport import Answer, Body, Peer
+
+if TYPE_CHECKING:  # it needs packages that a store of one host does not
+    from aifs.store.hosts import Hosts
+
+_ANSWER_S = 2.0
+"""How long a host is waited for that is to say how it is."""
+
+_SERVICE = "status"
+
+
+class Cluster:
+    """Used from one trio thread."""
+
+    def __init__(self, hosts: "Hosts | None", drain: Callable[[], dict[str, Any]]) -> None:
+        """``hosts``: None where the store has one. ``drain``: what Drain.status says."""
+        self._hosts = hosts
+        self._drain = drain
+        if hosts is not None:
+            hosts.peers.serve(_SERVICE, self._serve)
+
+    async def _serve(self, peer: Peer, arguments: Any, body: Body) -> Answer:
+        return Answer(self._undrained())
+
+    def _undrained(self) -> dict[str, int]:
+        """What is in this host's burst tier alone."""
+        state = self._drain()
+        return {"files": state["files"], "bytes": state["bytes"]}
+
+    def status(self) -> dict[str, Any]:
+        """What this host knows without asking anybody."""
+        hosts = self._hosts
+        if hosts is None:
+            return {"hosts": 0}
+        own = next((one for one in hosts.members if one.session == hosts.session), None)
+        return {
+            "hosts": len(hosts.live()),
+            "name": own.name if own is not None else None,
+            "session": hosts.session,
+            "connected": len(hosts.peers.connected),
+            "has_role": hosts.role.held,
+        }
+
+    async def tell(self) -> dict[str, Any]:
+        """All hosts, as the database and they themselves say. Raises NotSupported where the store
+        has one; Unavailable."""
+        hosts = self._require()
+        await hosts.look()
+        head = max(one.cursor for one in hosts.members)
+        said: dict[int, dict[str, Any]] = {hosts.session: self._undrained()}
+
+        async def ask(name: str, session: int) -> None:
+            try:
+                answer = await hosts.peers.call(name, _SERVICE, timeout_s=_ANSWER_S)
+                said[session] = answer.value
+            except FsError:
+                pass  # it is not known
+
+        others = [one for one in hosts.members if one.session != hosts.session]
+        await run_all(*(lambda one=one: ask(one.name, one.session) for one in others))
+        first = hosts.members[0].session
+        return {
+            "hosts": [
+                {
+                    "name": one.name,
+                    "address": one.address,
+                    "session": one.session,
+                    "state": "live" if one.lease_left_s > 0 else "silent",
+                    "age_s": round(one.age_s, 1),
+                    "lease_left_s": round(max(0.0, one.lease_left_s), 1),
+                    "lag": head - one.cursor,
+                    "unshown": head - one.shown,
+                    "undrained_files": said.get(one.session, {}).get("files"),
+                    "undrained_bytes": said.get(one.session, {}).get("bytes"),
+                    "has_role": one.session == first,
+                    "is_this": one.session == hosts.session,
+                }
+                for one in hosts.members
+            ]
+        }
+
+    async def fence(self, name: str) -> None:
+        """End the session of a host. Raises NotFound, NotSupported, Unavailable."""
+        hosts = self._require()
+        own = next((one.name for one in hosts.members if one.session == hosts.session), "another")
+        await hosts.fence(name, f"fenced by order, on host {own}")
+
+    def _require(self) -> "Hosts":
+        if self._hosts is None:
+            raise NotSupported("this store has one host (meta.engine is local)")
+        return self._hosts
