@@ -7,7 +7,7 @@ and what is in use follows it.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -302,6 +302,17 @@ async def register_burst(config: Config, engine: Engine, store: str) -> None:
         await engine.transact(servers.put_server, server_id, row)
     if new:
         await engine.barrier()
+
+
+def note_elsewhere(
+    in_use: Servers, host: int, writes: Mapping[bytes, bytes | None], length: int
+) -> None:
+    """A tap of the engine of a host of many: burst directories that others add are known here."""
+    for key, value in writes.items():
+        if key[:1] == b"s" and value is not None:
+            row = servers.decode_server(value)
+            if row.host not in (0, host):
+                in_use.elsewhere[keys.number(key)] = row.host
 
 
 def require_registered(config: Config, paths: list[str], adding: str) -> None:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -45,6 +46,7 @@ from aifs.store.server_table import (
     adopt_domains,
     id_of,
     load_servers,
+    note_elsewhere,
     register_burst,
     require_registered,
 )
@@ -317,6 +319,8 @@ async def open_store(
             hedge_s=config.data.hedge_s,
             elsewhere=elsewhere,
         )
+        if config.is_cluster:
+            engine.listen(partial(note_elsewhere, servers, engine.host))
         await load_servers(config, engine, servers, read_only)
         rows = ServerTable(config, identity, engine, servers)
         right = metadata.right(owner, servers)
