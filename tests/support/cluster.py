@@ -74,6 +74,14 @@ class Calls:
     def serve(self, name: str, service: Any) -> None:
         self.services[name] = service
 
+    @property
+    def session(self) -> int:
+        return self._cluster.number(self._name)
+
+    @property
+    def sessions(self) -> dict[int, str]:
+        return {self._cluster.number(name): name for name in self._cluster.calls}
+
     async def call(
         self,
         host: str,
