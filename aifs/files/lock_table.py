@@ -65,7 +65,7 @@ class LockTable:
         self._waiting: list[Wait] = []
         """In the order of coming."""
         self._granted: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
-        """Session and ticket of those who have waited, and have got it."""
+        """Session and ticket of those who have got their lock lately."""
 
     def __bool__(self) -> bool:
         """Whether anybody holds a lock, or waits for one."""
@@ -141,6 +141,10 @@ class LockTable:
                 wait.end(False)
         return (session, ticket) in self._granted
 
+    def note_granted(self, session: int, ticket: int) -> None:
+        """The ticket has got its lock: so says ``cancel``, should the answer be lost."""
+        self._granted.append((session, ticket))
+
     def blockers(self, session: int, ticket: int) -> list[LockOwner]:
         """Who holds what a ticket waits for; none if it does not wait."""
         return [
@@ -169,7 +173,7 @@ class LockTable:
         found: Wait | None
         while found := next((w for w in self._waiting if not any(self.conflicts(w.lock))), None):
             self._waiting.remove(found)
-            self._granted.append((found.lock.owner.session, found.ticket))
+            self.note_granted(found.lock.owner.session, found.ticket)
             self.put(found.lock)
             found.end(True)
 

@@ -403,6 +403,7 @@ class Locks:
                 raise Unavailable("the session is over")
             table, lock = inode.tables[space], _unpacked(packed)
             if table.lock(lock):
+                table.note_granted(session, ticket)
                 return True
             if not wait:
                 return False
