@@ -1,12 +1,8 @@
-"""The hosts of a store, as one of them sees them: who is there, what it asks them, who has the
-role.
-"""
+"""The hosts of a store, as one of them sees them: who is there, and who has the role."""
 
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Any
 
 import trio
 from psycopg.conninfo import conninfo_to_dict
@@ -22,12 +18,8 @@ from aifs.meta.replicated.engine import ReplicatedEngine, join
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session
 from aifs.peers.peers import PeerAddress, Peers
-from aifs.peers.transport import Answer, Body, Peer
 
 log = logging.getLogger(__name__)
-
-Asked = Callable[[int, Any], Awaitable[Any]]
-"""Answers a request of a session, in JSON."""
 
 _LOOK_S = 0.1
 """How soon it is noticed that a beat has told of a session that has begun or ended."""
@@ -82,28 +74,6 @@ class Hosts:
         """The numbers of the hosts that have a session now. Raises Unavailable."""
         await self.look()
         return frozenset(one.host for one in self.members)
-
-    # --- what hosts ask one another ---
-
-    async def ask(self, session: int, name: str, request: Sequence[Any]) -> Any:
-        """What the host of a session answers, however long it takes. Raises what it raises, and
-        Unavailable if it does not answer any more: whether it has done it is not known.
-
-        Who is cancelled ends it there, too.
-        """
-        host = next((one.name for one in self.members if one.session == session), None)
-        if host is None:
-            raise Unavailable(f"session {session} is not there")
-        answer = await self.peers.call(host, name, request, session=session, timeout_s=inf)
-        return answer.value
-
-    def answer(self, name: str, function: Asked) -> None:
-        """What others ask by this name is answered by ``function``."""
-
-        async def serve(peer: Peer, request: Any, body: Body) -> Answer:
-            return Answer(await function(peer.session, request))
-
-        self.peers.serve(name, serve)
 
     # --- sessions ---
 

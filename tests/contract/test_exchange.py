@@ -193,16 +193,3 @@ async def test_the_role_moves_when_its_holder_ends(scratch: Path, database: Test
             await until(lambda: b.engine.session.ended)
             with pytest.raises(Unavailable, match="a test"):
                 await b.put(b"k", b"v")
-
-
-async def test_hosts_ask_one_another(scratch: Path, database: TestDatabase) -> None:
-    async with connected(scratch, database) as (a, b):
-
-        async def answer(session: int, request: Any) -> Any:
-            return [session, *request]
-
-        a.hosts.answer("test", answer)
-        asked = await b.hosts.ask(a.hosts.session, "test", [1, "x"])
-        assert asked == [b.hosts.session, 1, "x"]
-        with pytest.raises(Unavailable, match="session 99 is not there"):
-            await b.hosts.ask(99, "test", [])
