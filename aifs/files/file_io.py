@@ -120,6 +120,13 @@ class FileIO:
         self.find_room = servers.descriptors.find_room
         servers.descriptors.add_users(self.open.values)
         servers.tell_of_burst(handles.recall_all)  # files there are read elsewhere, or not any more
+        self.overtaken: dict[int, object] = {}
+        """Files that may be open here, and have been changed or moved by another host: whoever
+        needs the bytes looks first where they are (``follow_bytes``). With a token of the last
+        time."""
+        self.stale: set[int] = set()
+        """Files that another host has changed while they were open here, until the kernel has
+        dropped the pages from before."""
         self._opening: dict[int, _Opening] = {}
         """By inode number, those whose in-core state is being made."""
         self._lost: dict[int, LostBytes] = {}
@@ -203,6 +210,28 @@ class FileIO:
             if claim.stored is None or claim.stored.seq < stored.seq:
                 claim.stored = stored
         return file
+
+    def follow(self, stored: Inode) -> bool:
+        """Another host has made this of an inode's record. Whether programs have it open here. Does
+        not block."""
+        file, ino = self.adopt(stored), stored.ino
+        if file is None:
+            if ino in self._opening:
+                self.overtake(ino)
+            return self.recall(ino)
+        if not file.marked and self.transitions.follow(file, stored):
+            self.overtake(ino)
+        return True
+
+    def overtake(self, ino: int) -> None:
+        """Another host has begun to change a file, or has ended. Does not block."""
+        if self.is_open(ino):
+            self.overtaken[ino] = object()
+
+    def overtake_objects(self, oid: int) -> None:
+        """Another host knows that columns of these objects must not be read. Does not block."""
+        for ino in [ino for ino, file in self.open.items() if file.inode.oid == oid]:
+            self.overtake(ino)
 
     def proof_of_rest(self, ino: int) -> object | None:
         """What says of a file with a dirty mark that is not open that at its last close nobody had
@@ -339,7 +368,8 @@ class FileIO:
             if file.inode.nlink and file.lost and (file.lost.reason or file.has_lost):
                 self._lost[ino] = file.lost
             del self.open[ino]
-            self._handles.lend(file)
+            if ino not in self.stale:
+                self._handles.lend(file)
             if file.objects is not None:
                 file.objects.close()
             self.transitions.detach(file)
@@ -521,6 +551,8 @@ class FileIO:
         file.used = True
         await self.find_room()
         while True:
+            if inode.ino in self.overtaken:
+                await self.follow_bytes(inode.ino)
             if inode.in_burst and file.backing:
                 self.burst.look(file)  # others write past us
             wanted = min(length, inode.size - offset)
@@ -648,15 +680,16 @@ class FileIO:
         """
         while ino in self._opening:
             await self._opening[ino].wait()
-        file = self.open.get(ino)
-        if file is None:
-            return
-        file.handles += 1  # or it might be closed meanwhile, and opened anew
-        try:
-            async with alone([file]):
-                await self.transitions.follow(file)
-        finally:
-            await self.release(file)
+        token, file = self.overtaken.get(ino), self.open.get(ino)
+        if file is not None:
+            file.handles += 1  # or it might be closed meanwhile, and opened anew
+            try:
+                async with alone([file]):
+                    await self.transitions.look_again(file)
+            finally:
+                await self.release(file)
+        if self.overtaken.get(ino) is token:
+            self.overtaken.pop(ino, None)
 
     def _ready(self, file: OpenInode, end: int) -> bool:
         if file.copy is not None:

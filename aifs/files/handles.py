@@ -88,7 +88,8 @@ class Handles:
             handle = handle % HANDLE_MAX + 1
         self._next = handle % HANDLE_MAX + 1
         self._handles[handle] = opened
-        return Opened(handle, file.backing, file.on_object and opened.writable)
+        direct = file.outdated or (file.on_object and opened.writable)
+        return Opened(handle, file.backing, direct and file.backing != 0)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
         """The local file that the kernel may use in place of this one, as its server's number and
@@ -339,6 +340,7 @@ class Handles:
         self.writers -= opened.writable
         if file.users == 0:
             file.kept, file.backing, file.on_object = file.backing, 0, False
+            file.outdated = False
         return opened
 
 

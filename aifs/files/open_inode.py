@@ -76,6 +76,7 @@ class OpenInode:
         "objects",
         "on_object",
         "opening",
+        "outdated",
         "place",
         "recording",
         "shown",
@@ -131,6 +132,9 @@ class OpenInode:
         copy, or the one object. 0 while they are not, and then none of them is."""
         self.on_object = False
         """They are passed through to the one object of a striped file, which it has to stay."""
+        self.outdated = False
+        """The users' handles are passed through to what another host has replaced: whoever opens it
+        from now on reads by way of the daemon."""
         self.kept = 0
         """The backing id that was the users', while there are none: the next ones get it, if they
         are passed through to the same local file."""

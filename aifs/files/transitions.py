@@ -249,7 +249,20 @@ class Transitions:
         elif was_in_burst or flip.copy is not None:
             self._tier.clean(copy.id, copy.server, inode.space)
 
-    async def follow(self, file: OpenInode) -> None:
+    def follow(self, file: OpenInode, stored: Inode) -> bool:
+        """Another host has made this of the record of a file that is not changed here. Whether the
+        bytes lie elsewhere now: then ``look_again`` is due. Neither blocks nor suspends.
+        """
+        inode = file.inode
+        if (inode.size, inode.mtime_ns) != (stored.size, stored.mtime_ns):
+            file.shown = None
+        inode.size, inode.blocks, inode.mtime_ns = stored.size, stored.blocks, stored.mtime_ns
+        inode.atime_ns = max(inode.atime_ns, stored.atime_ns)
+        if (inode.layout or inode.copy or stored.layout or stored.copy) is None:
+            inode.data = stored.data
+        return not namespace.has_form_of(stored, inode)
+
+    async def look_again(self, file: OpenInode) -> None:
         """Take over what another host has made of the bytes, which nobody changes here. What is
         known of its columns is looked up, too.
         """
@@ -258,6 +271,8 @@ class Transitions:
             if file.marked:
                 return
             inode, before, copy = file.inode, file.objects, file.copy
+            if file.backing and not namespace.has_form_of(stored, inode):
+                file.outdated = True
             stays = copy is not None and stored.copy == copy.place
             stays = stays and (stored.in_burst or not file.home)
             if not stays:

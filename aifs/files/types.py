@@ -118,12 +118,13 @@ class Opened(NamedTuple):
     """An open file: its handle, and the backing id that it is passed through to (0: it is not).
 
     ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed
-    through.
+    through. ``stale``: another host has changed the bytes, of which the kernel may have old pages.
     """
 
     handle: int
     backing: int = 0
     direct: bool = False
+    stale: bool = False
 
 
 class StatFs(NamedTuple):

@@ -285,7 +285,7 @@ static PyObject *note_records(PyObject *self, PyObject *writes)
 {
     PyObject *key, *record;
     for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
-        note_record(&bridge.directories, bridge.state.fresh, span_of(key), span_of(record), &bridge.state.keeping);
+        note_change(&bridge, span_of(key), span_of(record));
     Py_RETURN_NONE;
 }
 

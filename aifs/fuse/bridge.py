@@ -9,6 +9,7 @@ Where it has not been built, a mount has to say that it wants none.
 import ctypes
 import errno
 import fcntl
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,9 @@ _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
 _OPCODES, _FRESH, _ACLS = 64, 4096, 1 << 20
+
+_INC_EPOCH = struct.pack("=IiQ", 16, 8, 0)
+"""FUSE_NOTIFY_INC_EPOCH (kernel 6.16 or later), a header alone: all names are looked up anew."""
 
 ALL_COST = (
     "files are not passed through to the burst tier; "
@@ -243,6 +247,20 @@ class Bridge:
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""
         self._state.sees_all = on
+
+    def forget_all_names(self) -> bool:
+        """From now on the kernel looks all names up anew, whatever locks programs hold. Whether it
+        can do so. Does not block.
+        """
+        if not self.in_use:
+            return False
+        try:
+            os.write(self._state.device, _INC_EPOCH)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                _log.warning("the kernel may have kept names: %s", error)
+            return False
+        return True
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is

@@ -24,6 +24,12 @@ log = logging.getLogger(__name__)
 FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
+EPOCH_S = 0.005
+"""How long another host waits until the kernel has forgotten names one by one; then it is made to
+look all names up anew. The lock of a directory may be held by a request of ours that waits for that
+other host, which waits for us.
+"""
+
 _AT_ONCE = 16
 """Threads that may wait in the kernel; the invalidations of one directory keep no other ones
 waiting.
@@ -40,6 +46,8 @@ class KernelCache(Kernel):
         self._bridge: Bridge | None = None
         self._missing: list[MissingPart] = []
         self._threads = trio.CapacityLimiter(_AT_ONCE)
+        self._inodes = trio.CapacityLimiter(1)
+        """What never waits for long has a thread of its own."""
 
     @contextmanager
     def serving(self, nursery: trio.Nursery) -> Iterator[None]:
@@ -110,6 +118,33 @@ class KernelCache(Kernel):
         with trio.move_on_after(FORGET_S):
             await done.wait()
 
+    async def forget(
+        self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
+    ) -> None:
+        # Attributes and pages wait for nobody who waits for us, so nothing need replace them.
+        dropped = set(pages)
+        told: list[tuple[Any, ...]] = [(pyfuse3.invalidate_inode, ino) for ino in dropped]
+        told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - dropped]
+        if self._nursery is not None and told:
+            await trio.to_thread.run_sync(
+                _send_all, told, abandon_on_cancel=True, limiter=self._inodes
+            )
+        if not self._threads.available_tokens and self._forget_all_names():
+            return
+        done = self._start([(pyfuse3.invalidate_entry, *name) for name in names])
+        with trio.move_on_after(EPOCH_S):
+            await done.wait()
+            return
+        if not self._forget_all_names():
+            await done.wait()
+
+    async def drop_pages(self, inodes: Sequence[int]) -> None:
+        await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
+
+    def _forget_all_names(self) -> bool:
+        """Whether the kernel can do that."""
+        return self._bridge is not None and self._bridge.forget_all_names()
+
     def _start(self, notifications: list[tuple[Any, ...]]) -> trio.Event:
         """The event is set when the kernel has them all."""
         done = trio.Event()
@@ -120,10 +155,12 @@ class KernelCache(Kernel):
         return done
 
     async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:
-        await trio.to_thread.run_sync(
-            _send_all, notifications, abandon_on_cancel=True, limiter=self._threads
-        )
-        done.set()
+        try:
+            await trio.to_thread.run_sync(
+                _send_all, notifications, abandon_on_cancel=True, limiter=self._threads
+            )
+        finally:
+            done.set()
 
 
 def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:

@@ -146,6 +146,33 @@ struct answer {
     };
 };
 
+/* --- records --- */
+
+static const char capability[] = "security.capability";
+
+static inline void note_in(uint8_t *inodes, uint64_t nodeid)
+{
+    inodes[nodeid % INODES_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
+}
+
+static inline void forget_plain(struct bridge *bridge, uint64_t nodeid)
+{
+    bridge->xattr_changes++;
+    bridge->plain[nodeid % PLAIN_MAX] = 0;
+}
+
+/* A record has changed, perhaps by another host, whose requests do not pass here; an empty one: it has been erased. */
+static inline void note_change(struct bridge *bridge, struct span key, struct span record)
+{
+    enum { REST_AT = 1 + sizeof(uint64_t), NAME_LENGTH = sizeof capability - 1 };
+    if (key.length == REST_AT + NAME_LENGTH && key.start[0] == 'x' &&
+        memcmp(key.start + REST_AT, capability, NAME_LENGTH) == 0)
+        forget_plain(bridge, big_endian(key.start + 1));
+    if (key.length == REST_AT && key.start[0] == 'i' && is_inode(record) && has_acl(record))
+        note_in(bridge->state.acls, big_endian(key.start + 1));
+    note_record(&bridge->directories, bridge->state.fresh, key, record, &bridge->state.keeping);
+}
+
 /* --- requests --- */
 
 static inline bool expect_reply(struct bridge *bridge, const struct fuse_in_header *header)
@@ -168,11 +195,6 @@ static inline bool asks_for(const char *body, size_t size, const char *start, si
 {
     size_t at = sizeof(struct fuse_getxattr_in);
     return size >= at + length && memcmp(body + at, start, length) == 0;
-}
-
-static inline void note_in(uint8_t *inodes, uint64_t nodeid)
-{
-    inodes[nodeid % INODES_MAX / 8] |= (uint8_t)(1 << nodeid % 8);
 }
 
 static inline bool is_in(const uint8_t *inodes, uint64_t nodeid)
@@ -212,12 +234,12 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
  *
  * It asks for security.capability before the first write to an inode: nearly no file has one. The negative answer is
  * kept for inodes that were just created or have just been asked for. An inode number is never used again, and every
- * change of an attribute passes here.
+ * change of an attribute passes here, as a request or, of another host, as a record.
  */
 static inline enum verdict examine_getxattr(struct bridge *bridge, const struct fuse_in_header *header,
                                             const char *body, size_t size, struct answer *answer)
 {
-    static const char acl[] = "system.posix_acl_", capability[] = "security.capability";
+    static const char acl[] = "system.posix_acl_";
     if (asks_for(body, size, acl, sizeof acl - 1))
         return is_in(bridge->state.acls, header->nodeid) ? PASS : refuse(answer, ENODATA);
     if (!asks_for(body, size, capability, sizeof capability))
@@ -313,8 +335,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         break;
 
     case FUSE_SETXATTR:
-        bridge->xattr_changes++;
-        bridge->plain[header->nodeid % PLAIN_MAX] = 0;
+        forget_plain(bridge, header->nodeid);
         return PASS;
     case FUSE_GETXATTR:
         return examine_getxattr(bridge, header, body, size, answer);

@@ -133,8 +133,14 @@ def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
 
 
 def file_info(opened: Opened) -> FileInfo:
-    """The reply to an open. It keeps the kernel's cached pages: nobody else changes files."""
-    return FileInfo(opened.backing << HANDLE_BITS | opened.handle, direct_io=opened.direct)
+    """The reply to an open. It keeps the kernel's cached pages, unless another host has changed the
+    file.
+    """
+    return FileInfo(
+        opened.backing << HANDLE_BITS | opened.handle,
+        direct_io=opened.direct,
+        keep_cache=not opened.stale,
+    )
 
 
 def _kept_time(time_ns: int) -> int:

@@ -20,7 +20,7 @@ import pyfuse3
 import trio
 
 from aifs.core import files
-from aifs.core.config import Config
+from aifs.core.config import Config, KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
@@ -52,6 +52,11 @@ SWITCH_INTERVAL_S = 0.0005
 requests.
 """
 
+
+KEPT_S = 4.5
+"""How long the kernel keeps names and attributes at most where hosts share the store: half a second
+less than a host goes on without having renewed its session.
+"""
 
 _NOBODY_WAITS = os.strerror(errno.ENOENT)
 
@@ -110,13 +115,14 @@ async def _serve(
         share=scheduler.share,
         lock_hosts=lock_hosts,
     ) as fs:
-        handed_over = HandedOver(fs, scheduler, reply, config.kernel)
-        bridge = Bridge(config.kernel, handed_over.take, scheduler.busy_polls, fs.has_locks)
+        kept = kept_for(config.kernel, fs.store.engine.host)
+        handed_over = HandedOver(fs, scheduler, reply, kept)
+        bridge = Bridge(kept, handed_over.take, scheduler.busy_polls, fs.has_locks)
         fs.store.engine.listen(bridge.note_records)
         synchronous = "sync" in options.fuse_options
         operations = Operations(
             fs,
-            config.kernel,
+            kept,
             scheduler,
             bridge.kill_privileges,
             bridge.note_acl,
@@ -143,6 +149,16 @@ async def _serve(
                     await _read_requests()
                 nursery.cancel_scope.cancel()
         log.info("unmounted %s", mountpoint)
+
+
+def kept_for(kernel: KernelConfig, host: int) -> KernelConfig:
+    """What is configured; where there are other hosts, names and attributes are kept for less than
+    a session that is not renewed: when it is over, nobody behind its host sees an old state.
+    """
+    if not host:
+        return kernel
+    times = ("entry_timeout_s", "attr_timeout_s", "negative_timeout_s")
+    return kernel.model_copy(update={name: min(getattr(kernel, name), KEPT_S) for name in times})
 
 
 async def _end_with_right(ownership: StoreRight) -> None:

@@ -60,7 +60,13 @@ def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
     out.
     """
     record = _find_record(tx, opened, stripped)
-    if record is not None:
+    if (
+        record is not None
+        and tx.host
+        and not namespace.has_form_of(decode_inode(opened.ino, record), opened)
+    ):
+        put_access_times(tx, {opened.ino: opened.atime_ns})
+    elif record is not None:
         changed = with_attributes(record, opened, opened.size, opened.blocks)
         tx.put(keys.inode(opened.ino), changed)
 

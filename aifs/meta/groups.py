@@ -35,8 +35,8 @@ LIVE = ("open", "committed", "draining")
 """States that lead to others."""
 
 # format, state, flags; ranks; dead rank; id, chunk, timeout_ms, grace_ms; created, committed,
-# buffered, durable (ns)
-_GROUP = struct.Struct("<BBHIiQQQQqqqq")
+# buffered, durable (ns); host
+_GROUP = struct.Struct("<BBHIiQQQQqqqqH")
 _TEXTS = 7
 _LENGTH = struct.Struct("<H")
 _TEXT_MAX = 0xFFFF
@@ -134,6 +134,8 @@ class GroupRecord(NamedTuple):
     """It has failed because its files have sizes that differ."""
     pending: Pending | None = None
     """Stays when the group ends without success, and with it the commits."""
+    host: int = 0
+    """The host that sees to it, as in kv.Engine.host: where it was begun."""
 
     @property
     def seals(self) -> bool:
@@ -160,6 +162,7 @@ class GroupRecord(NamedTuple):
             self.committed_ns,
             self.buffered_ns,
             self.durable_ns,
+            self.host,
         )
         texts = (
             options.name,
@@ -192,6 +195,7 @@ def decode_group(record: bytes) -> GroupRecord:
             committed_ns,
             buffered_ns,
             durable_ns,
+            host,
         ) = _GROUP.unpack_from(record)
         asker, offset = decode_asker(record, _GROUP.size)
         texts = []
@@ -238,6 +242,7 @@ def decode_group(record: bytes) -> GroupRecord:
         report,
         bool(flags & _UNEQUAL),
         pending,
+        host,
     )
 
 
@@ -278,15 +283,21 @@ def decode_member(record: bytes) -> GroupMember:
 
 
 @grows
-def begin(tx: Transaction, ino: int, group: GroupRecord) -> GroupRecord | None:
+def begin(
+    tx: Transaction, ino: int, group: GroupRecord, known: int | None = None
+) -> GroupRecord | None:
     """The directory's group from now on; what is on record of the one before, if that can be read,
-    whose commits count no more. Raises NotFound, NotADirectory, Invalid for the root."""
+    whose commits count no more. ``known``: the id of that one, as far as the caller knows. Raises
+    NotFound, NotADirectory, Invalid for the root; Overtaken if it is another one that lives."""
     namespace.get_directory(tx, ino)
     if ino == keys.ROOT_INO and group.pending is not None:
         raise Invalid("the root cannot be published")
     before = None
     with suppress(Unavailable):
         before = find(tx, ino)
+    is_held = before is not None and (before.state in LIVE or before.pending is not None)
+    if tx.host and before is not None and is_held and before.id != known:
+        raise namespace.Overtaken()
     namespace.drop_group(tx, ino)
     tx.put(keys.group(ino), group.encode())
     return before

@@ -102,10 +102,21 @@ def take_bytes(inode: Inode, opened: Inode) -> None:
     take_attributes(inode, opened)
 
 
+def has_form_of(inode: Inode, opened: Inode) -> bool:
+    """Whether the newest bytes of ``inode`` are where ``opened`` has them; if not, another host has
+    moved them, and what core knows is older.
+    """
+    one, other = (each.copy if each.in_burst else None for each in (inode, opened))
+    return (inode.oid, inode.layout, one) == (opened.oid, opened.layout, other)
+
+
 def take_attributes(inode: Inode, opened: Inode) -> None:
     """``inode`` has the attributes that follow from the bytes as ``opened`` has them; and those
     bytes, if both have them in the record.
     """
+    if not has_form_of(inode, opened):
+        inode.atime_ns = max(inode.atime_ns, opened.atime_ns)
+        return
     inode.size, inode.blocks = opened.size, opened.blocks
     inode.atime_ns, inode.mtime_ns = opened.atime_ns, opened.mtime_ns
     inode.ctime_ns = max(inode.ctime_ns, opened.ctime_ns)
@@ -451,7 +462,8 @@ def drop_checksums(tx: Transaction, oid: int) -> bool:
 
 
 class Overtaken(Exception):
-    """A name that is to be moved leads to another inode by now than the caller expects."""
+    """What the caller has decided by is not so any more: a name leads to another inode, or another
+    host has begun a group."""
 
 
 def rename(

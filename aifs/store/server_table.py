@@ -17,6 +17,7 @@ from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.kinds import is_path
+from aifs.core.log import logger
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
@@ -28,6 +29,8 @@ from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_burst, decode_garbage
 from aifs.meta.servers import ServerRecord
 from aifs.store import directories
+
+_log = logger(__name__)
 
 _MARKED = faults.declare(
     "vfs.server.marked", "a new server's directory has its marker, the table does not have it"
@@ -140,6 +143,27 @@ class ServerTable:
     def _classify(self, server_id: int, record: ServerRecord) -> None:
         if self._servers.find(server_id) is not None:
             self._servers.classify(server_id, record.state, record.domain, record.successor)
+
+    async def follow(self, server_id: int) -> None:
+        """Another host has changed the record of a server: what is in use follows it. A data server
+        that cannot be reached from here is named in the log; its files are EIO.
+        """
+        async with self._changing:
+            record = await self._engine.view(servers.get_server, server_id)
+            if self._servers.find(server_id) is None:
+                if record is None or role_of(server_id) == "burst":
+                    return  # another host's burst directory
+                try:
+                    path = below(self._config.source, record.path)
+                    server = await self._servers.make_ready(server_id, path, record.domain)
+                except StoreError as error:
+                    _log.warning("a new server cannot be used: %s", error)
+                    return
+                self._servers.take_in(server)
+            elif record is None:
+                self._servers.drop(server_id)
+                return
+            self._classify(server_id, record)
 
     async def require_settled(self, server_id: int) -> None:
         """Nothing is being made, moved or deleted on a server: what refers to it is on record.

@@ -25,7 +25,7 @@ WRONG_MAX = 1000
 UNTOLD_MAX = 10_000
 _NAMES_MAX = 8
 _RECORD_MAX = MAX_VALUE_BYTES // 2
-_KEY = keys.job(b"scrub")
+KEY = keys.job(b"scrub")
 
 FILES, CONTAINERS, PUT_OFF, DONE = "files", "containers", "put off", ""
 """Phases: in the order of their numbers, all inodes, all containers, then those that had to be put
@@ -110,12 +110,20 @@ class Findings:
 async def load(engine: Engine) -> ScrubState:
     """As recorded; else that of a store that was scrubbed when it was made."""
 
-    record, created_s = await engine.view(lambda tx: (tx.get(_KEY), _created_s(tx)))
+    record, created_s = await engine.view(lambda tx: (tx.get(KEY), _created_s(tx)))
     try:
-        return ScrubState(**json.loads(record)) if record else ScrubState(begun_s=created_s)
-    except (ValueError, TypeError):
+        return decode(record) if record else ScrubState(begun_s=created_s)
+    except Unavailable:
         _log.warning("the record of scrubs is damaged: it begins anew")
         return ScrubState(begun_s=created_s)
+
+
+def decode(record: bytes) -> ScrubState:
+    """Raises Unavailable for a damaged record."""
+    try:
+        return ScrubState(**json.loads(record))
+    except (ValueError, TypeError):
+        raise Unavailable("the record of scrubs is damaged") from None
 
 
 def _created_s(tx: ReadTransaction) -> float:
@@ -131,7 +139,7 @@ async def save(engine: Engine, state: ScrubState) -> None:
 
 
 def _put(tx: Transaction, record: bytes) -> None:
-    tx.put(_KEY, record)
+    tx.put(KEY, record)
 
 
 async def note(engine: Engine, state: ScrubState, lost: list[Lost]) -> None:

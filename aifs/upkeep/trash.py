@@ -82,6 +82,15 @@ class Trash:
     async def load(self) -> None:
         """What earlier mounts have left."""
         for ino, doomed in await self._engine.view(trash.all_doomed):
+            self.follow(ino, doomed)
+
+    def follow(self, ino: int, doomed: trash.Doomed | None) -> None:
+        """This is what the record of a directory in the trash says; None: there is none any
+        more.
+        """
+        if doomed is None and ino in self.directories:
+            self._finish(ino, self.directories[ino])
+        elif doomed is not None and ino not in self.directories:
             self._add(ino, doomed.tree)
 
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
@@ -160,6 +169,8 @@ class Trash:
             done = await self._engine.transact(
                 trash.remove_slice, ino, closed, after, NAMES, time.time_ns()
             )
+        if ino not in self.directories:
+            return  # another host has finished it
         self._emptied[ino] = done.after
         for erased in done.erased:
             self._drain.gone(erased)
@@ -179,7 +190,7 @@ class Trash:
 
     def _finish(self, ino: int, tree: int) -> None:
         del self.directories[ino]
-        del self._emptied[ino]
+        self._emptied.pop(ino, None)
         self._trees[tree] -= 1
         if not self._trees[tree]:
             del self._trees[tree]

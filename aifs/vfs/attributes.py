@@ -44,9 +44,12 @@ class Attributes:
             await self._files.truncate(ino, changes.size, handle)
         if changes.mtime_ns is not None and self._engine.host:
             await self._io.take_closed_from_home(ino)
-        return await self.change(
+        inode = await self.change(
             ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns
         )
+        if (changes.mode, changes.uid, changes.gid) != (None, None, None):
+            await self._engine.shown()
+        return inode
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
         """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
@@ -55,6 +58,7 @@ class Attributes:
         if flags & (IMMUTABLE | APPEND_ONLY):
             await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
         await self.change(ino, attribute_changes.apply_flags, (flags, project))
+        await self._engine.shown()
 
     async def change(
         self,
@@ -67,9 +71,13 @@ class Attributes:
         result. ``mtime_ns``: that it sets, if it does.
         """
         inode = await self._io.change(ino, change, argument, mtime_ns)
+        self.policy_changed(ino)
+        return inode
+
+    def policy_changed(self, ino: int) -> None:
+        """The record of ``ino`` is another one now."""
         self._policies.pop(ino, None)
         self._policy_changes += 1
-        return inode
 
     async def policy_of(self, directory: int) -> Policy | None:
         """What new files of a directory inherit. Raises NotFound."""

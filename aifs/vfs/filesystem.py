@@ -37,6 +37,7 @@ from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
+from aifs.vfs.following import Following
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_hints import GroupHints
 from aifs.vfs.groups.members import Members
@@ -266,6 +267,20 @@ class Filesystem:
                 "cluster": cluster.status,
                 "evict": lambda: {**evictor.status(), **from_copies.status()},
             },
+        )
+        self.following = Following(
+            engine,
+            store.table,
+            io,
+            containers,
+            collector,
+            findings,
+            trash,
+            retention,
+            groups,
+            attributes,
+            names,
+            kernel,
         )
         self.hints = Hints(
             store,

@@ -58,6 +58,8 @@ async def open_filesystem(
             options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
             shared = share or LoopShare()
             fs = Filesystem(store, kernel or Kernel(), options, shared, lock_hosts)
+            if store.engine.host:
+                nursery.start_soon(_keep_running, fs.following.run)
             nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
             await fs.pool.ready.wait()
             with giving_up():

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import FsError, Invalid, NameTooLong, NotFound
+from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
@@ -73,7 +73,8 @@ class Names:
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
         """A new regular file, opened with ``flags``; without a name it is gone when it is closed
-        unless ``link`` names it.
+        unless ``link`` names it. Raises Exists; with several hosts, without O_EXCL, Stale: then the
+        kernel looks the name up anew, which another host has made just before, and opens the file.
         """
         await self._io.find_room()
         ino, copy, kin = await self._ids.take(), None, None
@@ -91,9 +92,11 @@ class Names:
                 inode = await self._create(
                     ino, parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller, copy=place
                 )
-            except BaseException:
+            except BaseException as error:
                 if copy is not None:
                     self._tier.discard(copy)
+                if isinstance(error, Exists) and self._engine.host and not flags & os.O_EXCL:
+                    raise Stale("another host has made the file just before") from None
                 raise
             file = self._io.adopt_new(inode, copy, kin)
         finally:
@@ -173,9 +176,11 @@ class Names:
 
     async def unlink(self, parent: int, name: bytes) -> None:
         self.unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
+        await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         self.unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
+        await self._engine.shown()
 
     async def remove_tree(
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
@@ -194,6 +199,7 @@ class Names:
             self._kernel.drop_name_soon(parent, name)
         else:
             await self._kernel.forget_names([(parent, name)])
+        await self._engine.shown()
 
     async def readlink(self, ino: int) -> bytes:
         inode = await self._engine.view(namespace.get_inode, ino)
@@ -219,11 +225,30 @@ class Names:
         self.adopt(inode)
         if inode.nlink == 0:
             self._orphans.add(inode.ino)
-            self._drain.gone(inode.ino)
-            self._groups.gone(inode.ino)
-            file = self._io.open.get(inode.ino)
-            if file is not None:
-                file.cancel_lease()
+            self._gone(inode.ino)
+
+    def _gone(self, ino: int) -> None:
+        """An inode has lost its last name."""
+        self._drain.gone(ino)
+        self._groups.gone(ino)
+        file = self._io.open.get(ino)
+        if file is not None:
+            file.cancel_lease()
+
+    def unlinked_elsewhere(self, inode: Inode, is_open: bool) -> None:
+        """Another host has taken an inode's last name away. ``is_open``: here, so the kernel knows
+        it.
+        """
+        if is_open:
+            self._orphans.add(inode.ino)
+        self._gone(inode.ino)
+
+    def erased(self, ino: int) -> None:
+        """Another host has erased an inode that nobody can find."""
+        self._orphans.discard(ino)
+        self._nameless.discard(ino)
+        self._io.unsynced.pop(ino, None)
+        self._gone(ino)
 
     async def readdir(self, ino: int, cookie: int, limit: int = _READDIR_BATCH) -> Listing:
         """The next entries behind ``cookie`` (0: the first), ``limit`` at most; none at the end.

@@ -67,7 +67,7 @@ class OpenFiles:
         file = await self._io.acquire(ino)
         opening = 0
         try:
-            if file.home:  # it may have been closed there since it was opened here
+            if file.home or ino in self._io.overtaken:  # it may have been closed there meanwhile
                 await self._io.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)
@@ -115,6 +115,8 @@ class OpenFiles:
         if file.copy is not None:
             self._tier.touch(file.copy.id)
         opened = await self._handles.add(file, flags)
+        if file.inode.ino in self._io.stale:
+            opened = opened._replace(stale=True)
         if opened.backing and self._handles[opened.handle].synchronous:
             try:
                 await self._io.fsync(file)

@@ -47,6 +47,7 @@ class ExtendedAttributes:
         else:
             now = time.time_ns()
             self._io.adopt(await self._engine.transact(xattrs.put, ino, name, value, flags, now))
+        await self._engine.shown()
 
     async def names(self, ino: int, caller: CallerLike = ROOT) -> list[bytes]:
         """listxattr(2); those of the trusted namespace are for root alone, as xattr(7) says."""
@@ -67,6 +68,7 @@ class ExtendedAttributes:
             await self._put_acl(ino, name, b"", caller)
         else:
             self._io.adopt(await self._engine.transact(xattrs.remove, ino, name, time.time_ns()))
+        await self._engine.shown()
 
     async def _put_acl(self, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:
         inode = await self._attributes.getattr(ino)

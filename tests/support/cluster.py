@@ -70,6 +70,8 @@ class Calls:
         self._cluster = cluster
         self._name = name
         self.services: dict[str, Any] = {}
+        self.session = 0
+        self.sessions: dict[int, str] = {}  # nobody locks anything
 
     def serve(self, name: str, service: Any) -> None:
         self.services[name] = service
@@ -187,7 +189,6 @@ class Cluster:
             async with AsyncExitStack() as stack:
                 with patch.object(lifecycle, "open_store", open_store):
                     fs = await stack.enter_async_context(open_filesystem(self.config(name)))
-                fs.store.engine.follow(fs.collector.follow)
                 yield fs
         finally:
             if engine is not None:

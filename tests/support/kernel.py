@@ -147,7 +147,7 @@ class Kernel:
         return await self._add(inode.ino, opened, flags), inode
 
     async def _add(self, ino: int, opened: Opened, flags: int) -> int:
-        handle, backing, direct = opened
+        handle, backing, direct, _ = opened
         others = self._opened.setdefault(ino, {})
         assert set(others.values()) <= {backing}, (
             f"inode {ino} is open in two ways: {others} and {backing}"

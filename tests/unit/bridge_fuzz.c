@@ -123,7 +123,7 @@ static void one_entry(struct bridge *bridge)
         memset((char *)changed.start, 0, 8);
         *(char *)changed.start = 'i';
     }
-    note_record(&bridge->directories, bridge->state.fresh, changed, inode, &keeping);
+    note_change(bridge, changed, inode);
     free((char *)changed.start);
     free((char *)key.start);
     free((char *)entry.start);

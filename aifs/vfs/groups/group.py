@@ -117,6 +117,10 @@ class DirectoryGroup:
     def pending(self) -> Pending | None:
         return self.record.pending
 
+    def is_of(self, host: int) -> bool:
+        """Whether it is seen to there; elsewhere it is only known, and its ranks may commit."""
+        return self.record.host == host
+
     @property
     def is_held(self) -> bool:
         """Whether somebody has to see to it still: it is live, or its directory is pending."""

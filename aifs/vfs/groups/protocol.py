@@ -186,7 +186,8 @@ class Groups:
         """A new group of a directory, after ``before``. How that one has ended is known to those
         who ask by its id. Whoever calls this is recording. Raises NotFound, NotADirectory,
         Invalid."""
-        recorded = await self._engine.transact(groups.begin, ino, record)
+        known = None if before is None else before.record.id
+        recorded = await self._engine.transact(groups.begin, ino, record, known)
         if before is not None and before.is_live:
             before.record = before.record._replace(
                 state="cancelled", error="its directory is pending anew"
@@ -216,7 +217,9 @@ class Groups:
         ended = [ino for ino, group in self.by_directory.items() if not group.is_held]
         for ino in ended[: max(0, len(ended) - _ENDED_MAX)]:
             del self.by_directory[ino]
-        self._open = frozenset(group.ino for group in self._live if group.is_open)
+        self._open = frozenset(
+            group.ino for group in self._live if group.is_open and group.is_of(self._engine.host)
+        )
         self._upkeep.wake(Work.GROUPS)
 
     # --- what ranks ask for -----------------------------------------------------------------------
@@ -239,8 +242,11 @@ class Groups:
                 there = self.by_directory.get(ino)
                 reason = self._left_behind(there, wanted)
                 if not reason:
-                    group = await self._begin_or_join(ino, there, wanted, asker, number)
-                    break
+                    try:
+                        group = await self._begin_or_join(ino, there, wanted, asker, number)
+                        break
+                    except namespace.Overtaken:
+                        continue  # the engine has told us of it
             assert there is not None
             await self._cancel(there, reason)
         if wanted.mark is not None:
@@ -255,7 +261,8 @@ class Groups:
             None if wanted.mark is None else Pending(wanted.mark[0], now_ns, wanted.mark[1], asker)
         )
         if there is None or not there.is_held or wanted.anew:
-            record = GroupRecord(number, options, asker, now_ns, pending=pending)
+            host = self._engine.host
+            record = GroupRecord(number, options, asker, now_ns, pending=pending, host=host)
             return await self._begin(ino, record, there)
         if pending is not None and there.pending is not None:
             _require_same_mark(there, options, pending)
@@ -271,7 +278,8 @@ class Groups:
         _require_same_ranks(there, options)
         if there.is_open:
             return await self._change(there, options=options, asker=asker, created_ns=now_ns)
-        record = GroupRecord(number, options, asker, now_ns, pending=there.pending)
+        host = self._engine.host
+        record = GroupRecord(number, options, asker, now_ns, pending=there.pending, host=host)
         return await self._begin(ino, record, there)
 
     def _left_behind(self, there: DirectoryGroup | None, wanted: Wanted) -> str:
@@ -612,9 +620,65 @@ class Groups:
             elif group.is_open and not group.settling:
                 self._members.give_back(group, [group.files[ino]])
 
+    # --- what other hosts do ----------------------------------------------------------------------
+
+    def follow(self, ino: int, record: GroupRecord | None) -> None:
+        """Another host has made this of the record of a directory's group; None: it has none any
+        more. Does not block."""
+        group = self.by_directory.get(ino)
+        if group is not None and (record is None or record.id != group.record.id):
+            self._ended_elsewhere(group)
+            group = None
+        if record is None or (
+            group is None and record.state not in groups.LIVE and record.pending is None
+        ):
+            return
+        if group is None:
+            self.by_directory.pop(ino, None)  # the youngest to the end
+            group = self.by_directory[ino] = self._new(ino, record)
+        elif group.is_live and record.state not in groups.LIVE:
+            self._members.leave(group)
+        if record.state == "committed":
+            # On record it stays so until it is durable.
+            if group.is_of(self._engine.host):
+                is_settled = group.is_settled
+            else:
+                is_settled = not record.options.publish or record.published
+                if record.publish_error:
+                    group.publish_failure, is_settled = Busy(record.publish_error), True
+            record = record._replace(state="draining") if is_settled else record
+        group.record = record
+        group.wake()
+        self._look()
+
+    def _ended_elsewhere(self, group: DirectoryGroup) -> None:
+        """What it came to is on record no more: it has its name, or it was given up."""
+        if group.is_live and not group.shares and group.is_complete:
+            group.record = group.record._replace(state="committed", pending=None)
+        elif group.is_held:
+            reason = "another host has given its directory's group up"
+            self._members.leave(group)
+            group.record = group.record._replace(state="cancelled", error=reason, pending=None)
+        del self.by_directory[group.ino]
+        group.wake()
+        self._look()
+
+    def follow_commit(self, ino: int, rank: int, member: GroupMember) -> None:
+        """A rank has committed on another host. Does not block."""
+        group = self.by_directory.get(ino)
+        if group is not None and group.record.options.explicit:
+            if member.mtime_ns:
+                group.sizes[rank] = member.size
+            group.commit(rank)
+            group.wake()
+            self._look()
+            self._complete(group)
+
     # --- after the last commit --------------------------------------------------------------------
 
     def _complete(self, group: DirectoryGroup) -> None:
+        if not group.is_of(self._engine.host):
+            return
         if group.is_open and group.shares and group.is_complete and not group.settling:
             group.settling = True
             self._start(self._settle, group)
@@ -811,6 +875,8 @@ class Groups:
 
     def _resume(self, group: DirectoryGroup) -> None:
         group.settling = False
+        if group.is_live and not group.is_open and not group.is_of(self._engine.host):
+            return
         for rank, process in group.processes.items():
             self._start(self._watch, group, rank, process)
         for process in group.markers:
@@ -842,7 +908,7 @@ class Groups:
         now = trio.current_time()
         for group in list(self.by_directory.values()):
             record = group.overdue(now)
-            if record is not None:
+            if record is not None and (group.is_of(self._engine.host) or not group.is_complete):
                 await self._end(group, record)
         until = min((group.deadline() for group in self.by_directory.values()), default=math.inf)
         if self._members.relieve(self._deadline_s):

@@ -113,6 +113,7 @@ class Publishing:
         self._drain.published(synced)
         if inode.is_dir:
             self._retention.shown(new_parent)
+        await self._engine.shown()
 
     async def _rename(
         self,
@@ -198,6 +199,7 @@ class Publishing:
                     *((place, name) for place, name in names if name),
                 ]
             )
+            await self._engine.shown()
         finally:
             # Only now, for until here the kernel opened them by the names that it knew. Of those
             # that it has never looked up it does not say that it forgets them.

@@ -79,8 +79,12 @@ class Retention:
             raise Invalid(str(error)) from None
         await self._engine.transact(_put_policy, ino, Kept(policy, permissions.asker_of(caller)))
         if policy:
-            self.kept.add(ino)
-            self.shown(ino)
+            self.follow(ino)
+
+    def follow(self, ino: int) -> None:
+        """A directory has another policy now."""
+        self.kept.add(ino)
+        self.shown(ino)
 
     async def policy_of(self, ino: int) -> str:
         """The policy of a directory, '' if it has none."""

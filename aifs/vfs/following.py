@@ -1,0 +1,239 @@
+"""What other hosts have changed, made known here (docs/hosts.md): to all that keeps in core what
+records say, at once, and to the kernel, by a task of its own.
+
+An engine of one host has nothing to tell, and none of this runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from aifs.core.errors import FsError
+from aifs.core.log import logger
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
+from aifs.files.file_io import FileIO
+from aifs.files.kernel import Kernel
+from aifs.meta import keys, namespace
+from aifs.meta.groups import decode_group, decode_member
+from aifs.meta.kv import Engine
+from aifs.meta.records import decode_inode
+from aifs.meta.trash import decode_doomed
+from aifs.store.server_table import ServerTable
+from aifs.upkeep import scrub_state
+from aifs.upkeep.scrub_state import Findings
+from aifs.upkeep.trash import Trash
+from aifs.vfs.attributes import Attributes
+from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.names import Names
+from aifs.vfs.publishing.retention import Retention
+
+_log = logger(__name__)
+
+AT_ONCE = 64
+"""Change sets that the kernel is told of together."""
+
+
+@dataclass(slots=True)
+class _Unshown:
+    """What the kernel has to forget."""
+
+    seq: int = 0
+    """Of the last change set."""
+    names: list[tuple[int, bytes]] = field(default_factory=list)
+    """Names, as (directory, name)."""
+    inodes: list[int] = field(default_factory=list)
+    """Numbers of inodes whose attributes have changed."""
+    pages: list[int] = field(default_factory=list)
+    """Those of them of which it may keep bytes, or a listing, that are old."""
+    orphans: list[int] = field(default_factory=list)
+    """Those that have no name any more, and are open here: they are held before this is shown."""
+
+
+class Following:
+    """Hears of each change set of another host from the engine, when views see it.
+
+    All that is in core takes it over before any other task runs (``_take``): so what a request
+    finds in core is never older than what it finds on record. The kernel is told afterwards, by
+    ``run``, never within a request or under a lock; when it has forgotten the state before, the
+    change set is *shown*, and the host that has made it hears of that from the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: ServerTable,
+        io: FileIO,
+        containers: Containers,
+        collector: Collector,
+        findings: Findings,
+        trash: Trash,
+        retention: Retention,
+        groups: Groups,
+        attributes: Attributes,
+        names: Names,
+        kernel: Kernel,
+    ) -> None:
+        self._engine = engine
+        self._table = table
+        self._io = io
+        self._containers = containers
+        self._collector = collector
+        self._findings = findings
+        self._trash = trash
+        self._retention = retention
+        self._groups = groups
+        self._attributes = attributes
+        self._names = names
+        self._kernel = kernel
+        self._takers: dict[int, Callable[[bytes, bytes | None, _Unshown], None]] = {
+            ord("i"): self._take_inode,
+            ord("d"): self._take_name,
+            ord("w"): self._take_mark,
+            ord("z"): self._take_trash,
+            ord("r"): self._take_policy,
+            ord("n"): self._take_group,
+            ord("t"): self._take_container,
+            ord("q"): self._take_degraded,
+            ord("s"): self._take_server,
+            ord("j"): self._take_job,
+        }
+        """By the letter of keys (meta/keys.py). Other records are kept by nobody in core, or only
+        by the host that has written them."""
+        self._unshown: deque[_Unshown] = deque()
+        """The kernel has not been told of these yet, the oldest first."""
+        self._changed = trio.Event()
+        """There are some."""
+        self._stale: list[int] = []
+        """Files that are open here, of which the kernel may keep pages that are old."""
+        self._servers: set[int] = set()
+        """Servers whose record has changed."""
+        self._moved = trio.Event()
+        """There are some of either, or ``io.overtaken`` has some."""
+        engine.follow(self._take)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow_bytes, nursery)
+            while True:
+                await self._changed.wait()
+                self._changed = trio.Event()
+                while self._unshown:
+                    await self._show()
+
+    async def _show(self) -> None:
+        some = [self._unshown.popleft() for _ in range(min(AT_ONCE, len(self._unshown)))]
+        await self._kernel.forget(
+            list(dict.fromkeys(name for each in some for name in each.names)),
+            [ino for each in some for ino in each.inodes],
+            [ino for each in some for ino in each.pages],
+        )
+        orphans = [ino for each in some for ino in each.orphans]
+        if orphans:
+            try:
+                await self._engine.transact(namespace.put_holds, orphans)
+            except FsError as error:
+                _log.warning("files that others have unlinked may go while open: %s", error)
+        self._engine.note_shown(some[-1].seq)
+
+    async def _follow_bytes(self, nursery: trio.Nursery) -> None:
+        """Apart from what others wait for: servers may hang, and gates may be held for long."""
+        while True:
+            await self._moved.wait()
+            self._moved = trio.Event()
+            servers, self._servers = self._servers, set()
+            due = [partial(self._table.follow, number) for number in servers]
+            due += [partial(self._io.follow_bytes, ino) for ino in self._io.overtaken]
+            for follow in due:
+                try:
+                    await follow()
+                except FsError as error:  # such as of a file that has been erased meanwhile
+                    _log.info("what another host has changed could not be looked up: %s", error)
+            if self._stale:
+                nursery.start_soon(self._drop_pages, self._stale)
+                self._stale = []
+
+    async def _drop_pages(self, inos: list[int]) -> None:
+        await self._kernel.drop_pages(inos)
+        self._io.stale.difference_update(inos)
+
+    # --- what a change set says ---
+
+    def _take(self, writes: Mapping[bytes, bytes | None]) -> None:
+        unshown = _Unshown(self._engine.seq)
+        for key, record in writes.items():
+            taker = self._takers.get(key[0])
+            if taker is not None:
+                try:
+                    taker(key, record, unshown)
+                except FsError as error:
+                    # Who reads it is told; the kernel forgets what it knew all the same.
+                    _log.warning("another host has made a record that cannot be read: %s", error)
+        self._collector.follow(writes)
+        self._unshown.append(unshown)
+        self._changed.set()
+        if self._servers or self._stale or self._io.overtaken:
+            self._moved.set()
+
+    def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
+        ino = keys.number(key)
+        unshown.inodes.append(ino)
+        self._attributes.policy_changed(ino)
+        if record is None:
+            self._names.erased(ino)
+            return
+        inode = decode_inode(ino, record)
+        inode.seq = unshown.seq
+        is_open = self._io.follow(inode)
+        if inode.nlink == 0:
+            self._names.unlinked_elsewhere(inode, is_open)
+            if is_open:
+                unshown.orphans.append(ino)
+        if inode.is_file and is_open:
+            self._io.stale.add(ino)
+            self._stale.append(ino)
+        elif inode.is_file:
+            unshown.pages.append(ino)
+
+    def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
+        parent, name = keys.dentry_parts(key)
+        unshown.names.append((parent, name))
+        unshown.pages.append(parent)
+        if record is not None:
+            self._retention.shown(parent)
+
+    def _take_trash(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._trash.follow(keys.number(key), None if record is None else decode_doomed(record))
+
+    def _take_policy(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        if record is not None:
+            self._retention.follow(keys.number(key))
+
+    def _take_group(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        if not keys.is_group_member(key):
+            self._groups.follow(keys.number(key), None if record is None else decode_group(record))
+        elif record is not None:
+            ino, number = keys.entry_numbers(key)
+            self._groups.follow_commit(ino, number, decode_member(record))
+
+    def _take_container(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._containers.moved(keys.number(key))
+
+    def _take_degraded(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        oid = keys.number(key)
+        self._containers.moved(oid)
+        self._io.overtake_objects(oid)
+
+    def _take_mark(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._io.overtake(keys.number(key))
+
+    def _take_server(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._servers.add(keys.number(key))
+
+    def _take_job(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        if key == scrub_state.KEY and record is not None:
+            self._findings.begin(scrub_state.decode(record))

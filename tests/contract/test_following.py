@@ -1,0 +1,475 @@
+"""What another host changes reaches all that this one keeps in core, and the kernel; and what this
+one changes waits until others show it. The test is the other host, and the kernel."""
+
+import os
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.core.errors import Exists, NotFound, Stale
+from aifs.files.kernel import Kernel as KernelCache
+from aifs.files.types import ROOT
+from aifs.layout.hint import Policy
+from aifs.meta import keys, namespace, servers
+from aifs.meta.askers import Asker
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import Transaction
+from aifs.meta.publishing import Kept, Publication
+from aifs.meta.records import IMMUTABLE
+from aifs.meta.trash import Doomed
+from aifs.store import store
+from aifs.upkeep.scrub_state import KEY as SCRUB
+from aifs.vfs import Filesystem, SetAttr, open_filesystem
+from aifs.vfs.following import AT_ONCE
+from tests.support import modes
+from tests.support.kernel import Kernel
+from tests.support.other_host import OtherHost, SharedEngine
+from tests.support.stores import LIMIT_S, moved_out, read_file, require_sound, write_file
+
+SHAPE = modes.WAITING | modes.INTERLEAVED | {"layout.inline_limit": "64"}
+TEXT, OTHER = b"0123456789" * 100, b"abcdef" * 300
+
+
+class Forgetting(KernelCache):
+    """The kernel's caches: what it was told to forget. ``gate``: it waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[tuple[int, bytes]] = []
+        self.inodes: list[int] = []
+        self.pages: list[int] = []
+        self.calls = 0
+        self.gate: trio.Event | None = None
+
+    async def forget(
+        self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
+    ) -> None:
+        self.calls += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        self.names += names
+        self.inodes += inodes
+        self.pages += pages
+
+    def clear(self) -> None:
+        self.names, self.inodes, self.pages = [], [], []
+
+
+class Hosts(NamedTuple):
+    """This host, its kernel's caches, and the other host."""
+
+    fs: Filesystem
+    cache: Forgetting
+    other: OtherHost
+
+
+@asynccontextmanager
+async def hosts(
+    directory: Path, settings: Mapping[str, object] = MappingProxyType({})
+) -> AsyncIterator[Hosts]:
+    await trio.to_thread.run_sync(modes.make_store, directory, {**SHAPE, **settings})
+    config, cache = modes.config_of(directory), Forgetting()
+    with trio.fail_after(LIMIT_S):
+        async with open_filesystem(config, kernel=cache) as fs:
+            yield Hosts(fs, cache, OtherHost(fs))
+            await fs.collector.drain()
+    await require_sound(config)
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LmdbEngine", SharedEngine)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+# --- what is open here ---
+
+
+async def test_an_open_file_has_the_attributes_that_another_host_gives_it(directory: Path) -> None:
+    async with hosts(directory) as (fs, cache, other):
+        ino = await write_file(fs, b"file", TEXT)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        cache.clear()
+        await other.change(ino, mode=stat.S_IFREG | 0o640, uid=7, gid=8, flags=IMMUTABLE)
+        inode = await fs.getattr(ino)
+        assert (inode.mode & 0o777, inode.uid, inode.gid, inode.flags) == (0o640, 7, 8, IMMUTABLE)
+        assert cache.inodes == [ino] and not cache.pages and not cache.names
+        await other.change(ino, flags=0)
+        await other.link(ino, ROOT_INO, b"second")
+        assert (await fs.getattr(ino)).nlink == 2
+        await fs.release(handle)
+        # What core had of the bytes is saved, and nothing else.
+        assert (await fs.getattr(ino)).uid == 7
+
+
+async def test_who_reads_a_file_goes_on_with_bytes_that_another_host_has_put_inline(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, _, other):
+        ino = await write_file(fs, b"tiny", b"old")
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        await other.change(ino, data=b"newer", size=5, mtime_ns=10**18)
+        assert bytes(await fs.read(handle, 0, 100)) == b"newer"
+        inode = await fs.getattr(ino)
+        assert (inode.size, inode.mtime_ns) == (5, 10**18)
+        await fs.release(handle)
+        assert await read_file(fs, ino) == b"newer"
+
+
+async def test_who_reads_a_file_goes_on_with_objects_that_another_host_has_made(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, _, other):
+        ino = await write_file(fs, b"file", TEXT)
+        model = await write_file(fs, b"model", OTHER)
+        await moved_out(fs, ino, model)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        assert bytes(await fs.read(handle, 0, 100)) == TEXT[:100]
+        await other.run(_exchange_bytes, ino, model)
+        assert bytes(await fs.read(handle, 0, len(OTHER))) == OTHER
+        assert (await fs.getattr(ino)).size == len(OTHER)
+        await fs.release(handle)
+        assert (await fs.getattr(ino)).size == len(OTHER)
+        await other.run(_exchange_bytes, ino, model)
+        assert await read_file(fs, ino) == TEXT
+
+
+def _exchange_bytes(tx: Transaction, *inos: int) -> None:
+    """The chunk lists of two files, which are named by no inode."""
+    one, two = (namespace.get_inode(tx, ino) for ino in inos)
+    before = one.but()
+    namespace.take_bytes(one, two)
+    namespace.take_bytes(two, before)
+    namespace.put_inode(tx, one)
+    namespace.put_inode(tx, two)
+
+
+async def test_what_a_reader_saves_does_not_undo_what_another_host_has_written(
+    directory: Path,
+) -> None:
+    """The access time is saved at the close, with a size that core has to know by then."""
+    async with hosts(directory) as (fs, _, other):
+        ino, model = await write_file(fs, b"file", TEXT), await write_file(fs, b"model", OTHER)
+        await moved_out(fs, ino, model)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        fs.io.open[ino].unsaved = True
+        await other.run(_exchange_bytes, ino, model)
+        await fs.release(handle)
+        assert (await fs.getattr(ino)).size == len(OTHER)
+        assert await read_file(fs, ino) == OTHER
+        await other.run(_exchange_bytes, ino, model)
+
+
+async def test_a_file_whose_record_is_being_written_takes_bytes_over_afterwards(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, _, other):
+        ino, model = await write_file(fs, b"file", TEXT), await write_file(fs, b"model", OTHER)
+        await moved_out(fs, ino, model)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        file = fs.io.open[ino]
+        await file.recording.enter_alone()
+        await other.run(_exchange_bytes, ino, model)
+        found: list[bytes] = []
+
+        async def read() -> None:
+            found.append(bytes(await fs.read(handle, 0, len(OTHER))))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not found
+            file.recording.leave_alone()
+        assert found == [OTHER]
+        await fs.release(handle)
+        await other.run(_exchange_bytes, ino, model)
+
+
+async def test_an_inode_that_is_lent_is_taken_back(directory: Path) -> None:
+    async with hosts(directory) as (fs, cache, other), Kernel(fs) as kernel:
+        ino = await write_file(fs, b"file", TEXT)
+        for _ in range(2):
+            await kernel.release(await kernel.open(ino, os.O_RDONLY))
+        assert kernel.find_lent(ino) is not None
+        cache.clear()
+        await other.change(ino, mode=stat.S_IFREG | 0o600)
+        assert kernel.find_lent(ino) is None
+        assert cache.pages == [ino]
+        handles = [await kernel.open(ino, os.O_RDONLY)]
+        await kernel.release(handles.pop())
+        handles = [await kernel.open(ino, os.O_RDONLY)]
+        assert kernel.answered
+        cache.clear()
+        await other.change(ino, mode=stat.S_IFREG | 0o644)
+        assert not cache.pages  # programs have it open
+        answered = kernel.answered
+        handles.append(await kernel.open(ino, os.O_RDONLY))
+        assert kernel.answered == answered and ino in fs.io.open
+        for handle in handles:
+            await kernel.release(handle)
+
+
+async def test_a_file_that_another_host_unlinks_goes_on_where_it_is_open(directory: Path) -> None:
+    async with hosts(directory) as (fs, cache, other):
+        ino = await write_file(fs, b"file", TEXT)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        cache.clear()
+        await other.unlink(ROOT_INO, b"file")
+        assert cache.names == [(ROOT_INO, b"file")] and set(cache.inodes) == {ROOT_INO, ino}
+        with pytest.raises(NotFound):
+            await fs.lookup(ROOT_INO, b"file")
+        assert bytes(await fs.read(handle, 0, 10)) == TEXT[:10]
+        assert (await fs.getattr(ino)).nlink == 0
+        await fs.release(handle)
+        assert await fs.store.engine.view(namespace.find_inode, ino) is not None
+        fs.forget([ino])
+        await fs.collector.drain()
+        assert await fs.store.engine.view(namespace.find_inode, ino) is None
+
+
+async def test_what_another_host_erases_is_nobody_s_concern(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        ino = await write_file(fs, b"file", b"x")
+        await other.unlink(ROOT_INO, b"file")
+        await other.run(namespace.remove_orphan, ino, [])
+        assert ino not in fs.io.unsynced
+        await fs.drain.wait([ino])  # it waits for nothing
+
+
+# --- names ---
+
+
+async def test_the_kernel_forgets_names_that_another_host_makes_moves_and_removes(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, cache, other):
+        one = await other.make(ROOT_INO, b"one", stat.S_IFDIR | 0o755)
+        assert cache.names == [(ROOT_INO, b"one")]  # which it may know not to be there
+        assert ROOT_INO in cache.pages  # its listing
+        two = await other.make(ROOT_INO, b"two", stat.S_IFDIR | 0o755)
+        file = await other.make(one.ino, b"file", stat.S_IFREG | 0o644, b"tiny")
+        link = await other.make(one.ino, b"link", stat.S_IFLNK | 0o777, b"file")
+        assert await fs.readlink(link.ino) == b"file"
+        assert await read_file(fs, file.ino) == b"tiny"
+        cache.clear()
+        await other.rename(ROOT_INO, b"one", two.ino, b"first")
+        assert set(cache.names) == {(ROOT_INO, b"one"), (two.ino, b"first")}
+        assert {ROOT_INO, one.ino, two.ino} == set(cache.inodes)
+        assert set(cache.pages) == {ROOT_INO, two.ino}
+        assert (await fs.lookup(one.ino, b"..")).ino == two.ino
+        names = [name for name, _, _ in await fs.readdir(one.ino, 0)]
+        assert names == [b"file", b"link"]
+
+
+async def test_a_directory_that_another_host_removes_is_empty_for_who_is_in_it(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, _, other):
+        top = await fs.mkdir(ROOT_INO, b"top", 0o755, ROOT)
+        await write_file(fs, b"file", TEXT, top.ino)
+        await other.remove_tree(ROOT_INO, b"top")
+        assert fs.trash.holds(top.ino)
+        with pytest.raises(NotFound):
+            await fs.lookup(top.ino, b"file")
+        assert not len(await fs.readdir(top.ino, 0))
+        await fs.trash.empty()
+        await other.put(keys.trash(12345), Doomed(12345, 1, 0).encode())
+        assert fs.trash.holds(12345)
+        await other.put(keys.trash(12345), None)
+        assert not fs.trash.holds(12345)
+
+
+async def test_a_listing_in_progress_has_what_stays_once(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        names = [f"{number:02}".encode() for number in range(20)]
+        for name in names:
+            await write_file(fs, name, b"x")
+        found, cookie = [], 0
+        while len(listing := await fs.readdir(ROOT_INO, cookie, 3)):
+            for name, _, cookie in listing:
+                found.append(name)
+            if found[-1] in names:
+                await other.make(ROOT_INO, b"new" + found[-1], stat.S_IFREG | 0o644, b"y")
+                await other.unlink(ROOT_INO, found[-1])
+        assert sorted(name for name in found if name in names) == names
+        assert len(set(found)) == len(found)
+
+
+async def test_o_creat_opens_what_another_host_has_just_made(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        await other.make(ROOT_INO, b"file", stat.S_IFREG | 0o644, b"x")
+        with pytest.raises(Stale):  # the kernel looks it up anew
+            await fs.create(ROOT_INO, b"file", 0o644, os.O_RDWR | os.O_CREAT, ROOT)
+        with pytest.raises(Exists):
+            await fs.create(ROOT_INO, b"file", 0o644, os.O_RDWR | os.O_CREAT | os.O_EXCL, ROOT)
+
+
+# --- what is kept of records ---
+
+
+async def test_policies_of_directories(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        assert await fs.attributes.policy_of(ROOT_INO) is None
+        await other.change(ROOT_INO, policy=Policy(tier="pinned"))
+        policy = await fs.attributes.policy_of(ROOT_INO)
+        assert policy is not None and policy.tier == "pinned"
+        await other.change(ROOT_INO, policy=None)
+
+
+async def test_retention_and_what_is_published(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        top = await other.make(ROOT_INO, b"top", stat.S_IFDIR | 0o755)
+        kept = Kept("last=1", Asker(0, (0,)))
+        await other.put(keys.retention(top.ino), kept.encode())
+        assert top.ino in fs.retention.kept
+        for step in (b"step-1", b"step-2"):
+            await other.make(top.ino, step, stat.S_IFDIR | 0o755)
+        while (await fs.getattr(top.ino)).nlink > 3:
+            await trio.sleep(0.01)
+        assert [name for name, *_ in await fs.readdir(top.ino, 0)] == [b"step-2"]
+
+
+async def test_servers(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        number = await fs.store.table.add(str(directory / "new"), "data")
+        record = await fs.store.table.find(number)
+        fs.store.servers.drop(number)
+        await other.run(servers.put_server, number, record)
+        while fs.store.servers.find(number) is None:
+            await trio.sleep(0.01)
+        await other.run(servers.put_server, number, replace(record, state="draining"))
+        while fs.store.servers[number].standing != "draining":
+            await trio.sleep(0.01)
+        await other.run(servers.put_server, number, record)
+        while fs.store.servers[number].standing == "draining":
+            await trio.sleep(0.01)
+
+
+async def test_findings_of_scrubs(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        await other.put(SCRUB, b'{"untold": [4711]}')
+        assert fs.findings.wrong_objects() == {4711}
+        await other.put(SCRUB, b"{}")
+
+
+async def test_records_that_cannot_be_read(directory: Path, caplog) -> None:
+    async with hosts(directory) as (fs, cache, other):
+        inode = await other.make(ROOT_INO, b"file", stat.S_IFREG | 0o644, b"x")
+        cache.clear()
+        await other.put(keys.inode(inode.ino), b"?")
+        assert cache.inodes == [inode.ino]
+        assert "another host has made a record that cannot be read" in caplog.text
+        caplog.clear()
+        await other.put(keys.inode(inode.ino), inode.encode())
+
+
+# --- the kernel is told ---
+
+
+async def test_the_kernel_is_told_in_order_and_many_at_once(directory: Path) -> None:
+    async with hosts(directory) as (fs, cache, other):
+        cache.gate, before, calls = trio.Event(), other.engine.shown_seq, cache.calls
+        for number in range(AT_ONCE + 9):
+            await other.engine.elsewhere(_touch, ROOT_INO, number)
+        await trio.testing.wait_all_tasks_blocked()
+        assert cache.calls == calls + 1 and other.engine.shown_seq == before
+        assert (await fs.getattr(ROOT_INO)).mtime_ns == AT_ONCE + 8  # core does not wait for it
+        cache.gate.set()
+        cache.gate = None
+        await other.engine.until_shown()
+        assert cache.calls <= calls + 3
+
+
+def _touch(tx: Transaction, ino: int, now: int) -> None:
+    namespace.touch(tx, namespace.get_inode(tx, ino), now)
+
+
+# --- who waits for other hosts ---
+
+
+async def _prepare(fs: Filesystem) -> dict[str, int]:
+    inos = {
+        name: await write_file(fs, name.encode(), b"x")
+        for name in ("old", "gone", "mode", "xattr", "flags")
+    }
+    for name in ("empty", "tree", "pending"):
+        inos[name] = (await fs.mkdir(ROOT_INO, name.encode(), 0o755, ROOT)).ino
+    await fs.setxattr(inos["xattr"], b"user.old", b"1", caller=ROOT)
+    return inos
+
+
+Call = Callable[[Filesystem, dict[str, int]], Awaitable[Any]]
+
+WAITING: dict[str, Call] = {
+    "rename": lambda fs, inos: fs.rename(ROOT_INO, b"old", ROOT_INO, b"new"),
+    "unlink": lambda fs, inos: fs.unlink(ROOT_INO, b"gone"),
+    "rmdir": lambda fs, inos: fs.rmdir(ROOT_INO, b"empty"),
+    "remove_tree": lambda fs, inos: fs.remove_tree(ROOT_INO, b"tree"),
+    "chmod": lambda fs, inos: fs.setattr(inos["mode"], SetAttr(mode=0o600), ROOT),
+    "chown": lambda fs, inos: fs.setattr(inos["mode"], SetAttr(uid=7), ROOT),
+    "chattr": lambda fs, inos: fs.set_flags(inos["flags"], 0, 7),
+    "setxattr": lambda fs, inos: fs.setxattr(inos["xattr"], b"user.new", b"1", caller=ROOT),
+    "removexattr": lambda fs, inos: fs.removexattr(inos["xattr"], b"user.old", ROOT),
+    "publish": lambda fs, inos: fs.publish(Publication(inos["pending"], ROOT_INO, b"final"), ROOT),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+async def test_waits_until_it_is_shown_and_has_happened_before(directory: Path, name: str) -> None:
+    async with hosts(directory) as (fs, _, other):
+        inos = await _prepare(fs)
+        other.engine.hold_back()
+        seq = fs.store.engine.seq
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(WAITING[name], fs, inos)
+            while not other.engine.waiting:
+                await trio.lowlevel.checkpoint()
+            assert fs.store.engine.seq > seq
+            # Nobody else is held up, and no lock is held.
+            await write_file(fs, b"another", TEXT)
+            other.engine.let_go()
+        assert not other.engine.waiting
+        fs.forget(list(inos.values()))
+
+
+@pytest.mark.parametrize("name", WAITING)
+async def test_who_does_not_wait_any_longer_leaves_all_in_order(directory: Path, name: str) -> None:
+    async with hosts(directory) as (fs, _, other):
+        inos = await _prepare(fs)
+        other.engine.hold_back()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(WAITING[name], fs, inos)
+            while not other.engine.waiting:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        other.engine.let_go()
+        fs.forget(list(inos.values()))
+        await fs.trash.empty()
+
+
+async def test_what_is_new_is_not_waited_for(directory: Path) -> None:
+    async with hosts(directory) as (fs, _, other):
+        other.engine.hold_back()
+        ino = await write_file(fs, b"file", TEXT)
+        await fs.mkdir(ROOT_INO, b"directory", 0o755, ROOT)
+        await fs.symlink(ROOT_INO, b"symlink", b"file", ROOT)
+        await fs.link(ino, ROOT_INO, b"link")
+        await fs.setattr(ino, SetAttr(size=5), ROOT)
+        await fs.setattr(ino, SetAttr(mtime_ns=5), ROOT)
+        handle, *_ = await fs.open(ino, os.O_RDWR)
+        await fs.write(handle, 0, b"y")
+        await fs.fsync(handle)
+        await fs.release(handle)
+        other.engine.let_go()

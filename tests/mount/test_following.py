@@ -1,0 +1,171 @@
+"""What another host changes shows in programs of this one: the kernel has forgotten the state
+before when the other host is told so, whatever it had cached, and whatever waits."""
+
+import errno
+import os
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.shared_mount import SharedMount
+
+ROOT = 1
+FILE, DIRECTORY, LINK = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFLNK | 0o777
+
+
+@pytest.fixture
+def mount(scratch: Path) -> Iterator[SharedMount]:
+    with SharedMount(scratch) as mount:
+        yield mount
+
+
+def test_stat_open_and_listings(mount: SharedMount) -> None:
+    path = mount.path
+    for _ in range(2):  # what is not there is kept, too
+        assert not (path / "file").exists() and os.listdir(path) == []
+    ino = mount.make(ROOT, "file", FILE, "first")
+    for _ in range(2):
+        assert os.listdir(path) == ["file"]
+        assert (path / "file").stat().st_ino == ino
+        assert (path / "file").read_text() == "first"
+    mount.change(ino, data="the second", size=10, mtime_ns=10**18)
+    assert (path / "file").stat().st_size == 10
+    assert (path / "file").read_text() == "the second"
+    mount.change(ino, mode=stat.S_IFREG | 0o600, uid=7)
+    assert (path / "file").stat().st_mode & 0o777 == 0o600
+    assert (path / "file").stat().st_uid == 7
+    mount.rename(ROOT, "file", ROOT, "moved")
+    assert not (path / "file").exists() and os.listdir(path) == ["moved"]
+    assert (path / "moved").stat().st_ino == ino
+    mount.link(ino, ROOT, "second")
+    assert sorted(os.listdir(path)) == ["moved", "second"]
+    assert (path / "moved").stat().st_nlink == 2
+    for name in ("moved", "second"):
+        mount.unlink(ROOT, name)
+    assert not (path / "moved").exists() and os.listdir(path) == []
+
+
+def test_a_file_that_is_open_and_one_that_was(mount: SharedMount) -> None:
+    path = mount.path / "file"
+    ino = mount.make(ROOT, "file", FILE, "old")
+    assert path.read_text() == "old"
+    with path.open() as file:
+        mount.change(ino, data="newer", size=5)
+        assert path.read_text() == "newer"
+        mount.unlink(ROOT, "file")
+        assert not path.exists()
+        assert os.fstat(file.fileno()).st_nlink == 0
+        assert file.read() == "newer"
+
+
+def test_symlinks_extended_attributes_and_acls(mount: SharedMount) -> None:
+    path = mount.path
+    mount.make(ROOT, "link", LINK, "one")
+    assert os.readlink(path / "link") == "one"
+    mount.make(ROOT, "next", LINK, "another")
+    mount.unlink(ROOT, "link")
+    mount.rename(ROOT, "next", ROOT, "link")
+    assert os.readlink(path / "link") == "another"
+
+    ino = mount.make(ROOT, "file", FILE, "x")
+    assert os.listxattr(path / "file") == []
+    mount.set_xattr(ino, "user.name", "value")
+    assert os.getxattr(path / "file", "user.name") == b"value"
+    mount.remove_xattr(ino, "user.name")
+    assert os.listxattr(path / "file") == []
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        os.getxattr(path / "file", "system.posix_acl_access")
+    acl = struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", *entry)
+        for entry in (
+            (1, 6, 2**32 - 1),
+            (2, 4, 7),
+            (4, 4, 2**32 - 1),
+            (16, 4, 2**32 - 1),
+            (32, 0, 2**32 - 1),
+        )
+    )
+    mount.change(ino, acl=acl.decode("latin-1"), mode=stat.S_IFREG | 0o640)
+    assert os.getxattr(path / "file", "system.posix_acl_access") == acl
+    mount.change(ino, acl="")
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        os.getxattr(path / "file", "system.posix_acl_access")
+
+
+def test_capabilities_count_from_the_first_write_on(mount: SharedMount) -> None:
+    path, ino = mount.path / "file", mount.make(ROOT, "file", FILE, "x")
+    with path.open("a") as file:
+        print("y", file=file, flush=True)  # the kernel has asked, and was told that there are none
+    mount.set_xattr(ino, "security.capability", "any")
+    assert os.listxattr(path) == ["security.capability"]
+    with path.open("a") as file:
+        print("z", file=file)
+    assert os.listxattr(path) == []
+
+
+def test_a_directory_that_somebody_is_in(mount: SharedMount) -> None:
+    path = mount.path
+    top, other = mount.make(ROOT, "top", DIRECTORY), mount.make(ROOT, "other", DIRECTORY)
+    mount.make(top, "file", FILE, "x")
+    fd = os.open(path / "top", os.O_RDONLY)
+    try:
+        assert os.listdir(fd) == ["file"]
+        mount.rename(ROOT, "top", other, "moved")
+        assert os.stat("file", dir_fd=fd).st_size == 1
+        assert os.path.samestat(os.stat(path / "other" / "moved"), os.fstat(fd))
+        assert os.stat("..", dir_fd=fd).st_ino == other  # once somebody has been there
+        mount.unlink(top, "file")
+        mount.rmdir(other, "moved")
+        assert os.fstat(fd).st_nlink == 0
+        assert os.listdir(fd) == []
+        with pytest.raises(FileNotFoundError):
+            os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+def test_o_creat_of_a_name_that_the_kernel_believes_not_to_be_there(mount: SharedMount) -> None:
+    path = mount.path / "file"
+    assert not path.exists()
+    mount.make_unheard(ROOT, "file")
+    with pytest.raises(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    mount.unlink(ROOT, "file")
+    assert not path.exists()
+    mount.make_unheard(ROOT, "file")
+    with open(path, "a+") as file:
+        file.seek(0)
+        assert file.read() == "unheard"
+
+
+def test_programs_that_wait_for_the_other_host_do_not_keep_it_waiting(mount: SharedMount) -> None:
+    """The kernel locks the directory while a rename in it waits. What the other host does there
+    meanwhile is shown all the same."""
+    path = mount.path
+    ino = mount.make(ROOT, "theirs", FILE, "x")
+    (path / "ours").touch()
+    assert (path / "theirs").exists() and not (path / "new").exists()
+    mount.hold_back()
+    thread = threading.Thread(target=os.rename, args=(path / "ours", path / "moved"))
+    thread.start()
+    try:
+        mount.until_waiting()
+        for number in range(40):  # more than there are threads that may wait in the kernel
+            mount.rename(
+                ROOT,
+                "theirs" if number % 2 == 0 else "new",
+                ROOT,
+                "new" if number % 2 == 0 else "theirs",
+            )
+        mount.rename(ROOT, "theirs", ROOT, "new")
+    finally:
+        mount.let_go()
+        thread.join()
+    assert not (path / "theirs").exists()
+    assert (path / "new").stat().st_ino == ino
+    assert sorted(os.listdir(path)) == ["moved", "new"]

@@ -1,0 +1,144 @@
+"""A mount whose store has another host, which a test is: by way of a socket.
+
+``python -m tests.support.shared_mount SOURCE MOUNTPOINT`` serves it in the foreground. Each line
+that it reads on standard input is JSON, a call of a method of OtherHost; it answers one line each,
+when that is shown. ``SharedMount`` starts it, and makes the calls.
+"""
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import trio
+
+from aifs.core import log
+from aifs.core.config import DIRECTORY_FILE
+from aifs.meta import namespace
+from aifs.vfs import Filesystem
+from tests.support.mounts import ROOT, TIMEOUT_S, aifs
+from tests.support.other_host import OtherHost, SharedEngine
+
+
+class SharedMount:
+    """The store in ``directory``/store, mounted on ``directory``/mnt. Calls that are not here are
+    those of OtherHost, with text for bytes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path, self.source = directory / "mnt", directory / "store"
+        self.path.mkdir()
+        self.source.mkdir()
+        (self.source / DIRECTORY_FILE).write_text("data: {movers: 0}\n")
+        aifs("format", self.source)
+        command = [sys.executable, "-m", "tests.support.shared_mount", self.source, self.path]
+        self._daemon = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=ROOT
+        )
+
+    def __enter__(self) -> Self:
+        assert self._answer() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", self.path], check=True, timeout=TIMEOUT_S)
+        self._daemon.communicate(timeout=TIMEOUT_S)
+        assert self._daemon.returncode == 0
+        aifs("fsck", self.source)
+
+    def _answer(self) -> Any:
+        assert self._daemon.stdout is not None
+        assert select.select([self._daemon.stdout], [], [], TIMEOUT_S)[0], "no answer"
+        return json.loads(self._daemon.stdout.readline())
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **fields: Any) -> Any:
+            assert self._daemon.stdin is not None
+            print(json.dumps([name, args, fields]), file=self._daemon.stdin, flush=True)
+            answer = self._answer()
+            assert "error" not in answer, answer["error"]
+            return answer["result"]
+
+        return call
+
+
+# --- the daemon -----------------------------------------------------------------------------------
+
+
+class _Calls:
+    """What the test may call, besides methods of OtherHost."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs, self._other = fs, OtherHost(fs)
+
+    async def serve(self) -> None:
+        async for line in trio.wrap_file(sys.stdin):
+            name, args, fields = json.loads(line)
+            args = [arg.encode() if isinstance(arg, str) else arg for arg in args]
+            fields = {
+                key: value.encode("latin-1") if isinstance(value, str) else value
+                for key, value in fields.items()
+            }
+            try:
+                own = getattr(self, name, None)
+                result = await (own or getattr(self._other, name))(*args, **fields)
+                answer = {"result": getattr(result, "ino", result)}
+            except Exception as error:  # noqa: BLE001 (the test is told)
+                answer = {"error": repr(error)}
+            print(json.dumps(answer), flush=True)
+
+    async def hold_back(self) -> None:
+        self._other.engine.hold_back()
+
+    async def let_go(self) -> None:
+        self._other.engine.let_go()
+
+    async def until_waiting(self) -> None:
+        """A program of this host waits until what it has changed is shown."""
+        while not self._other.engine.waiting:
+            await trio.sleep(0.001)
+
+    async def remove_unheard(self, parent: int, name: bytes) -> None:
+        """What the other host removes, and nobody is told of."""
+        await self._fs.store.engine.transact(namespace.unlink, parent, name, 1)
+
+    async def find(self, parent: int, name: bytes) -> int:
+        return (await self._fs.store.engine.view(namespace.get_dentry, parent, name)).ino
+
+    async def make_unheard(self, parent: int, name: bytes) -> int:
+        """A file that the other host makes before this one is told."""
+        follower, self._other.engine.follower = self._other.engine.follower, None
+        try:
+            inode = await self._other.make(parent, name, 0o100644, b"unheard")
+        finally:
+            self._other.engine.follower = follower
+        return inode.ino
+
+
+def _main(source: str, mountpoint: str) -> None:
+    from aifs.core.config import load
+    from aifs.fuse import session
+    from aifs.fuse.options import MountOptions
+    from aifs.store import store
+
+    store.LmdbEngine = SharedEngine  # type: ignore[misc]
+    open_filesystem = session.open_filesystem
+
+    @asynccontextmanager
+    async def open_and_listen(*args: Any, **others: Any) -> AsyncIterator[Filesystem]:
+        async with open_filesystem(*args, **others) as fs, trio.open_nursery() as nursery:
+            nursery.start_soon(_Calls(fs).serve)
+            yield fs
+            nursery.cancel_scope.cancel()
+
+    session.open_filesystem = open_and_listen  # type: ignore[assignment]
+    config = load(source, {})
+    log.setup(None, config.log.level)
+    session.serve(config, mountpoint, MountOptions(), lambda: print('"ready"', flush=True))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
