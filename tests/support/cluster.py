@@ -70,8 +70,6 @@ class Calls:
         self._cluster = cluster
         self._name = name
         self.services: dict[str, Any] = {}
-        self.session = 0
-        self.sessions: dict[int, str] = {}  # nobody locks anything
 
     def serve(self, name: str, service: Any) -> None:
         self.services[name] = service
