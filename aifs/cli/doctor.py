@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from aifs.cli.arguments import PATH
-from aifs.cli.cluster_checks import cluster_checks
 from aifs.cli.output import count
 from aifs.core.errors import MountError
 
@@ -32,6 +31,7 @@ def doctor_command(place: str | None, as_json: bool) -> int:
     Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the
     speed, else 1.
     """
+    from aifs.cli.cluster_checks import cluster_checks
     from aifs.cli.mounts import read_status
     from aifs.cli.output import print_json, print_table
     from aifs.core import config

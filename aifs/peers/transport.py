@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.core import errors, files
-from aifs.core.errors import AifsError, Busy, NotSupported, Unavailable
+from aifs.core.errors import AifsError, Busy, NotSupported, Unavailable, UserError
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ Listener = Callable[[Peer, Any, Body], None]
 """Called with who has pushed something, and what, in the order of pushing. It does not block."""
 
 
-class Refused(AifsError):
+class Refused(UserError):
     """The other end of a connection is not who it should be; the text says in what."""
 
 

@@ -59,6 +59,8 @@ MAY_SET = {
     "info": NOBODY,
     "status": NOBODY,
     "servers": NOBODY,
+    "hosts": NOBODY,
+    "fence": ADMIN,
     "trace": NOBODY,
     "trace.N": NOBODY,
     "scrub": ADMIN,
