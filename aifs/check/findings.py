@@ -42,6 +42,7 @@ KINDS = {
     "short-container": "a container of chunks that is shorter than its record says",
     "short-object": "bytes of a file are lost: an object is shorter than the file calls for",
     "stray-record": "a record that belongs to an inode that does not exist, or contradicts it",
+    "unknown-host": "a host that the store does not have",
     "unknown-record": "a record that is not of this format",
     "unknown-server": "a data server that the store does not have",
     "unlistable-server": "a data server whose objects could not be checked",

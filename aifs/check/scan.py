@@ -30,6 +30,7 @@ from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABL
 from aifs.core.errors import FsError
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
+from aifs.meta.hosts import HostRecord, decode_host
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_garbage, decode_inode
 from aifs.meta.slices import read_slice
@@ -104,6 +105,8 @@ class MetadataScan:
         self._view = view = engine.view
         self._servers = frozenset(servers)
         """The numbers of the store's servers, burst directories among them."""
+        self._hosts = {engine.host}
+        """The numbers of the hosts that may have left something; {0} where the store has one."""
         self._progress = progress
         self.table = InodeTable()
         self.problems: list[Problem] = []
@@ -126,6 +129,7 @@ class MetadataScan:
     async def run(self) -> None:
         self._expected = 3 * await self._engine.view(_count_inodes)  # an inode, its name, its entry
         names = self._names
+        await self._each(b"p", self._host)
         await self._each(b"i", self._inode)
         await self._users_of_objects()
         for kind, handle in (
@@ -139,7 +143,7 @@ class MetadataScan:
             (b"r", self._marks.policy),
             (b"x", self._xattr),
             (b"t", self._container),
-            (b"a", self._containers.open_mark),
+            (b"a", self._open_mark),
             (b"y", self._loose_list),
             (b"h", self._containers.shared),
             (b"l", self._chunk_list),
@@ -160,7 +164,6 @@ class MetadataScan:
         await names.resolve_dangling()
         await self._each(b"e", names.entry)
         await names.conclude()
-        await self._each(b"p", _skip)
         await self._each(b"L", self._lock_home)
         await self._each(b"s", _skip)  # read when the store was opened
         await self._each(b"c", self._counter)
@@ -172,7 +175,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"Labgmoquvwyz":
+            if length and len(key) != length and kind in b"Labgmopquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -288,13 +291,18 @@ class MetadataScan:
             self._stray(
                 ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY
             )
+        else:
+            self._require_host(ino, f"inode {ino}: dirty mark", key, value)
 
     async def _orphan(self, key: bytes, value: bytes) -> None:
         ino = keys.hold_parts(key)[0]
         if len(key) not in (9, 11):
             self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
         elif keys.is_hold(key):
-            if await self._view(read_record, keys.orphan(ino)) is None:
+            host = keys.hold_parts(key)[1]
+            if host not in self._hosts or not host:
+                self._stray(f"inode {ino}", f"hold of host {host}, which is none", key, RECOVERY)
+            elif await self._view(read_record, keys.orphan(ino)) is None:
                 self._stray(f"inode {ino}", "hold of an inode that is no orphan", key, RECOVERY)
         elif self._is_readable(ino):
             self.table.flags[self.table.find(ino)] |= ORPHAN
@@ -338,6 +346,7 @@ class MetadataScan:
     async def _loose_list(self, key: bytes, value: bytes) -> None:
         oid = keys.number(key)
         self._in_use(oid)
+        self._require_host(f"chunk list {oid}", "its maker", key, value, nobody=True)
         ino = self.user(oid)
         if ino is None:
             self._containers.loose_list(oid)
@@ -348,6 +357,10 @@ class MetadataScan:
     async def _chunk_list(self, key: bytes, value: bytes) -> None:
         ino = self.user(keys.chunk_list_parts(key)[0])
         await self._containers.chunk_list(key, value, ino, certain=not self._unreadable_inodes)
+
+    async def _open_mark(self, key: bytes, value: bytes) -> None:
+        self._require_host(f"container {keys.number(key)}", "who appends", key, value)
+        await self._containers.open_mark(key, value)
 
     async def _container(self, key: bytes, value: bytes) -> None:
         await self._containers.container(key, value)
@@ -364,6 +377,11 @@ class MetadataScan:
             self._problem("unreadable-record", where, str(error), forget, RECOVERY)
             return
         self._in_use(oid)
+        if garbage.maker and garbage.maker not in self._hosts:
+            detail = f"its maker is host {garbage.maker}, which is none"
+            garbage = garbage._replace(maker=self._engine.host)
+            fix: Fix = partial(repair.put, key=key, value=garbage.encode())
+            self._problem("unknown-host", where, detail, fix, RECOVERY)
         user = self._copies.user(oid) if garbage.ino == 0 else self.user(oid)
         if user is not None and garbage.ino in (0, user):
             what = "burst copy" if garbage.ino == 0 else "objects"
@@ -385,6 +403,30 @@ class MetadataScan:
         except FsError as error:
             forget = partial(repair.delete, key=key)
             self._problem("unreadable-record", "windows of ids", str(error), forget, RECOVERY)
+
+    # --- hosts ---
+
+    async def _host(self, key: bytes, value: bytes) -> None:
+        number = keys.host_number(key)
+        self._hosts.add(number)
+        try:
+            decode_host(value)
+        except FsError as error:
+            # Its name comes with its next mount.
+            unclean = HostRecord(f"number {number}", clean=False).encode()
+            fix = partial(repair.put, key=key, value=unclean)
+            self._problem("unreadable-record", f"host {number}", str(error), fix, RECOVERY)
+
+    def _require_host(
+        self, subject: Subject, what: str, key: bytes, value: bytes, nobody: bool = False
+    ) -> None:
+        """A record whose value is a host, or ``nobody``: what is left to one that there is not
+        would stay for ever. This one sees to it instead."""
+        host = keys.host_of(value)
+        if host not in self._hosts and not (nobody and not host):
+            detail = f"{what}: host {host}, which is none"
+            fix = partial(repair.put, key=key, value=keys.host_value(self._engine.host))
+            self._problem("unknown-host", subject, detail, fix, RECOVERY)
 
     # --- the rest ---
 

@@ -199,6 +199,11 @@ def host(number: int) -> bytes:
     return _SERVER(b"p", number)
 
 
+def host_number(key: bytes) -> int:
+    """The host of its record's key."""
+    return int.from_bytes(key[1:], "big")
+
+
 def windows(host: int) -> bytes:
     return _SERVER(b"v", host)
 

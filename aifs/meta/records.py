@@ -404,7 +404,10 @@ class Garbage(NamedTuple):
 def decode_garbage(record: bytes) -> Garbage:
     try:
         ino, unit, maker = _GARBAGE.unpack_from(record)
-        return Garbage(ino, _striped(unit, record[_GARBAGE.size :]), maker)
+        layout = _striped(unit, record[_GARBAGE.size :])
+        if not layout.servers:
+            raise struct.error
+        return Garbage(ino, layout, maker)
     except struct.error:
         raise Unavailable("a garbage record is damaged") from None
 

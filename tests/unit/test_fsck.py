@@ -424,6 +424,32 @@ def garbage_on_an_unknown_server(store: DamagedStore) -> None:
     store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1, 77))).encode())
 
 
+@mended(("unreadable-record", "garbage record 4000"))
+def garbage_on_no_server(store: DamagedStore) -> None:
+    store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, ())).encode())
+
+
+@mended(
+    ("stray-record", "inode 4002"),
+    ("unknown-host", "/a/striped"),
+    ("unknown-host", "chunk list 4001"),
+    ("unknown-host", "container {container}"),
+    ("unknown-host", "garbage record 4000"),
+)
+def records_of_hosts_of_which_there_are_none(store: DamagedStore) -> None:
+    """Left to a host that never mounts the store they would stay for ever."""
+    store.put(keys.hold(4002, 7), b"")
+    store.put(keys.dirty(store.ino["/a/striped"]), keys.host_value(7))
+    store.put(keys.loose(4001), keys.host_value(7))
+    store.put(keys.open_container(store.container()[0]), keys.host_value(7))
+    store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1,)), 7).encode())
+
+
+@mended(("unreadable-record", "host 7"))
+def record_of_a_host_that_cannot_be_read(store: DamagedStore) -> None:
+    store.put(keys.host(7), b"seven")
+
+
 @mended(("server-mark", "data server 1"))
 def server_without_mark(store: DamagedStore) -> None:
     store.delete(keys.unprotected(1))
