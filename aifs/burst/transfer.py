@@ -31,7 +31,7 @@ _WRITTEN = faults.declare(
 )
 
 _LOOK_S = 0.5
-"""How often who waits looks whether the limit has been lifted."""
+"""How often who waits looks whether the limit has been lifted, or others are in the way still."""
 
 PIECE = 4 << 20
 _SMALL = 256 << 10
@@ -158,7 +158,8 @@ class Mover:
             await self.make_way()
         await self.take(length)
         while self._moving and self.is_in_the_way():
-            await self._waiting.park()
+            with trio.move_on_after(_LOOK_S):  # whoever moves may wait for memory that we hold
+                await self._waiting.park()
         self._moving += 1
 
     def end(self, moved: int) -> None:

@@ -182,7 +182,11 @@ class Drainer:
                 if isinstance(error, NoSpace | QuotaExceeded) and not spoilt:
                     # Others may have room, though their objects cannot grow.
                     full = self._containers.servers_of(redundancy, servers)
-                    await self._copy_all([f for f in files if f.outcome is None], full)
+                    left = [file for file in files if file.outcome is None]
+                    for file in left:  # they may have lists of their chunks
+                        self._flips.drop_made(file)
+                        file.chunks = ()
+                    await self._copy_all(left, full)
                     return
                 for file in spoilt or files:
                     file.outcome = file.outcome or (DrainOutcome.CHANGED if spoilt else error)

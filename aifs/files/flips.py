@@ -33,7 +33,7 @@ class DrainOutcome(Enum):
     GONE = auto()  # deleted, or not in the burst tier
     OPEN = auto()  # for writing
     CHANGED = auto()  # meanwhile
-    BUSY = auto()  # somebody is about to open it, or has it mapped for writing still
+    BUSY = auto()  # about to be opened, or mapped for writing still, or to be kept while it is open
     UNFIT = auto()  # for a group: too many chunks
 
 
@@ -101,6 +101,7 @@ class Draining(Lease):
             and not self.cancelled
             and file.lease is self
             and file.inode.nlink > 0
+            and not keeps_lost_copy(file)
             and self.is_whole
         )
 
@@ -109,9 +110,7 @@ class Draining(Lease):
         those whose copy is known not to be durable."""
         file = self.file
         assert file is not None
-        # What the page cache has of a copy that could not be synced may not be what is on its disk.
-        is_useless = self.layout is None or file.has_lost
-        dropped = is_useless and file.handles == 1
+        dropped = (self.layout is None or file.has_lost) and file.handles == 1
         form = {
             "layout": self.layout,
             "oid": self.oid or file.inode.oid,
@@ -128,6 +127,13 @@ class Draining(Lease):
             "due": self.due,
         }
         return Flip(file, form, record)
+
+
+def keeps_lost_copy(file: OpenInode) -> bool:
+    """Whether the file could not give up a copy that is no cache, as somebody has it open: what the
+    page cache has of a copy that could not be synced may not be what is on its disk.
+    """
+    return file.has_lost and file.handles > 1
 
 
 class Flips:
@@ -161,7 +167,7 @@ class Flips:
             return DrainOutcome.GONE
         if file.writers:
             return DrainOutcome.OPEN
-        if file.opening or file.lease is not None:
+        if file.opening or file.lease is not None or keeps_lost_copy(file):
             return DrainOutcome.BUSY
         copy = file.own_copy
         is_ours = file.handles == 1 and not file.changes  # nobody had it open for writing since

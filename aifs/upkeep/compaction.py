@@ -170,15 +170,14 @@ class Compaction:
                 Move(found.header.oid, found.header.number, old, new)
                 for (found, old), new in zip(live, places, strict=True)
             ]
-            garbage = []
             for first in range(0, len(moves), _MOVED_AT_ONCE):
                 part = moves[first : first + _MOVED_AT_ONCE]
-                garbage += await self._engine.transact(chunks.move_chunks, part, lost)
+                garbage = await self._engine.transact(chunks.move_chunks, part, lost)
                 faults.reach(_MOVED)
+                for container in garbage:
+                    self._containers.moved(container)  # an open object keeps its space
+                    self._collector.add_garbage(container)
                 await self._share.give_way()
-        for container in garbage:
-            self._containers.moved(container)  # an open object keeps its space
-            self._collector.add_garbage(container)
 
 
 def _mostly_dead(

@@ -6,14 +6,18 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from aifs.core.errors import NoSpace
 from aifs.data import storages
 from aifs.data.storage import Space
+from aifs.files import draining
 from aifs.layout.hint import Policy, parse_layout_hint
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
+from aifs.meta import keys
 from aifs.meta.chunks import find_container
 from aifs.vfs import Filesystem
 from tests.support import modes
@@ -169,6 +173,32 @@ async def test_small_files_go_beside_containers_where_only_those_servers_have_ro
             ino = await write_file(fs, b"later", os.urandom(20 * KIB))
             await drained(fs, ino)
             assert isinstance((await fs.getattr(ino)).layout, Interleaved)
+
+
+async def test_a_list_that_there_was_no_room_to_flip_to_is_dropped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a batch that lacks room get objects of their own; the lists of their chunks go."""
+    monkeypatch.setattr(draining, "LISTED_AT_ONCE", 0)
+    async with opened(directory, modes.WAITING) as fs:
+        listed, list_chunks = list[int](), fs.containers.list_chunks
+
+        async def some(oid: int, *args: Any) -> None:
+            await list_chunks(oid, *args)
+            listed.append(oid)
+            if len(listed) == 2:
+                raise NoSpace("no more room")
+
+        monkeypatch.setattr(fs.containers, "list_chunks", some)
+        content = {b"%d" % number: os.urandom(20 * KIB) for number in range(3)}
+        inos = {name: await write_file(fs, name, data) for name, data in content.items()}
+        await drained(fs, *inos.values())
+        for name, ino in inos.items():
+            assert isinstance((await fs.getattr(ino)).layout, Striped)
+            assert await read_file(fs, ino) == content[name]
+        await fs.collector.drain()
+        lists = await fs.store.engine.view(lambda tx: list(tx.range(*keys.all_of(b"y"))))
+        assert len(listed) == 2 and not lists
 
 
 def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None:

@@ -251,6 +251,18 @@ async def test_the_limit_holds_for_all_together(autojump_clock):
     assert trio.current_time() == now
 
 
+async def test_who_waits_for_writers_goes_on_when_they_have_gone(autojump_clock):
+    """Though the piece that is under way never ends: it may wait for memory that others hold."""
+    are_writing = True
+    mover = Mover(Budget(1 << 20), Limiter(0), "none", lambda: are_writing)
+    await mover.begin(1)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mover.begin, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            are_writing = False
+
+
 async def test_what_was_cancelled_for_a_moment_is_not_staged(servers):
     """As when a file of O_TMPFILE, which is not staged, gets its name meanwhile."""
     mover, size = make_mover(), 3 * PIECE

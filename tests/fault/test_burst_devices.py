@@ -18,6 +18,7 @@ import trio.testing
 from aifs.burst.copy import BurstCopy
 from aifs.core.errors import NoSpace, StoreError, Unavailable
 from aifs.data.health import ObjectFails
+from aifs.files.flips import Draining, DrainOutcome
 from aifs.meta import forms, keys, namespace
 from aifs.vfs import Caller
 from tests.support import modes
@@ -305,6 +306,28 @@ async def test_an_error_of_write_back_after_close_reaches_the_next_fsync_once(
     await require_sound(config_of(directory))
     told = [line for line in warnings(caplog) if path in line]
     assert len(told) == 1 and f"inode {ino}: what was written to it last may be lost" in told[0]
+
+
+async def test_a_copy_that_has_lost_bytes_never_becomes_a_cache(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk may have other bytes than the page cache, from which the file is drained."""
+    async with mounted(directory) as kernel:
+        (device,) = kernel.store.servers.burst()
+        ino = await make(kernel, b"f")
+        path = device.where((0, (await kernel.getattr(ino)).copy.id))
+        with failing("sync_file", path):
+            await kernel.writeback.sync_closed_files()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        draining = Draining(ino)
+        await kernel.drain.drainer.drain([draining])
+        assert draining.outcome is DrainOutcome.BUSY
+        await kernel.release(handle)
+        await drained(kernel, ino)
+        assert (await kernel.getattr(ino)).copy is None
+        assert await content_of(kernel, ino) == CONTENT
+    await require_sound(config_of(directory))
+    assert any(path in line for line in warnings(caplog))
 
 
 @pytest.mark.parametrize("how", ["drained", "renamed", "truncated", "unlinked"])
