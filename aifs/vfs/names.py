@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
+from aifs.core.errors import Exists, Invalid, NameTooLong, NotFound, Stale
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
@@ -258,8 +258,8 @@ class Names:
         """
         listing = self._ahead.pop((ino, cookie, limit), None)
         if self._trash.holds(ino):
-            listing = Listing([], [], self._engine.seq)
-        elif listing is None or listing.seq != self._engine.seq:
+            return Listing([], [], self._engine.seq)
+        if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
         opened = self._io.open
@@ -275,7 +275,7 @@ class Names:
         the kernel and the program work on what they have got. If any record changes before it is
         asked for, it is read again then. What cannot be read is told who asks.
         """
-        with suppress(FsError):
+        with suppress(Exception):
             listing = await self._engine.view(list_directory, ino, cookie, limit)
             self._ahead[ino, cookie, limit] = listing
             if len(self._ahead) > _AHEAD_MAX:

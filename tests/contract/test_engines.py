@@ -587,3 +587,21 @@ async def test_what_is_read_loosely_may_be_patched_but_not_put_by_others(tmp_pat
     assert await while_held(lambda tx: tx.put(b"k", b"time and LINKS")) == 2
     assert await engine.view(value) == b"TIME and LINKS"
     engine.close()
+
+
+async def test_what_cannot_be_read_ahead_is_told_who_asks(directory, monkeypatch):
+    """It is read by a task of the mount, whose errors would end it."""
+    async with opened(directory) as fs:
+        await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)
+
+        async def fail(*args: Any) -> None:
+            raise RuntimeError("the database is out of order")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(fs.store.engine, "view", fail)
+            await fs.read_ahead(ROOT_INO, 0, 10)
+            with pytest.raises(RuntimeError):
+                await fs.readdir(ROOT_INO, 0, 10)
+        await fs.read_ahead(ROOT_INO, 0, 10)
+        listing = await fs.readdir(ROOT_INO, 0, 10)
+        assert [name for name, *_ in listing] == [b"d"] and listing.is_last
