@@ -173,6 +173,8 @@ class LmdbEngine(Engine):
 
     def apply(self, writes: Writes) -> None:
         """Make these changes, as a transaction without a function. Raises NoSpace, Unavailable."""
+        if self._failure:
+            raise Unavailable(self._failure)
         seq = self.seq + 1
         try:
             self._journal.append(seq, writes)

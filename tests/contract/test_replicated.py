@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import Exists, NotEmpty, NotFound, StoreBusy, StoreError, Unavailable
+from aifs.core.errors import Exists, NoSpace, NotEmpty, NotFound, StoreBusy, StoreError, Unavailable
 from aifs.meta import keys, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
@@ -324,6 +324,37 @@ async def test_a_transaction_is_cancelled_before_it_is_sent_or_not_at_all(cluste
     assert len(done) + len(cancelled) == 80 and cancelled
 
 
+async def test_who_waits_behind_a_commit_that_fails_is_told(cluster):
+    a = await cluster.join("a")
+    told: list[int] = []
+
+    async def work(number: int) -> None:
+        with pytest.raises(Unavailable, match="fenced by a test"):
+            await a.transact(put, b"k%d" % number, b"")
+        told.append(number)
+
+    await end_session(cluster.database, a.session.number, "fenced by a test")
+    async with trio.open_nursery() as nursery:
+        for number in range(2 * replicated.MAX_BATCH + 3):
+            nursery.start_soon(work, number)
+    assert len(told) == 2 * replicated.MAX_BATCH + 3
+    cluster.kill("a")
+
+
+async def test_what_a_transaction_without_changes_has_read_is_older_than_what_is_read_later(
+    cluster,
+):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await a.transact(put, b"k", b"1")
+    assert await a.transact(get, b"k") == b"1"
+    before = await a.transact(lambda tx: tx.seq)
+    await b.transact(put, b"k", b"2")
+    await caught_up(a)
+    assert await a.view(lambda tx: (tx.get(b"k"), tx.seq > before)) == (b"2", True)
+    assert await a.transact(lambda tx: (tx.get(b"k"), tx.seq > before)) == (b"2", True)
+    await a.barrier()
+
+
 # --- sessions -------------------------------------------------------------------------------------
 
 
@@ -352,6 +383,60 @@ async def test_who_is_silent_for_too_long_waits_until_it_is_sure_again(cluster):
     await b.transact(put, b"k", b"2")
     await b.shown()
     await caught_up(a)
+
+
+async def test_who_beats_late_hears_of_what_was_committed_until_the_beat_counts(
+    cluster, monkeypatch
+):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await a.transact(put, b"k", b"1")
+    await caught_up(b)
+    ask, late = db.Connection.ask, []
+
+    async def lag(connection: Any, statement: Any, parameters: Any) -> Any:
+        answer = await ask(connection, statement, parameters)
+        if statement is db.BEAT and parameters[0] == db.of_int(b.session.number) and not late:
+            late.append(answer)
+            await a.transact(put, b"k", b"2")  # whose host waits for nobody whose lease is over
+        return answer
+
+    monkeypatch.setattr(db.Connection, "ask", lag)
+    b.session.sure_until_s = 0.0
+    assert await b.view(get, b"k") == b"2" and late
+
+
+async def test_a_session_whose_lease_is_over_is_ended_by_another_host(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    assert not await a.session.end_silent()
+    connection = await cluster.database.connect()
+    await connection.script("update aifs.session set lease_end = '-infinity' where name = 'b'")
+    connection.close()
+    assert await a.session.end_silent()
+    with pytest.raises(Unavailable, match="its lease was over"):
+        await b.transact(put, b"k", b"")
+    cluster.kill("b")
+
+
+async def test_nobody_waits_for_a_host_whose_replica_takes_no_changes(cluster, monkeypatch, caplog):
+    a, b = await cluster.join("a"), await cluster.join("b")
+
+    def refuse(writes: Any) -> None:
+        raise NoSpace("a test says so")
+
+    async with running(a, b):
+        with monkeypatch.context() as patch:
+            patch.setattr(b.local, "apply", refuse)
+            patch.setattr(replicated, "STOP_S", 1.0)
+            await a.transact(put, b"k", b"1")
+            with pytest.raises(Unavailable, match="a test says so"):
+                await caught_up(b)
+            await a.shown()
+            while not b.session.ended:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+    assert [one.name for one in await a.session.live()] == ["a"]
+    cluster.kill("b")
+    await cluster.join("b")
+    caplog.clear()
 
 
 async def test_two_hosts_of_one_name_are_refused_but_not_one_that_comes_back(cluster, tmp_path):
@@ -450,6 +535,50 @@ async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster,
     assert db.to_int(removed) == 44
     await cluster.join("b")
     assert copies == {2}, "the feed does not go back so far"
+
+
+async def test_who_copies_the_map_keeps_its_lease_and_holds_up_nobody(cluster, monkeypatch):
+    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    monkeypatch.setattr(sessions, "BEAT_S", 0.0)
+    a = await cluster.join("a")
+    for number in range(30):
+        await a.transact(put, b"k%d" % number, b"")
+    beat, copy_pairs = sessions.Session.beat, db.Connection.copy_pairs
+    beats: list[list[int]] = []
+
+    async def watched(session: sessions.Session) -> int:
+        status = await beat(session)
+        if session.name == "c" and session.shown is None:
+            rows = await cluster.database.settles.repeat(db.BEHIND, db.of_bigint(1 << 40))
+            beats.append([db.to_int(row[0]) for row in rows])
+        return status
+
+    async def unhurried(connection: db.Connection, query: str) -> AsyncIterator:
+        assert await connection.value("show statement_timeout") == "0"
+        async for pair in copy_pairs(connection, query):
+            yield pair
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions.Session, "beat", watched)
+        patch.setattr(db.Connection, "copy_pairs", unhurried)
+        await cluster.join("c")
+    assert len(beats) >= 5 and all(behind == [a.session.number] for behind in beats)
+
+
+async def test_a_copy_of_a_history_that_is_gone_is_not_gone_on_with(cluster):
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"lost")
+    await cluster.join("c")
+    cluster.kill("c")
+    cluster.kill("a")
+    connection = await cluster.database.connect()
+    await connection.script(
+        "begin; update aifs.feed set number = number + 1, vals = '{new}';"
+        "update aifs.map set value = 'new'; commit"
+    )
+    connection.close()
+    c = await cluster.join("c")
+    assert await c.view(get, b"k") == b"new"
 
 
 async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
@@ -581,6 +710,109 @@ async def test_a_database_that_is_older_than_a_replica_is_not_followed(cluster, 
     for name in "ab":
         cluster.kill(name)
         await cluster.join(name)
+
+
+async def test_nothing_is_trimmed_before_hosts_have_put_back_what_is_lost(cluster):
+    a = await cluster.join("a")
+    for number in range(5):
+        await a.transact(put, b"k%d" % number, b"1")
+    await a.barrier()
+    await a.session.beat()
+    connection = await cluster.database.connect()
+    await connection.script("truncate aifs.head")
+    connection.close()
+    ((removed,),) = await cluster.database.settles.repeat(db.TRIM, db.of_int(1))
+    assert db.to_int(removed) == 0
+    await a.transact(put, b"k5", b"1")
+    assert a.session.cursor == 6
+
+
+async def test_a_row_that_patches_a_key_twice_is_put_back(cluster):
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"0123")
+    await a.barrier()
+
+    def patch(tx: Transaction) -> None:
+        tx.patch(b"k", 0, b"a")
+        tx.patch(b"k", 2, b"c")
+
+    await a.transact(patch)
+    connection = await cluster.database.connect()
+    await connection.script(
+        "begin; truncate aifs.head; delete from aifs.feed where seq > 1; "
+        "update aifs.map set value = '0123'; commit"
+    )
+    connection.close()
+    await a.barrier()
+    assert await cluster.everything() == {b"k": b"a1c3"}
+
+
+async def test_a_host_that_has_what_nobody_can_put_back_does_not_go_on(
+    cluster, monkeypatch, caplog
+):
+    """As after a standby has taken over that was behind."""
+    a = await cluster.join("a")
+    for number in range(5):
+        await a.transact(put, b"k%d" % number, b"1")
+    await a.barrier()  # what is before it is not put back
+    connection = await cluster.database.connect()
+    await connection.script(
+        "begin; truncate aifs.head; delete from aifs.feed where seq > 2; "
+        "delete from aifs.map where key > 'k1'; commit"
+    )
+    connection.close()
+    reopen = replicated.reopen
+
+    async def others_go_on(*args: Any) -> bool:
+        done = await reopen(*args)
+        if done and "c" not in cluster.hosts:
+            c = await cluster.join("c")
+            for number in range(5):
+                await c.transact(put, b"c%d" % number, b"1")
+        return done
+
+    monkeypatch.setattr(replicated, "reopen", others_go_on)
+    with pytest.raises(Unavailable, match="lacks changes that this host has"):
+        await a.transact(put, b"other", b"1")
+    cluster.kill("a")
+    caplog.clear()
+    a = await cluster.join("a")
+    assert await a.view(get, b"k4") is None
+
+
+async def test_a_commit_that_a_crash_takes_while_rows_before_it_are_fetched_is_made_anew(
+    cluster, monkeypatch
+):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    b.session.sure_until_s = float("inf")  # so it is behind when it commits
+    for number in range(520):  # more than an answer has
+        await a.transact(put, b"k", b"%d" % number)
+    ask, crashes = db.Connection.ask, []
+
+    async def lose(connection: Any, statement: Any, parameters: Any) -> Any:
+        if statement is db.FETCH and not crashes:
+            crashes.append(statement)
+            other = await cluster.database.connect()
+            await other.script(
+                "begin; truncate aifs.head; delete from aifs.feed where seq > 520; "
+                "delete from aifs.map where key = 'mine'; "
+                "update aifs.session set number = 0 where name = 'b'; commit"
+            )
+            other.close()
+        return await ask(connection, statement, parameters)
+
+    async with running(a):
+        monkeypatch.setattr(db.Connection, "ask", lose)
+        await b.transact(put, b"mine", b"1")
+    assert crashes
+    assert (await cluster.everything())[b"mine"] == b"1"
+
+
+async def test_catching_up_ends_where_the_feed_ends(cluster):
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"1")
+    await a.catch_up(100)
+    assert a.session.cursor == 1
 
 
 @postgres.BOTH

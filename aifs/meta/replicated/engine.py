@@ -77,11 +77,18 @@ APPLIED = faults.declare(
 COPYING = faults.declare("hosts.copy.part", "part of the map has been copied")
 
 
+_END = (
+    "select coalesce((select concat_ws(' ', h.seq, coalesce(f.session, 0), coalesce(f.number, 0))"
+    " from aifs.head h left join aifs.feed f on f.seq = h.seq), '')"
+)
+"""The last row of the feed: its number, session and number of its commit; empty: after a crash."""
+
+
 class Cursor(NamedTuple):
     """Up to where a replica has the feed: the record of ``_CURSOR_KEY``, which no other store has.
 
-    Little-endian: u64 number of the row, u32 session and u64 number of its commit (both 0: the map
-    was copied as of that row, and nothing applied since), u32 session of the host.
+    Little-endian: u64 number of the row, u32 session and u64 number of its commit (both 0: the feed
+    was empty), u32 session of the host.
     """
 
     seq: int
@@ -264,15 +271,18 @@ class ReplicatedEngine(Engine):
         conflicts = 0
         try:
             while True:
-                self._check()
                 # Who was refused twice goes alone: much of a large batch may be what others change.
                 count = 1 if conflicts > 1 else MAX_BATCH
                 while self._waiting and len(taken) < count:
                     taken.append(self._waiting.popleft())
                 while len(taken) > count:
                     self._waiting.appendleft(taken.pop())
+                self._check()  # not before: somebody has to be told
                 attempt = self._run_all(taken)
-                if not attempt.writes or await self._commit(attempt):
+                if not attempt.writes:
+                    self._run_as_views(taken)
+                    break
+                if await self._commit(attempt):
                     break
                 conflicts += 1
         except BaseException as error:
@@ -290,6 +300,14 @@ class ReplicatedEngine(Engine):
             call.run(attempt)
         self._in_flight = attempt.seq
         return attempt
+
+    def _run_as_views(self, calls: Iterable[_Call]) -> None:
+        """They have changed nothing, so nothing is numbered behind what they have read: run again
+        they tell it with the number that views have now. Does not suspend.
+        """
+        attempt = _Attempt(*self.local.begin(), self.seq, host=self.host)
+        for call in calls:
+            call.run(attempt)
 
     async def _commit(self, attempt: _Attempt) -> bool:
         """Have the database commit it, and apply it; False if it is refused, as others have changed
@@ -325,13 +343,16 @@ class ReplicatedEngine(Engine):
                 case db.ENDED:
                     await self._hear_end()
                 case status:
-                    break
-        faults.reach(COMMITTED)
-        self.hear([db.to_row(row) for row in rows])
+                    faults.reach(COMMITTED)
+                    self.hear([db.to_row(row) for row in rows])
+                    seq = db.to_int(head[1])
+                    if status == db.CONFLICT or self.session.cursor >= seq - 1:
+                        break
+                    # The answer left rows out. A crash may take the commit while they are fetched:
+                    # so it is asked for again then.
+                    await self.catch_up(seq - 1)
         if status == db.CONFLICT:
             return False
-        seq = db.to_int(head[1])
-        await self.catch_up(seq - 1)
         if self.session.cursor < seq:
             row = changes.row(seq, self.session.number, number, _View(*self.local.begin(), 0))
             self.hear([row])
@@ -345,6 +366,8 @@ class ReplicatedEngine(Engine):
         """Rows of the feed, from the database, or pushed by a host whose session lives; in any
         order. Those that are next are applied. Does not block.
         """
+        if self._failure:
+            return
         for row in rows:
             if row.seq > self.session.cursor:
                 self._early[row.seq] = row
@@ -356,8 +379,6 @@ class ReplicatedEngine(Engine):
             self._gap.set()
 
     def _apply(self, row: Row) -> None:
-        if self._failure:
-            return
         session = self.session
         writes: Writes = dict(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
         writes[_CURSOR_KEY] = Cursor(row.seq, row.session, row.number, session.number).encode()
@@ -381,9 +402,11 @@ class ReplicatedEngine(Engine):
         if not self._unshown:
             session.note_shown(row.seq)
 
-    async def catch_up(self, seq: int) -> None:
-        """Ask the database for the feed up to there, and apply it. Raises Unavailable."""
-        while self.session.cursor < seq:
+    async def catch_up(self, seq: int | None = None) -> None:
+        """Ask the database for the feed up to there, or to its end, and apply it. It may have lost
+        its end meanwhile: then up to where it ends now. Raises Unavailable.
+        """
+        while seq is None or self.session.cursor < seq:
             self._check()
             head, *rows = await self._database.settles.repeat(
                 db.FETCH, db.of_bigint(self.session.cursor), db.of_int(FETCH_ROWS)
@@ -395,6 +418,8 @@ class ReplicatedEngine(Engine):
                     self._fail("this host has missed changes that nobody has any more")
                 case _:
                     self.hear([db.to_row(row) for row in rows])
+                    end = db.to_int(head[1])
+                    seq = end if seq is None else min(seq, end)
 
     async def _fill_gaps(self) -> None:
         while True:
@@ -403,8 +428,11 @@ class ReplicatedEngine(Engine):
             await trio.sleep(GAP_S)
             if self._early:
                 with suppress(Unavailable):  # whoever uses the engine hears of it
-                    await self.catch_up(min(self._early) - 1)
+                    missing = min(self._early) - 1
+                    await self.catch_up(missing)
                     self.hear(())
+                    if self.session.cursor < missing:
+                        self._early.clear()  # the feed has no such rows (any more)
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -435,6 +463,10 @@ class ReplicatedEngine(Engine):
                         await self._beat()
 
     async def _keep_renewed(self) -> None:
+        if self._failure:  # nobody may wait for a host that hears no more
+            await trio.sleep(STOP_S)  # its kernel forgets by itself until then
+            await self.session.end(self._failure)
+            return
         async with self._renewing:
             await self._beat()
 
@@ -452,8 +484,10 @@ class ReplicatedEngine(Engine):
         while self._unsettled and self._unsettled[0].seq <= cursor:
             self._unsettled.popleft()
         self.durable_seq = max(self.durable_seq, seq)
-        # Who was silent for long may have missed what others have shown to all but this host.
-        await self.catch_up(self.session.head)
+        # Who was silent for long may have missed what others have shown to all but this host: until
+        # the beat counted, which is after it has looked at the head. So that is asked for again.
+        is_late = clock_s() >= self.session.sure_until_s
+        await self.catch_up(None if is_late else self.session.head)
         self.session.sure_until_s = began_s + STOP_S
 
     async def barrier(self, seq: int | None = None) -> None:
@@ -499,10 +533,19 @@ class ReplicatedEngine(Engine):
                             )
                 except AnswerLost:
                     continue
-                if await reopen(self._database, self.session.number):
-                    self._early.clear()  # of what the database has lost nothing may come later
-                    return
-                await trio.sleep(REOPEN_S)
+                if not await reopen(self._database, self.session.number):
+                    await trio.sleep(REOPEN_S)
+                    continue
+                self._early.clear()  # of what the database has lost nothing may come later
+                cursor = await _cursor_of(self.local)
+                assert cursor is not None
+                match await _look_up(self._database, cursor):
+                    case db.DONE:
+                        return
+                    case db.RECOVERING:  # it has crashed again
+                        continue
+                    case _:  # what this host has nobody could put back: a standby was behind
+                        self._fail(_OLD)
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -608,14 +651,13 @@ async def join(
     Unavailable.
     """
     await database.require_schema()
-    record = await local.view(lambda tx: tx.get(_CURSOR_KEY))
-    found = Cursor._make(_CURSOR.unpack(record)) if record else None
+    found = await _cursor_of(local)
     exchange = exchange or Exchange(None)
     former, base = (found.own, found.seq) if found else (0, None)
     session = await Session.begin(database, exchange, name, address, former, base)
     engine = ReplicatedEngine(local, database, session, exchange)
     try:
-        if found is None or not await _is_of(database, found):
+        if found is None or await _look_up(database, found) != db.DONE:
             found = await _copy_map(local, database, session)
         local.apply({_CURSOR_KEY: found._replace(own=session.number).encode()})
         session.cursor = session.shown = found.seq
@@ -627,34 +669,45 @@ async def join(
     return engine
 
 
-async def _is_of(database: MapDatabase, cursor: Cursor) -> bool:
-    """Whether the feed goes on from there: the row of the cursor is there, and the same."""
-    if not cursor.session:
-        base = cursor.seq
-    else:
-        base = cursor.seq - 1
+async def _cursor_of(local: LmdbEngine) -> Cursor | None:
+    """None: it is not the replica of anything."""
+    record = await local.view(lambda tx: tx.get(_CURSOR_KEY))
+    return Cursor._make(_CURSOR.unpack(record)) if record else None
+
+
+async def _look_up(database: MapDatabase, cursor: Cursor) -> int:
+    """DONE if the feed goes on from there: the row of the cursor is there, and the same. TRIMMED if
+    it does not; RECOVERING if that is not known yet.
+    """
+    base = cursor.seq - 1 if cursor.session else cursor.seq
     head, *rows = await database.settles.repeat(db.FETCH, db.of_bigint(base), db.of_int(1))
-    if db.to_int(head[0]) != db.DONE or cursor.seq > db.to_int(head[1]):
-        return False
-    if not cursor.session:
-        return True
-    row = db.to_row(rows[0])
-    return (row.session, row.number) == (cursor.session, cursor.number)
+    status = db.to_int(head[0])
+    if status == db.DONE:
+        if cursor.seq > db.to_int(head[1]):
+            return db.TRIMMED
+        if cursor.session:
+            row = db.to_row(rows[0])
+            if (row.session, row.number) != (cursor.session, cursor.number):
+                return db.TRIMMED
+    return status
 
 
 async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) -> Cursor:
     """Replace what the replica holds by the map as it is in the database now."""
     while True:
         log.info("metadata: copying the map from the database")
-        await _clear(local)
+        await _clear(local, session)
         connection = None
         try:
             connection = await database.connect()
-            await connection.script("begin isolation level repeatable read read only")
-            seq = int(await connection.value("select coalesce(max(seq), -1) from aifs.head"))
-            if seq >= 0:
-                await _copy_pairs(local, connection)
-                return Cursor(seq, 0, 0, session.number)
+            await connection.script(
+                "begin isolation level repeatable read read only; set local statement_timeout = 0"
+            )
+            end = (await connection.value(_END)).split()
+            if end:
+                await _copy_pairs(local, connection, session)
+                seq, author, number = map(int, end)
+                return Cursor(seq, author, number, session.number)
         except AnswerLost as error:
             log.info("metadata: copying is begun anew: %s", error)
         finally:
@@ -664,28 +717,29 @@ async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) 
         await trio.sleep(REOPEN_S)
 
 
-async def _copy_pairs(local: LmdbEngine, connection: Connection) -> None:
+async def _copy_pairs(local: LmdbEngine, connection: Connection, session: Session) -> None:
     writes: Writes = {}
     async with aclosing(connection.copy_pairs("select key, value from aifs.map")) as pairs:
         async for key, value in pairs:
             writes[key] = value
             if len(writes) == COPY_PAIRS:
-                await _write(local, writes)
+                await _write(local, writes, session)
                 writes = {}
                 faults.reach(COPYING)
-    await _write(local, writes)
+    await _write(local, writes, session)
 
 
-async def _clear(local: LmdbEngine) -> None:
+async def _clear(local: LmdbEngine, session: Session) -> None:
     local.apply({_CURSOR_KEY: None})
     while True:
         pairs = await local.view(lambda tx: list(tx.range(b"\0", b"\xff" * 8, COPY_PAIRS)))
         if not pairs:
             return
-        await _write(local, {key: None for key, _ in pairs})
+        await _write(local, {key: None for key, _ in pairs}, session)
 
 
-async def _write(local: LmdbEngine, writes: Writes) -> None:
+async def _write(local: LmdbEngine, writes: Writes, session: Session) -> None:
+    await session.keep_joining()
     if writes:
         local.apply(writes)
     if local.journal_bytes > journal.SEGMENT_BYTES >> 1:

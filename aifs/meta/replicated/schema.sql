@@ -283,7 +283,7 @@ end $$;
 
 
 -- Ends the sessions whose lease is over; how many.
-create function end_silent() returns int language plpgsql as $$
+create function aifs.end_silent() returns int language plpgsql as $$
 declare
     count int;
 begin
@@ -319,10 +319,14 @@ $$;
 create function aifs.trim(keep int) returns bigint language plpgsql as $$
 declare
     removed bigint;
+    bound bigint;
 begin
+    select h.seq - keep into bound from aifs.head h;
+    if not found then
+        return 0;  -- what hosts put back goes behind the last row
+    end if;
     delete from aifs.feed f where f.seq <= least(
-        (select min(s.cursor) from aifs.session s where s.ended is null),
-        (select h.seq - keep from aifs.head h)
+        (select min(s.cursor) from aifs.session s where s.ended is null), bound
     );
     get diagnostics removed = row_count;
     return removed;
@@ -348,8 +352,10 @@ begin
         or aifs.refusal(me) = 3 then
         return;
     end if;
-    insert into aifs.map select p.key, p.value
-        from unnest(keys_, vals_) p(key, value) where p.value is not null
+    -- Of a key that was patched several times the last value counts.
+    insert into aifs.map select distinct on (p.key) p.key, p.value
+        from unnest(keys_, vals_) with ordinality p(key, value, at) where p.value is not null
+        order by p.key, p.at desc
         on conflict on constraint map_pkey do update set value = excluded.value;
     delete from aifs.map m using unnest(keys_, vals_) p(key, value)
         where m.key = p.key and p.value is null;

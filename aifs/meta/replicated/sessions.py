@@ -9,6 +9,7 @@ database's clock. So whoever waits for a lease to end knows that its host says n
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import trio
@@ -29,8 +30,8 @@ PATIENCE_S = 10.0
 REOPEN_S = 0.02
 """Between two questions whether it goes on."""
 
-_LOOK_S = 0.02
-"""Between two looks at who has shown something, if nobody tells."""
+_LOOK_MIN_S, _LOOK_MAX_S = 0.02, 0.5
+"""Between two looks at who has shown something, if nobody tells: doubled from one to the next."""
 
 
 def clock_s() -> float:
@@ -79,8 +80,8 @@ class Session:
         """The last number of the feed that it has heard of."""
         self.cursor = 0
         """The replica has the feed up to here. The engine says so, as of ``shown``."""
-        self.shown = 0
-        """So has the kernel."""
+        self.shown: int | None = None
+        """So has the kernel; None: the host joins, and nobody waits for it."""
         self.members = 0
         """How often sessions had begun or ended, as it was heard last."""
         self.sure_until_s = 0.0
@@ -90,6 +91,8 @@ class Session:
         self._database = database
         self._exchange = exchange
         """The other hosts."""
+        self._beat_due_s = 0.0
+        """When who joins beats again, by ``clock_s``."""
         self._told: dict[int, int] = {}
         """What other sessions have said that they have shown."""
         self._news = trio.Event()
@@ -153,7 +156,7 @@ class Session:
             db.BEAT,
             db.of_int(self.number),
             db.of_bigint(self.cursor),
-            db.of_bigint(self.shown),
+            db.NULL if self.shown is None else db.of_bigint(self.shown),
             db.of_float(LEASE_S),
         )
         if db.to_int(status) == db.ENDED:
@@ -163,6 +166,15 @@ class Session:
             self.head = db.to_int(head)
         self.members = db.to_int(members)
         return db.to_int(status)
+
+    async def keep_joining(self) -> None:
+        """Beat if that is due: for who joins, which takes long, and does not run yet. Raises
+        Unavailable.
+        """
+        if clock_s() >= self._beat_due_s:
+            self._beat_due_s = clock_s() + BEAT_S
+            with suppress(AnswerLost):
+                await self.beat()
 
     async def keep(self, beat: Callable[[], Awaitable[None]]) -> None:
         """Call ``beat`` each second, until the session ends."""
@@ -221,6 +233,7 @@ class Session:
         """All sessions but ours have shown the feed up to ``seq``, or their lease is over. Raises
         Unavailable."""
         waiting: set[int] | None = None
+        look_s = _LOOK_MIN_S
         while True:
             self.check()
             if waiting is not None:
@@ -232,16 +245,16 @@ class Session:
                 waiting = {one for one in waiting if self._told.get(one, 0) < seq}
                 if not waiting:
                     return
-            with trio.move_on_after(_LOOK_S):
+            with trio.move_on_after(look_s):
                 await self._news.wait()
                 continue
-            waiting = None
+            waiting, look_s = None, min(2 * look_s, _LOOK_MAX_S)
 
     async def end(self, reason: str = "unmounted") -> None:
         """Nothing is asked for in its name any more. Raises Unavailable."""
         if not self.ended:
-            self.ended = reason
             await end_session(self._database, self.number, reason)
+            self.ended = reason
 
 
 async def reopen(database: MapDatabase, session: int) -> bool:
