@@ -3,13 +3,16 @@ replica's disk.
 """
 
 import os
+import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from aifs.core.config import Config
+from aifs.core.kinds import split_endpoint
+from aifs.core.limits import within
 
 if TYPE_CHECKING:
-    from aifs.meta.replicated.blocking import BlockingDatabase
+    from aifs.meta.replicated.blocking import BlockingDatabase, LiveHost
 
 _SLOW_S = 0.005
 """A round trip to the database that takes longer is told: each change waits for one."""
@@ -18,6 +21,12 @@ _ASKED = 5
 
 _CLOCK_S = 0.5
 """Programs take times of files that differ by more for changes, or miss changes."""
+
+_CONNECT_S = 3.0
+"""A host that lives takes connections sooner."""
+
+_ANSWER_S = 10.0
+"""How long a data server may take to say whose it is."""
 
 _ROOM = 2
 """Free space of the replica's filesystem that is enough, as a multiple of what the database has."""
@@ -87,7 +96,7 @@ def _store(config: Config, database: "BlockingDatabase") -> list[ClusterCheck]:
     wrong = ""
     for path in config.servers:
         try:
-            marker = storage_at(path).read_marker()
+            marker = within(_ANSWER_S, storage_at(path).read_marker)
         except (StoreError, OSError) as error:
             wrong = wrong or str(error)
             continue
@@ -98,15 +107,38 @@ def _store(config: Config, database: "BlockingDatabase") -> list[ClusterCheck]:
     checks = [
         ClusterCheck("store", wrong or f"the database holds {store}, as the servers say", fix)
     ]
-    mine = [host for host in database.live_hosts() if host.name == config.host.name]
+    live = database.live_hosts()
+    mine = [host for host in live if host.name == config.host.name]
     if mine and find_holder(config.meta.directory) is None:
         why = f"a host with the name {config.host.name} uses the store, at {mine[0].address}"
         checks.append(ClusterCheck("host.name", why, "give this host another one: host.name"))
+    checks += _network(config, [host for host in live if host.name != config.host.name])
     try:
         require_replica(config.meta.directory, store, database.url)
         checks.append(_room(config.meta.directory, database.map_bytes()))
     except StoreError as error:
         checks.append(ClusterCheck("replica", str(error), "see there"))
+    return checks
+
+
+def _network(config: Config, others: "list[LiveHost]") -> list[ClusterCheck]:
+    """Whether others can know where this host is, and it reaches them."""
+    from aifs.core.errors import UserError
+    from aifs.store.hosts import own_address
+
+    try:
+        own = own_address(config)
+    except UserError as error:
+        return [ClusterCheck("host.address", str(error), "see there")]
+    checks = [ClusterCheck("host.address", f"others reach this host at {own}")]
+    for host in others:
+        try:
+            with socket.create_connection(split_endpoint(host.address), _CONNECT_S):
+                pass
+        except (OSError, ValueError) as error:
+            fix = "is a firewall between, or its host.address wrong? It costs speed, and locks wait"
+            why = f"is not reached at {host.address}: {error}"
+            checks.append(ClusterCheck(f"host {host.name}", why, fix))
     return checks
 
 

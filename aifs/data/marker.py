@@ -6,7 +6,8 @@ written to.
 
 One JSON object with ``format`` ("aifs 1"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
 "burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. The
-metadata directory of a host of many is a "replica": the metadata are in a database.
+metadata directory of a host of many is a "replica": the metadata are in a database, which
+``database`` names in all directories of such a store: who has it mounted is known there alone.
 """
 
 import json
@@ -37,10 +38,17 @@ class Identity(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Marker:
     format: str
+    """FORMAT."""
     store: str
+    """UUID."""
     role: str
+    """One of ROLES."""
     id: int
+    """Number within the role."""
     created: str
+    """ISO 8601, UTC."""
+    database: str = ""
+    """The url of the database that had the metadata when it was written; "": none."""
 
 
 def write_marker(directory: str, marker: Marker) -> None:
@@ -49,7 +57,10 @@ def write_marker(directory: str, marker: Marker) -> None:
 
 
 def encode_marker(marker: Marker) -> bytes:
-    return json.dumps(asdict(marker)).encode() + b"\n"
+    fields = asdict(marker)
+    if not marker.database:
+        del fields["database"]
+    return json.dumps(fields).encode() + b"\n"
 
 
 def read_marker(directory: str) -> Marker:
@@ -88,7 +99,8 @@ def decode_marker(content: bytes, path: str) -> Marker:
         raise StoreError(
             f"{path}: format {marker.format!r}, but this version knows {FORMAT!r} alone"
         )
-    if marker.role not in ROLES or type(marker.id) is not int or type(marker.store) is not str:
+    kinds = type(marker.store), type(marker.id), type(marker.database)
+    if marker.role not in ROLES or kinds != (str, int, str):
         raise StoreError(f"{path}: damaged marker; restore it from another copy of the directory")
     return marker
 

@@ -54,6 +54,13 @@ def find_host(tx: ReadTransaction, number: int) -> HostRecord | None:
     return None if value is None else decode_host(value)
 
 
+def read_hosts(tx: ReadTransaction) -> dict[int, str]:
+    """The names of all hosts, by their numbers. Raises Unavailable."""
+    return {
+        keys.number(key): decode_host(value).name for key, value in tx.range(*keys.all_of(b"p"))
+    }
+
+
 def name_of(tx: ReadTransaction, number: int) -> str:
     """The name of a host, for people and for calls."""
     record = find_host(tx, number)

@@ -4,6 +4,7 @@ The metadata directory holds this host's replica, which can be made anew at any 
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,23 +13,37 @@ from functools import partial
 import trio
 
 from aifs.core.config import Config
-from aifs.core.errors import StoreBusy, StoreError
+from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.data.marker import NAME as MARKER
-from aifs.data.marker import read_marker
+from aifs.data.marker import Identity, Marker, check_identity, read_marker
+from aifs.data.patience import Patience, ask_all
+from aifs.data.server import role_of
 from aifs.data.servers import Servers
+from aifs.data.storages import below, storage_at
+from aifs.layout.placement import LOST
 from aifs.meta import keys
+from aifs.meta.kv import Engine
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated import blocking
 from aifs.meta.replicated.blocking import BlockingDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine
-from aifs.meta.replicated.sessions import Member, Session
+from aifs.meta.replicated.sessions import Member, Session, taken
+from aifs.meta.servers import decode_server
 from aifs.store import directories
-from aifs.store.hosts import Hosts, enter
+from aifs.store.hosts import Hosts, enter, own_address
 from aifs.store.owner import NAME as OWNER
 from aifs.store.owner import OwnerLock
 from aifs.store.right import StoreRight
 
+log = logging.getLogger(__name__)
+
 _LOOK_S = 0.5
+
+_WATCH_S = 3.0
+"""In such a time a host that reaches the database has renewed its lease."""
+
+_ANSWER_S = 10.0
+"""How long a data server may take to say whose it is."""
 
 _ALONE = "alone:0"
 """The address of a session that allows no other one."""
@@ -61,6 +76,44 @@ def find_store(database: BlockingDatabase) -> str:
         ) from None
 
 
+def find_unused(config: Config) -> str:
+    """The uuid of the store in the configured database, which no host uses; "" if there is none.
+    Blocks. Raises StoreError, StoreBusy.
+    """
+    with BlockingDatabase(config.meta.url, config.meta.secret) as database:
+        if not database.holds_store():
+            return ""
+        database.require_unused()
+        return find_store(database)
+
+
+def _require_own_servers(config: Config, database: BlockingDatabase, store: str) -> None:
+    """The data servers that this host sees are those of the store. Those that do not answer or say
+    nothing are left to who opens them. Raises StoreError.
+    """
+    rows = database.values(*keys.all_of(b"s"))
+    wanted = {path: Identity(store, "data", -1) for path in config.servers}
+    for key, value in rows.items():
+        try:
+            number, row = keys.number(key), decode_server(value)
+        except Unavailable:
+            continue  # which is told when it is opened
+        if role_of(number) == "data" and row.state != LOST:
+            wanted[below(config.source, row.path)] = Identity(store, "data", number)
+    places = [storage_at(path) for path in wanted]
+    answers = ask_all([(Patience(), place.read_marker, ()) for place in places], _ANSWER_S)
+    for (path, identity), marker in zip(wanted.items(), answers, strict=True):
+        if not isinstance(marker, Marker):
+            continue
+        if marker.store != store:
+            raise StoreError(
+                f"{path}: is of store {marker.store}, and {database.url} holds store {store}; "
+                f"correct servers, or meta.url, in {config.source}"
+            )
+        if identity.id >= 0:
+            check_identity(path, marker, identity)
+
+
 def require_replica(directory: str, store: str, url: str) -> bool:
     """The directory may hold the replica of that store, or nothing. Whether it is marked as such.
     Raises StoreError.
@@ -83,14 +136,19 @@ def require_replica(directory: str, store: str, url: str) -> bool:
     return True
 
 
+def _require_free_name(name: str, database: BlockingDatabase) -> None:
+    for one in database.live_hosts():
+        if one.name == name:
+            raise StoreBusy(taken(name, one.address, one.lease_left_s))
+
+
 class ClusterMetadata:
     """In a database."""
 
     def __init__(self, config: Config, mountpoint: str, alone: bool) -> None:
         """``alone``: no other host may have a session at the same time."""
-        if alone:
-            host = config.host.model_copy(update={"address": _ALONE})
-            config = config.model_copy(update={"host": host})
+        host = {"address": _ALONE if alone else own_address(config)}
+        config = config.model_copy(update={"host": config.host.model_copy(update=host)})
         self._config = config
         self._thorough = not mountpoint  # a command may take the time to look at all of the replica
         self._replica = config.meta.directory
@@ -99,8 +157,11 @@ class ClusterMetadata:
         self.where = config.meta.url
         with BlockingDatabase(config.meta.url, config.meta.secret) as database:
             self.store = find_store(database)  # its uuid
-        # Whether the directory says that it is the replica.
-        self._is_marked = require_replica(self._replica, self.store, self.where)
+            # Whether the directory says that it is the replica.
+            self._is_marked = require_replica(self._replica, self.store, self.where)
+            if not self._is_marked:  # else a session of this name may be this host's own
+                _require_free_name(config.host.name, database)
+            _require_own_servers(config, database, self.store)
         # For messages.
         self.remedy = f"If the database is right, have the replica made anew: rm -r {self._replica}"
 
@@ -116,12 +177,32 @@ class ClusterMetadata:
             raise
         self._session = engine.session
         try:
+            if config.host.address == _ALONE:
+                await self._end_silent(self.hosts)
             self._require_room(self.hosts.members)
         except BaseException:
-            self.hosts.peers.close()
-            engine.close()
+            self.give_up(engine)
             raise
         return engine
+
+    async def _end_silent(self, hosts: Hosts) -> None:
+        """A host whose lease is over must not come back while the store is checked. One that lives,
+        while the database was away, has some seconds to say so.
+        """
+        assert self._session is not None
+        if any(one.lease_left_s <= 0 for one in hosts.members):
+            await trio.sleep(_WATCH_S)
+            await self._session.end_silent()
+            await hosts.look()
+
+    def give_up(self, engine: Engine) -> None:
+        """Others need not wait until the lease is over."""
+        if self.hosts is not None:
+            self.hosts.peers.close()
+        try:
+            engine.close()
+        except Unavailable as error:
+            log.warning("%s", error)
 
     def _require_room(self, members: Iterable[Member]) -> None:
         """Who is alone, or wants to be, has nobody beside it. Of two that ask at once both may be

@@ -108,6 +108,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
                 f"{path}: holds what {marker.role} server {marker.id} of this store had, which is "
                 "stale; use an empty directory"
             )
+        raise StoreError(f"{path}: is of another store, {marker.store}; use an empty directory")
     if not force:
         raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
 
@@ -121,10 +122,30 @@ def _require_unmarked(address: str, force: bool) -> None:
         raise StoreError(f"{address}: holds a store already; --force erases it and all files in it")
 
 
-def mark(path: str, store: str, role: str, number: int) -> None:
-    """Make it that one of the store, and make it if need be. Durable on return."""
+def require_erasable(path: str, store: str) -> None:
+    """Nobody may have the directory in use whom its claims do not tell of: hosts that share a store
+    have sessions in their database instead. Raises StoreError.
+
+    ``store``: one that has none.
+    """
+    try:
+        marker = storage_at(path).read_marker()
+    except StoreError:
+        return
+    if marker.database and marker.store != store:
+        raise StoreError(
+            f"{path}: is of store {marker.store}, which hosts share by {marker.database}, and may "
+            "be in use there: --force with a SOURCE of that store erases it; if it is gone for "
+            f"ever: rm -r {path}"
+        )
+
+
+def mark(path: str, store: str, role: str, number: int, database: str = "") -> None:
+    """Make it that one of the store, and make it if need be. Durable on return. ``database``: the
+    url of that which has the store's metadata, if one has.
+    """
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    storage_at(path).mark(Marker(FORMAT, store, role, number, created))
+    storage_at(path).mark(Marker(FORMAT, store, role, number, created, database))
 
 
 def erase(role: str, path: str) -> None:

@@ -1,5 +1,6 @@
 """The hosts of a store, as one of them sees them: who is there, and who has the role."""
 
+import ipaddress
 import logging
 import socket
 from math import inf
@@ -8,7 +9,7 @@ import trio
 from psycopg.conninfo import conninfo_to_dict
 
 from aifs.core.config import Config
-from aifs.core.errors import NotFound, StoreError, Unavailable
+from aifs.core.errors import ConfigError, NotFound, StoreError, Unavailable
 from aifs.core.kinds import split_endpoint
 from aifs.core.role import Role
 from aifs.core.secret import read_secret
@@ -29,6 +30,8 @@ _SELDOM = 8
 
 
 _POSTGRESQL_PORT = 5432
+
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Hosts:
@@ -130,7 +133,7 @@ class Hosts:
 
 async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[ReplicatedEngine, Hosts]:
     """Begin a session of this host: its engine, with ``local`` as its replica, and the others.
-    ``store``: the uuid.
+    ``store``: the uuid. ``host.address`` is set.
 
     Raises ConfigError if it cannot listen for others; StoreBusy, StoreError, Unavailable. Then
     ``local`` is still the caller's.
@@ -139,8 +142,7 @@ async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[Replicat
     peers = Peers(store, name, secret.encode(), split_endpoint(config.host.listen))
     try:
         database, exchange = MapDatabase(config.meta.url, secret), Exchange(peers)
-        address = config.host.address or _own_address(config.meta.url, peers.port)
-        engine = await join(local, database, name, address, exchange)
+        engine = await join(local, database, name, config.host.address, exchange)
     except BaseException:
         peers.close()
         raise
@@ -149,8 +151,27 @@ async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[Replicat
     return engine, hosts
 
 
-def _own_address(url: str, port: int) -> str:
-    """Where this host is seen by the database, with the port at which it listens."""
+def own_address(config: Config) -> str:
+    """Where other hosts reach this one: what the configuration says, or where it listens; if that
+    is everywhere, where the database sees it. Raises ConfigError, StoreError.
+    """
+    if config.host.address:
+        return config.host.address
+    address, port = split_endpoint(config.host.listen)
+    if address not in _EVERYWHERE:
+        return config.host.listen
+    own = _seen_by(config.meta.url)
+    if ipaddress.ip_address(own).is_loopback:
+        raise ConfigError(
+            f"{config.source}: host.address is missing: the database is on this machine ({own}), "
+            "so nobody can tell where other hosts reach this one; set host.address, or "
+            f"host.listen, to ADDRESS:{port}"
+        )
+    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+
+
+def _seen_by(url: str) -> str:
+    """This host's address, as the database at ``url`` sees it."""
     about = conninfo_to_dict(url)
     first = str(about.get("host") or "localhost").partition(",")[0]
     at = int(str(about.get("port") or _POSTGRESQL_PORT).partition(",")[0])
@@ -158,9 +179,8 @@ def _own_address(url: str, port: int) -> str:
         family, kind, _, _, there = socket.getaddrinfo(first, at, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as trial:
             trial.connect(there)  # which sends nothing
-            own = trial.getsockname()[0]
+            return str(trial.getsockname()[0])
     except OSError as error:
         raise StoreError(
             f"{url}: this host's own address is not known: {error}; say it (host.address)"
         ) from error
-    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"

@@ -208,8 +208,10 @@ def find(config: Config, source: str) -> tuple[str, FoundBackups]:
     """The store's uuid, as the data servers tell it, and the backups on them or in the directory
     ``source``.
 
-    Raises StoreError.
+    Raises StoreError, also if the metadata are in a database.
     """
+    if config.is_cluster:
+        raise _in_database(config.source, config.meta.url)
     stores: dict[str, str] = {}
     places: list[Storage] = []
     for path in config.servers:
@@ -219,6 +221,8 @@ def find(config: Config, source: str) -> tuple[str, FoundBackups]:
         except StoreError as error:
             _log.warning("not used: %s", error)
             continue
+        if marker.database:
+            raise _in_database(path, marker.database)
         stores[marker.store] = path
         places.append(storage)
     if not stores:
@@ -238,6 +242,13 @@ def find(config: Config, source: str) -> tuple[str, FoundBackups]:
     if source:
         return store, FoundBackups(store, [DirectoryStorage(source)], "")
     return store, FoundBackups(store, places, BACKUP)
+
+
+def _in_database(place: str, database: str) -> StoreError:
+    return StoreError(
+        f"{place}: the metadata of this store are in {database}, and are backed up and restored "
+        "there (pg_dump, pg_restore); a host's replica is made anew by its next mount"
+    )
 
 
 def states(found: FoundBackups) -> Iterator[RestorableState]:

@@ -77,5 +77,8 @@ class Metadata(Protocol):
     async def open(self) -> Engine:
         """Blocks the thread. Raises StoreError, StoreBusy, BrokenDatabase."""
 
+    def give_up(self, engine: Engine) -> None:
+        """Let go of what ``open`` has returned: the store cannot be used. Blocks."""
+
     def right(self, owner: OwnerLock, servers: Servers) -> StoreRight:
         """``owner``: of the metadata directory."""

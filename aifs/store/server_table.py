@@ -21,10 +21,11 @@ from aifs.core.log import logger
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
-from aifs.data.storages import below
+from aifs.data.storages import below, storage_at
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import keys, servers
+from aifs.meta.hosts import read_hosts
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Garbage, decode_burst, decode_garbage
 from aifs.meta.servers import ServerRecord
@@ -124,7 +125,7 @@ class ServerTable:
         try:
             directories.require_distinct(paths, silent)
             directories.require_usable(role, directory, store=self._store)
-            directories.mark(directory, self._store, role, number)
+            directories.mark(directory, self._store, role, number, self._config.meta.url)
         except OSError as error:
             raise StoreError(f"{directory}: {error.strerror}") from error
 
@@ -318,14 +319,32 @@ async def register_burst(config: Config, engine: Engine, store: str) -> None:
     known = directories.same_directories(config.burst.directories, own)
     new = [path for path in config.burst.directories if path not in known]
     for path in new:
+        _require_nobodys(path, table, store, await engine.view(read_hosts))
         directories.require_usable("burst", path, store=store)
         server_id = await engine.transact(servers.take_number, "burst")
         files.make_dirs(path)
-        directories.mark(path, store, "burst", server_id - BURST_FIRST)
+        directories.mark(path, store, "burst", server_id - BURST_FIRST, config.meta.url)
         row = ServerRecord(directories.recorded_path(config, path), host=engine.host)
         await engine.transact(servers.put_server, server_id, row)
     if new:
         await engine.barrier()
+
+
+def _require_nobodys(
+    path: str, table: Mapping[int, ServerRecord], store: str, hosts: Mapping[int, str]
+) -> None:
+    """It is no burst directory that the store has. Raises StoreError that names its host."""
+    try:
+        marker = storage_at(path).read_marker()
+    except StoreError:
+        return
+    row = table.get(id_of(marker.role, marker.id))
+    if marker.store == store and row is not None:
+        name = hosts.get(row.host, f"number {row.host}")
+        raise StoreError(
+            f"{path}: is a burst directory of host {name}, which may have the only copy of files "
+            f"there; if this is that host, set host.name to {name}, else name another directory"
+        )
 
 
 def note_elsewhere(

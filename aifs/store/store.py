@@ -131,6 +131,10 @@ def format_store(config: Config, force: bool) -> str:
     directories.require_distinct([path for _, _, path in roles])
     for role, _, path in roles:
         directories.require_usable(role, path, force=force)
+    if force:
+        erased = _store_in_database(config)
+        for role, _, path in roles:
+            directories.require_erasable(path, erased)
     with _making(config, force) as make:
         return _format(config, roles, make)
 
@@ -151,6 +155,15 @@ def _making(config: Config, force: bool) -> AbstractContextManager[_Put | None]:
     return making(config, force)
 
 
+def _store_in_database(config: Config) -> str:
+    """The uuid of the one that is made anew there, if no host has it; "" if there is none."""
+    if not config.is_cluster:
+        return ""
+    from aifs.store.cluster import find_unused
+
+    return find_unused(config)
+
+
 def _format(config: Config, roles: list[_Role], put: _Put | None) -> str:
     meta_role, _, meta = roles[0]
     files.make_dirs(meta)
@@ -165,7 +178,7 @@ def _format(config: Config, roles: list[_Role], put: _Put | None) -> str:
         # Of many hosts each adds its own burst directories when it mounts the store.
         registered = [each for each in roles[1:] if each[0] == "data" or put is None]
         for role, number, path in registered:
-            directories.mark(path, identity, role, number)
+            directories.mark(path, identity, role, number, config.meta.url)
         domains = {place.path: place.domain for place in config.places}
         table = {
             id_of(role, number): ServerRecord(
@@ -183,7 +196,7 @@ def _format(config: Config, roles: list[_Role], put: _Put | None) -> str:
         if put is not None:
             directories.erase(meta_role, meta)  # the first mount makes the replica
         # The marker of the metadata directory comes last: without it there is no store.
-        directories.mark(meta, identity, meta_role, 0)
+        directories.mark(meta, identity, meta_role, 0, config.meta.url)
     finally:
         owner.release(orderly=True)
     return identity
@@ -256,6 +269,9 @@ class _LocalMetadata:
         meta = self._config.meta
         return LmdbEngine(meta.directory, meta.commit_interval_s, thorough=not self._mountpoint)
 
+    def give_up(self, engine: Engine) -> None:
+        engine.abandon()
+
     def right(self, owner: OwnerLock, servers: Servers) -> StoreRight:
         return Ownership(self._config.meta.directory, self._mountpoint, owner, servers)
 
@@ -298,6 +314,9 @@ async def open_store(
         engine = await metadata.open()
         identity, clean, boot = await _read_identity(engine, metadata)
         if config.is_cluster:
+            table = await engine.view(read_table)
+            named = [below(config.source, record.path) for record in table.values()]
+            require_registered(config, [*named, *config.burst.directories], adding)
             await register_burst(config, engine, identity)
         table = await engine.view(read_table)
         elsewhere = {n: row.host for n, row in table.items() if row.host not in (0, engine.host)}
@@ -334,7 +353,7 @@ async def open_store(
         if servers is not None:
             servers.close()
         if engine is not None:
-            engine.abandon()
+            metadata.give_up(engine)
         owner.release(orderly=True)
         if isinstance(error, BrokenDatabase):
             raise StoreError(f"{error}. {metadata.remedy}") from error

@@ -243,3 +243,95 @@ def test_doctor_says_what_is_wrong_with_a_host_of_many(
     assert "chmod 600" in str(checks(alpha)["secret"]["why"])
     wrong.chmod(0o600)
     assert "refuses the secret" in str(checks(alpha)["database"]["why"])
+
+
+def test_a_cluster_is_not_restored_nor_erased_behind_its_hosts(
+    host: Host, mounts: Callable[[Path], Path], a_postgres: Postgres, scratch: Path
+) -> None:
+    alpha = host("alpha")
+    aifs("format", alpha)
+    path = mounts(alpha)
+    (path / "kept").write_bytes(bytes(range(256)) * 8192)
+    aifs("drain", path)
+    servers = f"[{scratch}/servers/0, {scratch}/servers/1]"
+    local = scratch / "local.yaml"
+    local.write_text(f"meta: {{directory: {scratch}/meta}}\nservers: {servers}\n")
+    before = everything_in(scratch / "servers")
+    for source in (local, alpha):
+        for command in ("restore", "list"):
+            said = refused("meta", command, source)
+            assert "the metadata of this store are in postgresql://" in said
+    assert "which hosts share by postgresql://" in refused("format", local, "--force")
+    with a_postgres.new_database() as second:
+        other = host("other", url=second.url)
+        assert "which hosts share by postgresql://" in refused("format", other, "--force")
+    assert everything_in(scratch / "servers") == before and not (scratch / "meta").exists()
+    assert (path / "kept").read_bytes() == bytes(range(256)) * 8192
+
+
+def test_sessions_go_on_counting_where_a_store_is_made_anew(
+    host: Host, mounts: Callable[[Path], Path], database: TestDatabase
+) -> None:
+    def session() -> int:
+        with psycopg.connect(database.conninfo) as connection:
+            found = connection.execute("SELECT max(id) FROM aifs.session").fetchone()
+            assert found is not None
+            return int(found[0])
+
+    alpha = host("alpha")
+    aifs("format", alpha)
+    aifs("umount", mounts(alpha))
+    last = session()
+    aifs("format", alpha, "--force")
+    aifs("umount", mounts(alpha))
+    assert session() > last
+
+
+def test_a_burst_directory_belongs_to_one_host(
+    host: Host, mounts: Callable[[Path], Path], scratch: Path
+) -> None:
+    alpha = host("alpha")
+    aifs("format", alpha)
+    path = mounts(alpha)
+    (path / "file").write_bytes(bytes(8192))
+    (scratch / "mnt").mkdir()
+    beta = host("beta", burst=f"{scratch}/alpha/burst")
+    for _ in range(2):  # also if it is empty
+        assert "is a burst directory of host alpha" in refused("mount", beta, scratch / "mnt")
+        (path / "file").unlink(missing_ok=True)
+    # The mount that was refused holds up nobody.
+    said = json.loads(aifs("hosts", path, "--json").stdout)["hosts"]
+    assert [one["name"] for one in said] == ["alpha"]
+
+
+def test_a_mount_that_is_refused_has_written_nothing(
+    host: Host, mounts: Callable[[Path], Path], database: TestDatabase, scratch: Path
+) -> None:
+    alpha = host("alpha")
+    aifs("format", alpha)
+    local = scratch / "local.yaml"
+    local.write_text(f"meta: {{directory: {scratch}/meta}}\nservers: [{scratch}/of-another]\n")
+    aifs("format", local)
+    (scratch / "mnt").mkdir()
+    path = mounts(alpha)
+    (scratch / "twin").mkdir()
+    twin = scratch / "twin" / "aifs.yaml"
+    twin.write_text(alpha.read_text().replace(f"{scratch}/alpha/", f"{scratch}/twin/"))
+    everywhere = host("everywhere")
+    everywhere.write_text(everywhere.read_text().replace("'127.0.0.1:", "'0.0.0.0:"))
+    one, two = scratch / "servers" / "0", scratch / "servers" / "1"
+    for source, code, expected in (
+        (twin, 5, "a host named alpha has the store mounted"),
+        (host("beta", servers=f"{scratch}/of-another"), 4, "of-another: is of store"),
+        (host("gamma", servers=f"{one}, {two}, {scratch}/no"), 4, "is not part of the store"),
+        (everywhere, 3, "host.address is missing: the database is on this machine (127.0.0.1)"),
+    ):
+        before = sorted(source.parent.rglob("*"))
+        with psycopg.connect(database.conninfo) as connection:
+            rows = connection.execute("SELECT key FROM aifs.map WHERE key < 't'").fetchall()
+            assert expected in refused("mount", source, scratch / "mnt", code=code)
+            after = connection.execute("SELECT key FROM aifs.map WHERE key < 't'").fetchall()
+        assert after == rows
+        if source.parent.name != "gamma":  # which has got its replica
+            assert sorted(source.parent.rglob("*")) == before
+    aifs("umount", path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,13 @@ def test_the_file_is_as_documented(tmp_path):
     assert read_marker(str(tmp_path)) == MARKER
 
 
+def test_the_database_of_a_store_is_named(tmp_path):
+    shared = replace(MARKER, database="postgresql://aifs@10.0.0.1:5432/aifs")
+    write_marker(str(tmp_path), shared)
+    assert json.loads((tmp_path / ".aifs").read_bytes()) == FIELDS | {"database": shared.database}
+    assert read_marker(str(tmp_path)) == shared
+
+
 def test_a_marker_can_be_replaced(tmp_path):
     write_marker(str(tmp_path), MARKER)
     other = Marker("aifs 1", "another", "meta", 0, "2025-01-02T00:00:00+00:00")
@@ -45,6 +53,7 @@ def test_a_marker_can_be_replaced(tmp_path):
         (json.dumps(FIELDS | {"role": "tape"}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"id": "3"}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"store": None}).encode(), "damaged marker"),
+        (json.dumps(FIELDS | {"database": 1}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"format": "aifs 2"}).encode(), "format 'aifs 2', but this version"),
         (json.dumps(FIELDS | {"format": 1}).encode(), "an unreleased version of AIFS made"),
     ],

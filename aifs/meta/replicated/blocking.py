@@ -90,6 +90,19 @@ class BlockingDatabase:
             found = cursor.execute("SELECT value FROM aifs.map WHERE key = %s", (key,)).fetchone()
         return found[0] if found is not None else None
 
+    def values(self, start: bytes, end: bytes) -> dict[bytes, bytes]:
+        """What the map has in [start, end). There is a store."""
+        with self.transaction() as cursor:
+            cursor.execute(
+                "SELECT key, value FROM aifs.map WHERE key >= %s AND key < %s", (start, end)
+            )
+            return {key: value for key, value in cursor.fetchall()}
+
+    def require_unused(self) -> None:
+        """No host uses the store just now. There is one. Raises StoreBusy."""
+        with self.transaction() as cursor:
+            require_unused(cursor, self.url)
+
     def live_hosts(self) -> list[LiveHost]:
         """There is a store."""
         with self.transaction() as cursor:
@@ -113,12 +126,18 @@ def make(cursor: psycopg.Cursor[tuple], url: str, erase: bool) -> None:
 
     Raises StoreError if there is one, StoreBusy if a host uses it.
     """
+    last = 0
     if _holds_schema(cursor):
         if not erase:
             raise StoreError(f"{url}: holds a store already; --force erases it and all files in it")
         require_unused(cursor, url)
+        cursor.execute("SELECT coalesce(max(id), 0) FROM aifs.session")
+        last = _one(cursor)
         cursor.execute("DROP SCHEMA aifs CASCADE")
     cursor.execute(resources.files(__package__).joinpath("schema.sql").read_bytes())
+    # A host that hangs with a session of the old store, which nobody has ended, must not find one
+    # of that number.
+    cursor.execute(f"ALTER TABLE aifs.session ALTER id RESTART WITH {last + 1}".encode())
 
 
 def put_pairs(cursor: psycopg.Cursor[tuple], pairs: Iterable[tuple[bytes, bytes]]) -> None:

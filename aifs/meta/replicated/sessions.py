@@ -128,12 +128,7 @@ class Session:
                     numbers = map(db.to_int, (number, host, head))
                     return cls(database, exchange, name, *numbers)
                 case db.TAKEN:
-                    raise StoreBusy(
-                        f"a host named {name} has the store mounted ({(other or b'').decode()}). "
-                        f"If it is dead, try again in {max(0.0, db.to_float(left_s)):.0f} s, when "
-                        "its lease is over; if it is another host, give one of them another "
-                        "host.name"
-                    )
+                    raise StoreBusy(taken(name, (other or b"").decode(), db.to_float(left_s)))
                 case db.RECOVERING:
                     await reopen(database, 0)
                     await trio.sleep(REOPEN_S)
@@ -255,6 +250,15 @@ class Session:
         if not self.ended:
             await end_session(self._database, self.number, reason)
             self.ended = reason
+
+
+def taken(name: str, address: str, lease_left_s: float) -> str:
+    """What to tell a second host of that name."""
+    return (
+        f"a host named {name} has the store mounted ({address}). If it is dead, try again in "
+        f"{max(0.0, lease_left_s):.0f} s, when its lease is over; if it is another host, give one "
+        "of them another host.name"
+    )
 
 
 async def reopen(database: MapDatabase, session: int) -> bool:
