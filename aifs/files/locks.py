@@ -192,6 +192,8 @@ class Locks:
         one of the other kind.
         """
         with self._using(ino) as inode:
+            while inode.closing:  # the kernel may call an owner as one that is on its way out
+                await inode.closed.wait()
             request = _Request(space, lock, next(self._tickets))
             with trio.CancelScope(shield=True):
                 is_granted = await self._obtain(ino, inode, request, False)
