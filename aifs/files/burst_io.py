@@ -283,7 +283,7 @@ class BurstIO:
         copy, inode = file.own_copy, file.inode
         try:
             data = await copy.read(offset, length)
-            if len(data) == length or file.marked:
+            if len(data) == length or file.marked or file.home:  # its home may be truncating it
                 return data
             raise Unavailable(
                 f"inode {inode.ino}: its burst copy ends at byte {offset + len(data)} of "

@@ -23,6 +23,7 @@ from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
+from aifs.data.objects.recovery import forget_columns
 from aifs.data.patience import giving_up
 from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
@@ -215,6 +216,9 @@ class FileIO:
         """Another host has made this of an inode's record. Whether programs have it open here. Does
         not block."""
         file, ino = self.adopt(stored), stored.ino
+        objects = stored.objects
+        if objects is not None and not objects.is_protected:  # those are written in place
+            forget_columns(self._servers.cache, objects, (ino, stored.oid))
         if file is None:
             if ino in self._opening:
                 self.overtake(ino)
@@ -227,6 +231,9 @@ class FileIO:
         """Another host has begun to change a file, or has ended. Does not block."""
         if self.is_open(ino):
             self.overtaken[ino] = object()
+        file = self.open.get(ino)
+        if file is not None:
+            file.changes += 1  # what is being made of the bytes here must not count
 
     def overtake_objects(self, oid: int) -> None:
         """Another host knows that columns of these objects must not be read. Does not block."""
@@ -506,6 +513,10 @@ class FileIO:
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was
         cancelled, are closed."""
+        if self._engine.host:  # others see what was written past us when it is on record
+            for file in self.open.values():
+                if file.backing and file.writers and file.inode.in_burst and file.own_copy.is_open:
+                    self.burst.look(file)
         for file in [f for f in self.open.values() if f.unsaved or not f.handles]:
             if file.unsaved and file.handles:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
@@ -578,7 +589,10 @@ class FileIO:
                     raise
             except Unavailable:
                 overtaken = (
-                    copy is not file.copy or objects is not file.objects or (strict and file.marked)
+                    copy is not file.copy
+                    or objects is not file.objects
+                    or (strict and file.marked)
+                    or inode.ino in self.overtaken
                 )
                 if (
                     not overtaken

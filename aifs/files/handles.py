@@ -11,13 +11,13 @@ from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import LENT, FileHandle, Lent, Opened
+from aifs.files.types import LENT, WRITABLE, FileHandle, Lent, Opened
 from aifs.meta.records import APPEND_ONLY, Inode
 
 _log = logger(__name__)
 
 HANDLE_MAX = (1 << 32) - 1
-"""The largest handle of an inode that is not lent; then they begin anew."""
+"""The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew."""
 
 
 class Handles:
@@ -83,10 +83,10 @@ class Handles:
         if opened.writable:
             self.writers += 1
             self.last_writer_s = trio.current_time()
-        handle = self._next
-        while handle in self._handles:
-            handle = handle % HANDLE_MAX + 1
-        self._next = handle % HANDLE_MAX + 1
+        kind = WRITABLE if opened.writable else 0
+        while (handle := self._next | kind) in self._handles:
+            self._next = self._next % HANDLE_MAX + 1
+        self._next = self._next % HANDLE_MAX + 1
         self._handles[handle] = opened
         direct = file.outdated or (file.on_object and opened.writable)
         return Opened(handle, file.backing, direct and file.backing != 0)

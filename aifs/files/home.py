@@ -4,6 +4,8 @@ gives them up.
 
 from typing import Any
 
+import trio
+
 from aifs.burst.remote import GIVE_UP, READ
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
@@ -17,6 +19,11 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, FilePart, Peer
+
+_CLOSING_S = 0.1
+"""How long a file that is open for writing is waited for: close(2) returns before we hear of it."""
+
+_LOOK_S = 0.002
 
 
 class Home:
@@ -59,8 +66,10 @@ class Home:
         there, when this returns. Raises Busy while it is open for writing here.
         """
         (ino,) = arguments
-        file = self._io.open.get(ino)
-        if file is not None and file.may_be_written:
+        with trio.move_on_after(_CLOSING_S):
+            while self._is_written(ino):
+                await trio.sleep(_LOOK_S)
+        if self._is_written(ino):
             name = await self._engine.view(hosts.name_of, self._engine.host)
             raise Busy(f"inode {ino} is open for writing on host {name}")
         self._drain.request([ino])
@@ -68,6 +77,10 @@ class Home:
         await self._writeback.sync_files([ino])
         await self._engine.shown()
         return Answer()
+
+    def _is_written(self, ino: int) -> bool:
+        file = self._io.open.get(ino)
+        return file is not None and file.may_be_written
 
 
 def _has_copy(tx: ReadTransaction, ino: int, place: Copy) -> bool:

@@ -93,9 +93,9 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
 
 def _tells_holes(file: OpenInode) -> bool:
     """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a
-    mapping has written.
+    mapping has written. Nor where another host has the file.
     """
-    return bool(file.backing) or not file.writers
+    return not file.home and (bool(file.backing) or not file.writers)
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
@@ -154,7 +154,7 @@ async def copy(
         await _write_hole(io, target, offset_out, start - offset_in)
         return start - offset_in
     length = end - start
-    if source.inode.in_burst and target.inode.in_burst:
+    if source.inode.in_burst and target.inode.in_burst and not source.home:
         await io.enter_to_change(target, offset_out + length)
         try:
             sender, receiver = source.own_copy, target.own_copy

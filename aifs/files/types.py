@@ -110,6 +110,9 @@ class Passthrough(Protocol):
         """
 
 
+WRITABLE = 1 << 32
+"""A handle that can write has this bit."""
+
 LENT = 1 << 63
 """A handle of an inode that was lent is this and the inode number."""
 

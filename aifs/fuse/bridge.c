@@ -116,7 +116,10 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         }
         const struct fuse_in_header *header = buffer;
         struct answer answer;
-        enum verdict verdict = examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), &answer);
+        uint64_t sure_until_ns = bridge.state.sure_until_ns;
+        bool is_sure = sure_until_ns == 0 || clock_ns(CLOCK_BOOTTIME) < sure_until_ns;
+        enum verdict verdict =
+            examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), is_sure, &answer);
         if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
             passed = size;
             break;

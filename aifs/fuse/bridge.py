@@ -122,6 +122,7 @@ class BridgeState(ctypes.Structure):
         ("busy_polls", ctypes.c_bool),
         ("device", ctypes.c_int32),
         ("sees_all", ctypes.c_bool),
+        ("sure_until_ns", ctypes.c_uint64),
         ("kill_privileges", ctypes.c_bool),
         ("uid", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),
@@ -247,6 +248,12 @@ class Bridge:
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""
         self._state.sees_all = on
+
+    def be_sure_until(self, until_s: float) -> None:
+        """From then on, in seconds of CLOCK_BOOTTIME, what is known here may be old: whatever
+        Python can answer comes to Python, which asks. Until this is called it never is.
+        """
+        self._state.sure_until_ns = max(1, int(until_s * 10**9))
 
     def forget_all_names(self) -> bool:
         """From now on the kernel looks all names up anew, whatever locks programs hold. Whether it

@@ -84,7 +84,7 @@ _BASIC_STATS, _BTIME = 0x7FF, 0x800
 _OFFSET = struct.Struct("=Q")
 _RELEASE = struct.Struct("=QIIQ")  # handle, flags of open(2), flags, who may have an flock(2) lock
 _RELEASE_FLOCK = 1 << 1
-_FLUSH = struct.Struct("=8x8xQ")  # whose fcntl(2) locks end
+_FLUSH = struct.Struct("=Q8xQ")  # handle, whose fcntl(2) locks end
 _LOCK = struct.Struct("=QQQQIII4x")  # handle, owner, first byte, last byte, type, pid, flags
 _LOCK_FLOCK = 1 << 0
 _LOCK_REPLY = struct.Struct("=QQII")  # first byte, last byte, type, pid
@@ -183,7 +183,8 @@ class HandedOver:
     async def _answer(
         self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller
     ) -> None:
-        number, data = errno.EINTR, b""
+        # What is not done yet when a signal comes is done by RELEASE: close(2) never fails by that.
+        number, data = 0 if handler == self.flush else errno.EINTR, b""
         try:
             with self._running[unique]:
                 try:
@@ -453,7 +454,12 @@ class HandedOver:
 
     @answers
     async def flush(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        await self._fs.locks.flush(nodeid, self._fs.locks.owner(*_FLUSH.unpack_from(body)))
+        """close(2) waits for that: other hosts see what was written, and find no lock."""
+        handle, number = _FLUSH.unpack_from(body)
+        try:
+            await self._fs.flush(handle)
+        finally:
+            await self._fs.locks.flush(nodeid, self._fs.locks.owner(number))
         return b""
 
     @answers

@@ -90,6 +90,7 @@ static const struct kind kinds[OPCODES] = {
 /* A handle of the filesystem, as it answers OPEN and CREATE: the backing id (0: none; the kernel counts them up to
  * INT_MAX) above the handle proper. */
 #define HANDLE_BITS 33
+#define WRITABLE_HANDLE (UINT64_C(1) << 32) /* of a handle that can write */
 
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
@@ -112,6 +113,8 @@ struct state {
 
     int32_t device; /* /dev/fuse, while the bridge is in use; else -1 */
     bool sees_all;  /* somebody wants to see all requests: what Python can answer is passed on */
+    uint64_t sure_until_ns; /* by CLOCK_BOOTTIME; from then on that is passed on, too, as what other hosts have changed
+                             * may not be known here. 0: there are none */
 
     /* Of the request examined last. */
     bool kill_privileges; /* it asks to clear the set-id bits */
@@ -129,6 +132,7 @@ struct bridge {
     uint8_t locked[INODES_MAX / 8]; /* inodes that may have been locked, in the same way */
     uint64_t plain[PLAIN_MAX]; /* inodes known to have no security.capability, by a hash of their number */
     uint64_t xattr_changes;
+    bool is_sure; /* when the request examined last came, it was: see sure_until_ns */
     struct expected expected[EXPECTED_MAX];
     size_t expected_count;
     struct directories directories;
@@ -209,11 +213,22 @@ static inline uint32_t no_flush(const struct state *state)
     return state->granted & FUSE_POSIX_LOCKS ? 0 : FOPEN_NOFLUSH;
 }
 
+static inline bool passes_on(const struct bridge *bridge)
+{
+    return bridge->state.sees_all || !bridge->is_sure;
+}
+
+/* Whether a FLUSH is of a file that is open for writing, which other hosts are told of then. */
+static inline bool was_written(const struct fuse_flush_in *in)
+{
+    return (in->fh & (LENT_HANDLE | WRITABLE_HANDLE)) == WRITABLE_HANDLE;
+}
+
 /* Whether an OPEN is answered here: for reading, of an inode that is lent. */
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct fuse_open_in *in, uint64_t now_ns,
                               struct answer *answer)
 {
-    if (bridge->state.sees_all || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
+    if (passes_on(bridge) || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
         return false;
     const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
     if (lent == NULL)
@@ -240,6 +255,8 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
                                             const char *body, size_t size, struct answer *answer)
 {
     static const char acl[] = "system.posix_acl_";
+    if (!bridge->is_sure)
+        return PASS;
     if (asks_for(body, size, acl, sizeof acl - 1))
         return is_in(bridge->state.acls, header->nodeid) ? PASS : refuse(answer, ENODATA);
     if (!asks_for(body, size, capability, sizeof capability))
@@ -250,11 +267,13 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
     return PASS;
 }
 
-/* A request in full (header and body), and the time of day: the verdict, and for ANSWER the answer. Edits it in place. */
+/* A request in full (header and body), and the time of day: the verdict, and for ANSWER the answer. Edits it in place.
+ * `is_sure`: see sure_until_ns. */
 static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, uint64_t now_ns,
-                                           struct answer *answer)
+                                           bool is_sure, struct answer *answer)
 {
     struct state *state = &bridge->state;
+    bridge->is_sure = is_sure;
     struct fuse_in_header *header = message;
     *answer = (struct answer){0};
     state->kill_privileges = false;
@@ -288,7 +307,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     case FUSE_GETATTR: {
         const struct fuse_attr_out *found = find_directory(&bridge->directories, header->nodeid);
-        if (found == NULL || state->sees_all)
+        if (found == NULL || passes_on(bridge))
             return PASS;
         answer->attr = *found;
         answer->size = sizeof answer->attr;
@@ -296,7 +315,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     case FUSE_LOOKUP: {
         const struct span name = {body, size - 1}; /* behind it is a zero */
-        if (state->sees_all || !is_absent(&bridge->directories, state->fresh, header->nodeid, name))
+        if (passes_on(bridge) || !is_absent(&bridge->directories, state->fresh, header->nodeid, name))
             return PASS;
         answer->entry.entry_valid = state->keeping.absent_ns / SECOND_NS;
         answer->entry.entry_valid_nsec = state->keeping.absent_ns % SECOND_NS;
@@ -306,7 +325,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     case FUSE_READDIRPLUS: {
         const struct fuse_read_in *in = body;
         const struct end *end = end_of(&bridge->directories, header->nodeid);
-        bool is_end = end->ino == header->nodeid && end->offset == in->offset && !state->sees_all;
+        bool is_end = end->ino == header->nodeid && end->offset == in->offset && !passes_on(bridge);
         return is_end ? ANSWER : HAND_OVER;
     }
     case FUSE_SETLK:
@@ -316,7 +335,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     case FUSE_FLUSH:
         if (no_flush(state))
             return PASS;
-        return is_in(bridge->locked, header->nodeid) ? HAND_OVER : ANSWER;
+        return is_in(bridge->locked, header->nodeid) || was_written(body) ? HAND_OVER : ANSWER;
     case FUSE_RELEASE: {
         uint64_t handle;
         if (is_in(bridge->locked, header->nodeid))

@@ -119,6 +119,7 @@ async def _serve(
         handed_over = HandedOver(fs, scheduler, reply, kept)
         bridge = Bridge(kept, handed_over.take, scheduler.busy_polls, fs.has_locks)
         fs.store.engine.listen(bridge.note_records)
+        fs.store.engine.tell_sure(bridge.be_sure_until)
         synchronous = "sync" in options.fuse_options
         operations = Operations(
             fs,

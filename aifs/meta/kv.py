@@ -210,6 +210,21 @@ class Engine(ABC):
         raised.
         """
 
+    async def sure(self) -> None:
+        """On return this host may tell what it knows from views and ``follow``: others wait until
+        it has heard of what they change. At once where there is one host; ``view`` does it itself.
+
+        Raises Unavailable if the engine has failed.
+        """
+        return
+
+    def tell_sure(self, tell: Callable[[float], None]) -> None:
+        """Now, and whenever it changes, ``tell`` is called with the time, in seconds of
+        CLOCK_BOOTTIME, until which ``sure`` returns at once. Never where there is one host. It does
+        not block.
+        """
+        return
+
     @abstractmethod
     async def barrier(self, seq: int | None = None) -> None:
         """All transactions that have returned are on stable storage when this returns.

@@ -357,6 +357,11 @@ def put_holds(tx: Transaction, inos: Collection[int]) -> list[int]:
     return held
 
 
+def is_held(tx: ReadTransaction, ino: int, host: int) -> bool:
+    """Whether the host holds an orphan (``put_holds``)."""
+    return tx.get(keys.hold(ino, host)) is not None
+
+
 def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:
     """The keys of all extended attributes of an inode. Who erases many asks for all first: a range
     costs the more, the more the transaction has changed.

@@ -30,6 +30,7 @@ class Attributes:
 
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
+        await self._engine.sure()
         file = self._io.open.get(ino)
         if file is not None:
             return self._io.attributes(file)

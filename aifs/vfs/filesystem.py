@@ -337,6 +337,7 @@ class Filesystem:
         self.lseek = files.lseek
         self.copy_file_range = files.copy_file_range
         self.fsync = files.fsync
+        self.flush = files.flush
         self.release = files.release
         self.sync = files.sync
         self.statfs = attributes.statfs

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import trio
 
@@ -120,13 +121,13 @@ class Following:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_bytes, nursery)
             while True:
-                await self._changed.wait()
-                self._changed = trio.Event()
                 while self._unshown:
                     await self._show()
+                await self._changed.wait()
+                self._changed = trio.Event()
 
     async def _show(self) -> None:
-        some = [self._unshown.popleft() for _ in range(min(AT_ONCE, len(self._unshown)))]
+        some = list(islice(self._unshown, AT_ONCE))
         await self._kernel.forget(
             list(dict.fromkeys(name for each in some for name in each.names)),
             [ino for each in some for ino in each.inodes],
@@ -138,6 +139,8 @@ class Following:
                 await self._engine.transact(namespace.put_holds, orphans)
             except FsError as error:
                 _log.warning("files that others have unlinked may go while open: %s", error)
+        for _ in some:  # only now: what fails is begun once more
+            self._unshown.popleft()
         self._engine.note_shown(some[-1].seq)
 
     async def _follow_bytes(self, nursery: trio.Nursery) -> None:

@@ -256,6 +256,7 @@ class Names:
         An entry that exists during the whole listing appears exactly once, whatever else changes. A
         directory that has been removed, which some process may still be in, has none.
         """
+        await self._engine.sure()
         listing = self._ahead.pop((ino, cookie, limit), None)
         if self._trash.holds(ino):
             return Listing([], [], self._engine.seq)

@@ -11,15 +11,16 @@ from contextlib import asynccontextmanager
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import NotPermitted
+from aifs.core.errors import NotPermitted, Stale
 from aifs.files import ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import LENT, ROOT, CallerLike, Opened
+from aifs.files.types import LENT, ROOT, WRITABLE, CallerLike, Opened
 from aifs.files.writeback import WriteBack
+from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
@@ -67,6 +68,8 @@ class OpenFiles:
         file = await self._io.acquire(ino)
         opening = 0
         try:
+            if not (file.inode.nlink or file.users) and self._engine.host:
+                await self._require_held(ino)
             if file.home or ino in self._io.overtaken:  # it may have been closed there meanwhile
                 await self._io.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
@@ -91,6 +94,13 @@ class OpenFiles:
             file.opening -= opening
             await self.give_up(file, written=writing)
             raise
+
+    async def _require_held(self, ino: int) -> None:
+        """Raises Stale for a file without names that this host does not hold: another one has
+        unlinked it just before, and may erase it. The kernel looks the name up anew then.
+        """
+        if not await self._engine.view(namespace.is_held, ino, self._engine.host):
+            raise Stale("another host has removed the file just before")
 
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the mount's rule; whether it changed."""
@@ -124,6 +134,13 @@ class OpenFiles:
                 self._handles.remove(opened.handle)
                 raise
         return opened
+
+    async def flush(self, handle: int) -> None:
+        """Somebody closes a descriptor of ``handle``, and waits for this: with several hosts, what
+        was written is on record, where others will find it when they open the file.
+        """
+        if self._engine.host and handle & WRITABLE and self._handles.has(handle):
+            await self._io.show(self._handles[handle].file)
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""

@@ -108,7 +108,7 @@ async def recover(
         ino, error = next(iter(unsettled.items()))
         what = "%d files, such as inode %d, could not be settled, the next mount will try again: %s"
         _log.warning(what, len(unsettled), ino, error)
-    recovered.unknown_objects = await _delete_unknown_objects(store)
+    recovered.unknown_objects = await delete_unknown_objects(store)
 
 
 def _read_in_flight(
@@ -340,7 +340,7 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
         namespace.put_inode(tx, inode)
 
 
-async def _delete_unknown_objects(store: Store) -> int:
+async def delete_unknown_objects(store: Store) -> int:
     """Delete objects in the host's last windows of ids that neither an inode nor a garbage record
     knows (I7).
 
@@ -348,18 +348,19 @@ async def _delete_unknown_objects(store: Store) -> int:
     window, for the next mount.
     """
     servers = store.servers
-    earlier = await store.engine.view(_read_unlisted)
+    unlisted = await store.engine.view(read_unlisted)
+    earlier = [window for window in unlisted if window.server not in servers.elsewhere]
     windows = dict.fromkeys(earlier)
     if not store.clean:
         newest = await last_windows(store.engine)
-        windows |= dict.fromkeys(_Unlisted(n, *window) for n in servers for window in newest)
+        windows |= dict.fromkeys(Unlisted(n, *window) for n in servers for window in newest)
     asked = [window for window in windows if _may_have_objects(servers.find(window.server))]
     calls = [
         (servers[number].workers, servers[number].list_range, (first, end))
         for number, first, end in asked
     ]
-    missed = list[_Unlisted]()
-    unknown: dict[tuple[int, int], list[_Unlisted]] = {}
+    missed = list[Unlisted]()
+    unknown: dict[tuple[int, int], list[Unlisted]] = {}
     for window, found in zip(asked, await outcomes(calls) if calls else [], strict=True):
         if isinstance(found, FsError):
             missed.append(window)
@@ -388,7 +389,7 @@ def _may_have_objects(server: DataServer | None) -> bool:
     return server is not None and server.standing != LOST
 
 
-class _Unlisted(NamedTuple):
+class Unlisted(NamedTuple):
     """Unknown objects with first <= id < end may lie on a server that could not be looked at (key
     ``j unlisted``).
     """
@@ -402,15 +403,15 @@ class _Unlisted(NamedTuple):
         return keys.job(_UNLISTED + struct.pack(">HQQ", *self))
 
 
-def _read_unlisted(tx: ReadTransaction) -> list[_Unlisted]:
+def read_unlisted(tx: ReadTransaction) -> list[Unlisted]:
     start = keys.job(_UNLISTED)
     return [
-        _Unlisted(*struct.unpack(">HQQ", key[len(start) :]))
+        Unlisted(*struct.unpack(">HQQ", key[len(start) :]))
         for key, _ in tx.range(start, start + b"\xff" * 19)
     ]
 
 
-def _put_unlisted(tx: Transaction, done: set[_Unlisted], missed: set[_Unlisted]) -> None:
+def _put_unlisted(tx: Transaction, done: set[Unlisted], missed: set[Unlisted]) -> None:
     for window in done:
         tx.delete(window.key)
     for window in missed:

@@ -10,16 +10,26 @@ import pytest
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import Busy, Unavailable
+from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
+from aifs.data.reading.blocks import FilledSource
 from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import forms, namespace
 from aifs.meta.keys import ROOT_INO
-from aifs.vfs import recovery
-from tests.support import stores
+from aifs.vfs import SetAttr, recovery
+from tests.support import modes, stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
-from tests.support.stores import OWNER, ask, drained, overwrite, read_file, rewrite, write_file
+from tests.support.stores import (
+    OWNER,
+    ask,
+    drained,
+    moved_out,
+    overwrite,
+    read_file,
+    rewrite,
+    write_file,
+)
 
 DATA = bytes(range(256)) * 1000
 AT_ONCE = {"host.home_wait": "0s"}
@@ -48,6 +58,79 @@ async def test_a_host_sees_what_was_written_when_it_opens_the_file(scratch: Path
         assert await read_file(south, ino) == DATA + b"more"
         assert bytes(await south.read(reader, 0, 10)) == DATA[:10]
         await south.release(reader)
+
+
+async def test_what_was_written_is_seen_when_close_returns(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        (handle, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
+        await north.write(handle, 0, DATA)
+        await north.flush(handle)
+        assert (await south.lookup(ROOT_INO, b"f")).size == len(DATA)
+        assert await read_file(south, inode.ino) == DATA
+        await north.write(handle, len(DATA), b"more")
+        await north.io.save_all()  # as it happens each commit interval
+        assert await read_file(south, inode.ino) == DATA + b"more"
+        await north.release(handle)
+
+
+async def test_a_reader_that_asks_for_more_than_its_home_has_gets_what_there_is(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        reader, *_ = await south.open(ino, os.O_RDONLY)
+        south.io.open[ino].inode.size += 1000  # it has not heard of a truncation
+        assert bytes(await south.read(reader, 0, len(DATA) + 1000)) == DATA
+        await south.release(reader)
+
+
+async def test_a_file_of_another_host_is_copied_and_has_no_holes(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        source, *_ = await south.open(ino, os.O_RDONLY)
+        (target, *_), inode = await south.create(ROOT_INO, b"copy", 0o644, os.O_RDWR, OWNER)
+        done = 0
+        while more := await south.copy_file_range(source, done, target, done, len(DATA)):
+            done += more
+        assert await south.lseek(source, 7, os.SEEK_DATA) == 7
+        assert await south.lseek(source, 7, os.SEEK_HOLE) == len(DATA)
+        await south.release(source)
+        await south.release(target)
+        assert await read_file(north, inode.ino) == DATA
+
+
+async def test_a_file_that_another_host_has_just_removed_is_not_opened_any_more(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        nameless, inode = await south.create(ROOT_INO, None, 0o600, os.O_RDWR, OWNER)
+        await north.unlink(ROOT_INO, b"f")
+        with pytest.raises(Stale):  # so the kernel looks the name up anew
+            await south.open(ino, os.O_RDONLY)
+        north.forget([ino])
+        again, *_ = await south.open(inode.ino, os.O_RDONLY)
+        await south.release(nameless.handle)
+        await south.release(again)
+        again, *_ = await south.open(inode.ino, os.O_RDONLY)  # the kernel knows it still
+        await south.release(again)
+        south.forget([inode.ino])
+
+
+async def test_blocks_of_what_another_host_changes_in_place_are_read_anew(scratch: Path):
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await moved_out(north, ino)
+        inode = await south.getattr(ino)
+        assert inode.objects is not None
+        cache, name = south.store.servers.cache, (inode.objects.servers[0], ino, inode.oid)
+
+        async def fill(buffer: memoryview, offset: int) -> int:
+            return len(buffer)
+
+        source = FilledSource(name, 1 << 20, fill, lambda change: None)
+        block = cache.start(source, 0, 1 << 20)
+        assert block is not None
+        await block.bytes()
+        assert cache.peek(name, 0) is block
+        await north.setattr(ino, SetAttr(mtime_ns=5), OWNER)
+        assert cache.peek(name, 0) is None
 
 
 async def test_a_reader_goes_on_when_the_home_has_drained_the_file(scratch: Path):
@@ -270,3 +353,17 @@ async def test_a_host_that_dies_while_it_takes_a_file_leaves_it_whole(scratch: P
 
 def crash() -> None:
     raise SimulatedCrash
+
+
+async def test_what_another_host_has_to_look_for_in_its_burst_directory_stays_on_record(
+    scratch: Path,
+):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        async with cluster.mounted("south") as south:
+            (burst,) = [server.id for server in south.store.servers.burst()]
+        window = recovery.Unlisted(burst, 1, 2)
+        await north.store.engine.transact(lambda tx: tx.put(window.key, b""))
+        await recovery.delete_unknown_objects(north.store)
+        assert await north.store.engine.view(recovery.read_unlisted) == [window]
+        async with cluster.mounted("south"):
+            assert await north.store.engine.view(recovery.read_unlisted) == []

@@ -439,6 +439,21 @@ async def test_nobody_waits_for_a_host_whose_replica_takes_no_changes(cluster, m
     caplog.clear()
 
 
+async def test_it_is_told_until_when_a_host_is_sure(cluster):
+    a = await cluster.join("a")
+    told: list[float] = []
+    a.tell_sure(told.append)
+    assert told == [a.session.sure_until_s]
+    connection = await cluster.database.connect()
+    await connection.script("update aifs.session set lease_end = '-infinity'")
+    connection.close()
+    await a.transact(put, b"k", b"1")  # refused, until it has renewed its lease
+    assert told[1] == 0.0 and told[-1] == a.session.sure_until_s > told[0]
+    a.session.sure_until_s = 0.0
+    await a.sure()
+    assert a.session.sure_until_s == told[-1] > 0.0
+
+
 async def test_two_hosts_of_one_name_are_refused_but_not_one_that_comes_back(cluster, tmp_path):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"1")

@@ -22,6 +22,13 @@ def two(scratch: Path, a_postgres: Postgres) -> Iterator[Cluster]:
         yield cluster
 
 
+ROUNDS = 200
+
+
+def rounds(request: pytest.FixtureRequest) -> int:
+    return 20 * ROUNDS if request.config.getoption("--long") else ROUNDS
+
+
 @contextmanager
 def working(host: Host, name: str) -> Iterator[Callable[[], int]]:
     """Somebody makes, renames and removes files in a directory of a host all the time. How many
@@ -84,6 +91,33 @@ def test_hosts_are_shown(two: Cluster) -> None:
     assert "2 hosts" in aifs("status", a.path).stdout
     b.unmount()
     until(lambda: two.live(a) == {"a"}, "b has left")
+
+
+def test_nothing_is_seen_in_the_state_before(two: Cluster, request: pytest.FixtureRequest) -> None:
+    """What rename, unlink, chmod, mkdir and rmdir have done is there on the other host when they
+    have returned, whatever its kernel had in mind."""
+    a, b = two
+    (a.path / "d").mkdir()
+    (a.path / "d" / "old").write_bytes(b"")
+    until((b.path / "d" / "old").exists, "what is made is seen")
+    stale = []
+    for number in range(rounds(request)):
+        one, other = ((a, b), (b, a))[number % 2]
+        here, there = one.path / "d", other.path / "d"
+        names = set(os.listdir(there)), (there / "old").exists(), (there / "new").exists()
+        assert names == ({"old"}, True, False)
+        (here / "old").rename(here / "new")
+        if (there / "old").exists() or not (there / "new").exists():
+            stale.append((number, "rename"))
+        (here / "new").chmod(0o600 + number % 8)
+        if (there / "new").stat().st_mode & 0o777 != 0o600 + number % 8:
+            stale.append((number, "chmod"))
+        (here / "new").unlink()
+        if (there / "new").exists() or os.listdir(there):
+            stale.append((number, "unlink"))
+        (here / "old").write_bytes(b"%d" % number)
+        until((there / "old").exists, "what is made is seen")
+    assert not stale
 
 
 def test_both_hosts_work_in_one_directory(two: Cluster) -> None:

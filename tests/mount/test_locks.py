@@ -332,10 +332,11 @@ def _has_flock(fd: int) -> bool:
 
 def test_files_that_are_not_locked_cost_python_nothing(cluster: Mounted) -> None:
     path = cluster.path / "unlocked"
+    path.write_bytes(b"content")
     before = bridge_of(cluster)["requests"].get(FLUSH, 0)
     answered = bridge_of(cluster)["answered"].get(FLUSH, 0)
     for _ in range(50):
-        path.write_bytes(b"content")
+        assert path.read_bytes() == b"content"
     status = bridge_of(cluster)
     flushes = status["requests"][FLUSH] - before
     assert flushes >= 50

@@ -364,6 +364,18 @@ def missing(
     return [one.what for one in found]
 
 
+def test_what_it_knows_may_be_old_from_some_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = FakeExtension()
+    monkeypatch.setattr(bridge, "extension", extension)
+    told = Bridge(kernel("auto"), nothing, False)
+    state = bridge.BridgeState.from_buffer(extension.state)
+    assert state.sure_until_ns == 0  # never, where there is one host
+    told.be_sure_until(2.5)
+    assert state.sure_until_ns == 2_500_000_000
+    told.be_sure_until(0.0)
+    assert state.sure_until_ns == 1
+
+
 def test_everything_in_use_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing(monkeypatch, FakeExtension()) == []
 

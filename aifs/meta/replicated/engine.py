@@ -181,6 +181,8 @@ class ReplicatedEngine(Engine):
         """Set at the end of a barrier's beat; None: none is under way."""
         self._follower: Follower | None = None
         """Is told the rows of others."""
+        self._tell_sure: Callable[[float], None] | None = None
+        """Is told ``session.sure_until_s``."""
         self._unshown: deque[tuple[int, int]] = deque()
         """Of changes that the follower has not shown yet, their ``seq`` and their rows."""
         self._unsettled: deque[Row] = deque()
@@ -211,6 +213,20 @@ class ReplicatedEngine(Engine):
     def follow(self, follower: Follower) -> None:
         self._follower = follower
 
+    async def sure(self) -> None:
+        if clock_s() >= self.session.sure_until_s:
+            await self.renew()
+        self._check()
+
+    def tell_sure(self, tell: Callable[[float], None]) -> None:
+        self._tell_sure = tell
+        tell(self.session.sure_until_s)
+
+    def _be_sure_until(self, until_s: float) -> None:
+        self.session.sure_until_s = until_s
+        if self._tell_sure is not None:
+            self._tell_sure(until_s)
+
     def note_shown(self, seq: int) -> None:
         while self._unshown and self._unshown[0][0] <= seq:
             self.session.note_shown(self._unshown.popleft()[1])
@@ -220,9 +236,7 @@ class ReplicatedEngine(Engine):
     # --- transactions -----------------------------------------------------------------------------
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        if clock_s() >= self.session.sure_until_s:
-            await self.renew()
-        self._check()
+        await self.sure()
         return function(_View(*self.local.begin(), self.seq), *args)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
@@ -334,7 +348,7 @@ class ReplicatedEngine(Engine):
                 continue
             match db.to_int(head[0]):
                 case db.LAPSED:
-                    self.session.sure_until_s = 0.0
+                    self._be_sure_until(0.0)
                     await self.renew()
                 case db.RECOVERING:
                     await self._recover()
@@ -488,7 +502,7 @@ class ReplicatedEngine(Engine):
         # the beat counted, which is after it has looked at the head. So that is asked for again.
         is_late = clock_s() >= self.session.sure_until_s
         await self.catch_up(None if is_late else self.session.head)
-        self.session.sure_until_s = began_s + STOP_S
+        self._be_sure_until(began_s + STOP_S)
 
     async def barrier(self, seq: int | None = None) -> None:
         target = self.seq if seq is None else seq

@@ -1,0 +1,415 @@
+"""What people do on two hosts of one store: shell tools, git, SQLite, checkpoints, logs that
+somebody follows, trees that move or go while the other host is in them, locks."""
+
+import errno
+import fcntl
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Cluster, Host, many_hosts, until
+from tests.support.mounts import TIMEOUT_S
+from tests.support.postgres import Postgres
+
+ROUNDS = 100
+
+
+@pytest.fixture
+def two(scratch: Path, a_postgres: Postgres) -> Iterator[Cluster]:
+    with many_hosts(scratch, a_postgres) as cluster:
+        yield cluster
+
+
+def run(*command: object, **others: object) -> str:
+    done = subprocess.run(
+        [*map(str, command)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        **others,  # type: ignore[call-overload]
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def both(two: Cluster, name: str) -> tuple[Path, Path]:
+    """A directory that both hosts have."""
+    a, b = two
+    (a.path / name).mkdir()
+    until((b.path / name).is_dir, "the directory is there")
+    return a.path / name, b.path / name
+
+
+def shown(host: Host) -> None:
+    """All that the host has changed until now is there on the other one."""
+    marker = host.path / f"shown-{host.name}"
+    marker.touch()
+    marker.unlink()
+
+
+def test_a_file_that_is_closed_is_whole_on_the_other_host(two: Cluster) -> None:
+    """Large and small, new, written over, appended to."""
+    places = both(two, "d")
+    for number in range(ROUNDS):
+        here, there, host = places[number % 2], places[1 - number % 2], two[number % 2]
+        for name, size in (("small", 100), ("large", 300_000)):
+            content = b"%6d" % number * (size // 6)
+            path = f"{name}{number % 7}"
+            (here / path).write_bytes(content)
+            shown(host)
+            assert (there / path).stat().st_size == len(content), (number, name)
+            assert (there / path).read_bytes() == content
+            with (here / path).open("ab") as file:
+                file.write(b"more")
+            shown(host)
+            assert (there / path).read_bytes() == content + b"more"
+
+
+def test_shell_tools(two: Cluster, tmp_path: Path) -> None:
+    here, there = both(two, "d")
+    source = tmp_path / "source"
+    for number in range(30):
+        (source / f"{number % 5}").mkdir(parents=True, exist_ok=True)
+        (source / f"{number % 5}" / f"{number}").write_bytes(os.urandom(number * 1000))
+    run("tar", "-C", source, "-cf", here / "all.tar", ".")
+    (there / "unpacked").mkdir()
+    run("tar", "-C", there / "unpacked", "-xf", there / "all.tar")
+    shown(two[1])
+    run("diff", "-r", source, here / "unpacked")
+    run("cp", "-a", here / "unpacked", here / "copied")
+    shown(two[0])
+    run("diff", "-r", source, there / "copied")
+    run("rsync", "-a", "--delete", f"{source}/", f"{there / 'synced'}/")
+    shown(two[1])
+    run("diff", "-r", source, here / "synced")
+    (source / "1" / "1").write_bytes(b"changed")
+    (source / "2" / "2").unlink()
+    run("rsync", "-a", "--delete", f"{source}/", f"{here / 'synced'}/")
+    shown(two[0])
+    run("diff", "-r", source, there / "synced")
+    run("sed", "-i", "s/changed/again/", there / "synced" / "1" / "1")
+    assert (here / "synced" / "1" / "1").read_bytes() == b"again"
+    run("find", there, "-type", "f", "-exec", "chmod", "600", "{}", "+")
+    assert {path.stat().st_mode & 0o777 for path in here.rglob("*") if path.is_file()} == {0o600}
+    run("rm", "-rf", there / "synced", there / "copied")
+    assert sorted(os.listdir(here)) == ["all.tar", "unpacked"]
+
+
+def test_git(two: Cluster) -> None:
+    here, there = both(two, "repository")
+    environment = {
+        **os.environ,
+        "GIT_CONFIG_COUNT": "3",
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": "*",
+        "GIT_CONFIG_KEY_1": "user.name",
+        "GIT_CONFIG_VALUE_1": "somebody",
+        "GIT_CONFIG_KEY_2": "user.email",
+        "GIT_CONFIG_VALUE_2": "somebody@example.org",
+    }
+
+    def git(where: Path, *command: str) -> str:
+        return run("git", "-C", where, *command, env=environment)
+
+    git(here, "init", "-q")
+    for number in range(6):
+        where = (here, there)[number % 2]
+        (where / f"file{number}").write_text(f"{number}\n" * 100)
+        git(where, "add", ".")
+        git(where, "commit", "-q", "-m", f"commit {number}")
+        shown(two[number % 2])
+    for where in (here, there):
+        assert len(git(where, "log", "--oneline").splitlines()) == 6
+        assert git(where, "status", "--porcelain") == ""
+        git(where, "fsck", "--strict")
+    git(there, "checkout", "-q", "-b", "other", "HEAD~3")
+    shown(two[1])
+    assert git(here, "branch", "--show-current").strip() == "other"
+    assert sorted(path.name for path in here.glob("file*")) == ["file0", "file1", "file2"]
+    git(here, "gc", "-q")
+    shown(two[0])
+    git(there, "fsck", "--strict")
+
+
+def test_sqlite_one_host_after_the_other(two: Cluster) -> None:
+    here, there = both(two, "d")
+    for number in range(6):
+        where = (here, there)[number % 2]
+        database = sqlite3.connect(where / "data.sqlite", timeout=60)
+        with database:
+            database.execute("create table if not exists t (n integer)")
+            database.execute("insert into t values (?)", (number,))
+        assert database.execute("select n from t order by n").fetchall() == [
+            (n,) for n in range(number + 1)
+        ]
+        assert database.execute("pragma integrity_check").fetchone() == ("ok",)
+        database.close()
+        shown(two[number % 2])
+
+
+SAVE = """
+import os, sys, torch
+path = sys.argv[1]
+state = {"weights": torch.arange(1 << 18, dtype=torch.float32), "step": int(sys.argv[2])}
+with open(path + ".new", "wb") as file:
+    torch.save(state, file)
+os.rename(path + ".new", path)
+"""
+LOAD = """
+import sys, torch
+state = torch.load(sys.argv[1], weights_only=True, mmap=sys.argv[3] == "mmap")
+assert state["step"] == int(sys.argv[2]), state["step"]
+assert torch.equal(state["weights"], torch.arange(1 << 18, dtype=torch.float32))
+"""
+
+
+def test_a_checkpoint_is_saved_on_one_host_and_loaded_on_the_other(two: Cluster) -> None:
+    pytest.importorskip("torch")
+    here, there = both(two, "checkpoints")
+    for step in range(3):
+        run(sys.executable, "-c", SAVE, here / "last.pt", step)
+        run(sys.executable, "-c", LOAD, there / "last.pt", step, "")
+        run(sys.executable, "-c", LOAD, there / "last.pt", step, "mmap")
+    run(sys.executable, "-c", SAVE, there / "last.pt", 7)
+    run(sys.executable, "-c", LOAD, here / "last.pt", 7, "mmap")
+
+
+def test_a_log_is_followed(two: Cluster) -> None:
+    here, there = both(two, "d")
+    with (here / "log").open("w") as log:
+        print("line 0", file=log, flush=True)
+        os.fsync(log.fileno())
+        until((there / "log").exists, "the log is there")
+        with subprocess.Popen(
+            ["tail", "-n", "+1", "-s", "0.05", "-f", there / "log"],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as tail:
+            try:
+                assert tail.stdout is not None
+                for number in range(1, 4):
+                    assert tail.stdout.readline() == f"line {number - 1}\n"
+                    print(f"line {number}", file=log, flush=True)
+            finally:
+                tail.kill()
+
+
+def test_a_file_that_is_read_while_the_other_host_begins_it_anew(two: Cluster) -> None:
+    """No read fails; bytes are those of some time."""
+    here, there = both(two, "d")
+    (here / "f").write_bytes(b"x" * 200_000)
+    shown(two[0])
+    ended, failed = threading.Event(), []
+
+    def read() -> None:
+        try:
+            while not ended.is_set():
+                assert not (there / "f").read_bytes().strip(b"xy\0")
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(ROUNDS):
+            (here / "f").write_bytes((b"x" if number % 2 else b"y") * (1000 + number * 2000))
+    finally:
+        ended.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_a_tree_moves_that_the_other_host_is_in(two: Cluster) -> None:
+    here, there = both(two, "tree")
+    (here / "a" / "b").mkdir(parents=True)
+    (here / "a" / "b" / "file").write_bytes(b"content")
+    shown(two[0])
+    with (
+        subprocess.Popen(
+            ["sh", "-c", "read line; cat file; ls; read line; cat file; echo x > new; ls; ls .."],
+            cwd=there / "a" / "b",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as inside,
+        (there / "a" / "b" / "file").open("rb") as file,
+    ):
+        assert inside.stdin is not None
+        inside.stdin.write(b"\n")
+        inside.stdin.flush()
+        (here / "a").rename(here / "moved")
+        inside.stdin.write(b"\n")
+        inside.stdin.close()
+        assert inside.stdout is not None
+        assert inside.stdout.read() == b"contentfile\ncontentfile\nnew\nb\n"
+        assert file.read() == b"content"
+    assert sorted(os.listdir(there / "moved" / "b")) == ["file", "new"]
+    shown(two[1])
+    assert (here / "moved" / "b" / "new").read_bytes() == b"x\n"
+    assert not (there / "a").exists()
+
+
+def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster) -> None:
+    here, there = both(two, "top")
+    for number in range(5):
+        directory = here / "tree" / f"{number}"
+        directory.mkdir(parents=True)
+        for count in range(40):
+            (directory / f"{count}").write_bytes(b"x")
+    shown(two[0])
+    kept = (there / "tree" / "0" / "0").open("rb")
+    ended = threading.Event()
+    seen = []
+
+    def look() -> None:
+        while not ended.is_set():
+            done = subprocess.run(["find", there / "tree", "-ls"], capture_output=True, check=False)
+            seen.append(done.stderr.replace(b"No such file or directory", b""))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        run("rm", "-rf", here / "tree")
+    finally:
+        ended.set()
+        thread.join()
+    assert os.listdir(there) == []
+    assert b"rror" not in b"".join(seen) and b"tale" not in b"".join(seen)
+    assert kept.read() == b"x"
+    kept.close()
+
+
+def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster) -> None:
+    """Whoever has it open reads it to its end; who comes later finds nothing."""
+    here, there = both(two, "d")
+    for number in range(ROUNDS):
+        content = b"%d" % number * 40_000
+        (here / "f").write_bytes(content)
+        shown(two[0])
+        remover = threading.Thread(target=(here / "f").unlink)
+        with (there / "f").open("rb") as file:
+            remover.start()
+            assert file.read(10) == content[:10]
+            remover.join()
+            assert file.read() == content[10:]
+            with pytest.raises(FileNotFoundError):
+                (there / "f").open("rb")
+
+
+def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster) -> None:
+    here, there = both(two, "d")
+    for number in range(ROUNDS):
+        content = b"%d" % number * 40_000
+        (here / "f").write_bytes(content)
+        shown(two[0])
+        remover = threading.Thread(target=(here / "f").unlink)
+        remover.start()
+        while True:
+            try:
+                assert (there / "f").read_bytes() == content
+            except FileNotFoundError:
+                break
+        remover.join()
+
+
+def test_both_hosts_append_in_turn(two: Cluster) -> None:
+    """A file has one writing host at a time; the other one is told so."""
+    here, there = both(two, "d")
+    written = [*range(3000)]  # more than what lies in the record, which has no home
+    (there / "log").write_text("".join(f"{number}\n" for number in written))
+    shown(two[1])
+    for number in range(40):
+        where, other = (here, there) if number % 2 else (there, here)
+        fd = os.open(where / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, b"%d\n" % number)
+        if number % 10 == 0 and number:
+            with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
+                os.open(other / "log", os.O_WRONLY | os.O_APPEND)
+        os.close(fd)
+        written.append(number)
+        shown(two[0] if where is here else two[1])
+    for where in (here, there):
+        assert list(map(int, (where / "log").read_text().split())) == written
+
+
+def test_flock_guards_a_counter_between_hosts(two: Cluster) -> None:
+    """Who holds the lock sees what was written by the one who held it before."""
+    here, there = both(two, "d")
+    (here / "counter").write_text("0")
+    (here / "lock").touch()
+    shown(two[0])
+    code = (
+        "import fcntl, os, sys\n"
+        "top = sys.argv[1]\n"
+        "for _ in range(20):\n"
+        "    with open(top + '/lock') as lock:\n"
+        "        fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "        os.close(os.open(top + '/held', os.O_CREAT | os.O_EXCL))\n"
+        "        with open(top + '/counter') as file: count = int(file.read())\n"
+        "        with open(top + '/new', 'w') as file: file.write(str(count + 1))\n"
+        "        os.rename(top + '/new', top + '/counter')\n"
+        "        os.unlink(top + '/held')\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, path]) for path in (here, there)]
+    assert [process.wait(TIMEOUT_S) for process in running] == [0, 0]
+    assert (here / "counter").read_text() == (there / "counter").read_text() == "40"
+
+
+def test_a_lock_is_of_one_host(two: Cluster) -> None:
+    here, there = both(two, "d")
+    (here / "f").touch()
+    shown(two[0])
+    with (here / "f").open() as one, (there / "f").open() as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(one, fcntl.LOCK_UN)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.long
+def test_a_host_that_wakes_up_after_its_lease_tells_nothing_old(two: Cluster) -> None:
+    """Requests wait for it: names that the bridge knows not to exist, and attributes."""
+    a, b = two
+    (b.path / "d").mkdir()  # of its own, so the bridge knows all its names
+    (b.path / "d" / "old").write_bytes(b"")
+    shown(b)
+    names = [b.path / "d" / "new", b.path / "d" / "old"]
+    assert [path.exists() for path in names] == [False, True]
+    mode = (b.path / "d").stat().st_mode
+    b.signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    found = []
+
+    def look() -> None:
+        try:
+            found.append([path.exists() for path in names])
+            found.append((b.path / "d").stat().st_mode)
+        except OSError as error:  # its session may have ended
+            found.append(error)
+
+    try:
+        (a.path / "d" / "old").rename(a.path / "d" / "new")  # waits for the lease of b
+        (a.path / "d").chmod(0o700)
+        until(lambda: time.monotonic() > stopped_s + 6, "what the kernel of b knew is too old")
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(0.5)  # it has asked, and waits
+    finally:
+        b.signal(signal.SIGCONT)
+    thread.join()
+    told = [one for one in found if not isinstance(one, OSError)]
+    assert told == [[True, False], mode & ~0o777 | 0o700][: len(told)]
+    b.expected.append("")
+    if len(told) < len(found):
+        b.wait_for_end()
