@@ -513,6 +513,8 @@ class Locks:
 
     async def _blockers_of(self, ino: int, session: int, ticket: int) -> list[LockOwner]:
         home = await self._engine.view(_recorded_home, ino)
+        if not home:
+            return []  # who waited there has been told so, and asks anew
         found = await self._ask(home, ["blockers", ino, session, ticket]) or []
         return [LockOwner(*owner) for owner in found]
 
