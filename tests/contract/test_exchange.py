@@ -82,7 +82,7 @@ async def host(
 @pytest.fixture
 async def database(a_postgres: Postgres) -> AsyncIterator[TestDatabase]:
     with a_postgres.new_database() as made:
-        await MapDatabase(made.url, read_secret(made.secret_file)).make_schema()
+        made.make_store()
         yield made
 
 

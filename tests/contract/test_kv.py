@@ -46,15 +46,16 @@ async def engine(request, tmp_path):
         else:
             servers = request.getfixturevalue("postgres_servers")
             database = stack.enter_context(servers.get("wheel").new_database())
-            engine = await first_host(str(tmp_path), MapDatabase(database.conninfo))
+            engine = await first_host(str(tmp_path), database)
         yield engine
         engine.close()
 
 
 async def first_host(directory, database):
     """The engine of the first host of a new cluster."""
-    await database.make_schema()
-    return await join(LmdbEngine(directory), database, "host", "host:7947")
+    database.make_store()
+    map_database = MapDatabase(database.conninfo)
+    return await join(LmdbEngine(directory), map_database, "host", "host:7947")
 
 
 def everything(tx, start=LOW, end=HIGH, limit=0):

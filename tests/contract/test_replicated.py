@@ -111,7 +111,7 @@ async def running(*engines: ReplicatedEngine) -> AsyncIterator[trio.Nursery]:
 
 @pytest.fixture
 async def cluster(database, tmp_path):
-    await MapDatabase(database.conninfo).make_schema()
+    database.make_store()
     cluster = Cluster(database.conninfo, tmp_path)
     yield cluster
     await cluster.check()
@@ -640,9 +640,9 @@ async def test_a_database_that_is_not_a_stores_is_refused(database, tmp_path):
     local = LmdbEngine(str(tmp_path))
     with pytest.raises(StoreError, match="no store's metadata"):
         await join(local, MapDatabase(database.conninfo), "a", "a:7947")
-    await MapDatabase(database.conninfo).make_schema()
+    database.make_store()
     with pytest.raises(StoreError, match="already"):
-        await MapDatabase(database.conninfo).make_schema()
+        database.make_store()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await join(local, MapDatabase(database.url), "a", "a:7947")
     nowhere = database.conninfo.replace("127.0.0.1", "no-such-host.invalid")

@@ -19,6 +19,7 @@ import pytest
 
 from aifs.core.secret import read_secret
 from aifs.meta.embedded import ROLE, EmbeddedDatabase, choose_user, find_programs
+from aifs.meta.replicated.blocking import BlockingDatabase, make
 
 BOTH = pytest.mark.parametrize("a_postgres", ["wheel", "system"], indirect=True)
 """A test marked so runs on PostgreSQL in two versions."""
@@ -49,6 +50,14 @@ class TestDatabase:
         """With the password, for psycopg."""
         head, _, tail = self.url.partition("@")
         return f"{head}:{read_secret(self.secret_file)}@{tail}"
+
+    def make_store(self) -> None:
+        """A store with an empty map. Raises StoreError if there is one."""
+        with (
+            BlockingDatabase(self.url, self.secret_file) as database,
+            database.transaction() as cursor,
+        ):
+            make(cursor, self.url, erase=False)
 
 
 class Postgres:

@@ -9,7 +9,6 @@ asks.
 import logging
 import struct
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import psycopg
@@ -234,18 +233,6 @@ class MapDatabase:
         """A connection of one's own. Raises Unavailable."""
         conninfo = self.conninfo(_SETTINGS.format("on" if synchronous else "off"))
         return await Connection.open(await _resolved(conninfo))
-
-    async def make_schema(self) -> None:
-        """Raises StoreError if there is one already; Unavailable."""
-        connection = await self.connect()
-        try:
-            await _require_version(connection)
-            if await connection.value("select to_regnamespace('aifs') is not null") == "t":
-                raise StoreError("the database has the metadata of a store already")
-            schema = files(__package__).joinpath("schema.sql").read_text()
-            await connection.script(f"begin; {schema}; commit")
-        finally:
-            connection.close()
 
     async def require_schema(self) -> None:
         """Raises StoreError if there is no schema, or another version of it; Unavailable."""
