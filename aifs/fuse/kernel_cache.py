@@ -89,7 +89,7 @@ class KernelCache(Kernel):
         Only while the kernel waits for an answer about this inode: then the inode cannot be on its
         way out of the kernel's cache, which this call would wait for.
         """
-        _send(pyfuse3.invalidate_inode, ino, True)
+        self._send(pyfuse3.invalidate_inode, ino, True)
 
     def drop_attributes_soon(self, inos: Iterable[int]) -> None:
         """Have the kernel ask again for the attributes of these inodes, soon."""
@@ -127,7 +127,7 @@ class KernelCache(Kernel):
         told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - dropped]
         if self._nursery is not None and told:
             await trio.to_thread.run_sync(
-                _send_all, told, abandon_on_cancel=True, limiter=self._inodes
+                self._send_all, told, abandon_on_cancel=True, limiter=self._inodes
             )
         if not self._threads.available_tokens and self._forget_all_names():
             return
@@ -157,10 +157,26 @@ class KernelCache(Kernel):
     async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:
         try:
             await trio.to_thread.run_sync(
-                _send_all, notifications, abandon_on_cancel=True, limiter=self._threads
+                self._send_all, notifications, abandon_on_cancel=True, limiter=self._threads
             )
         finally:
             done.set()
+
+    def _send_all(self, notifications: list[tuple[Any, ...]]) -> None:
+        """Blocks. The thread may outlive the mount, whose end waits for no thread."""
+        for notify, *what in notifications:
+            if self._nursery is None:
+                return
+            self._send(notify, *what)
+
+    def _send(self, notify: Callable[..., None], *what: object) -> None:
+        try:
+            notify(*what)
+        except FileNotFoundError:
+            pass  # the kernel does not know it, so there is nothing to drop
+        except OSError as error:  # what was asked for has been done all the same
+            if self._nursery is not None:  # else the mount has ended, and the kernel keeps nothing
+                log.warning("the kernel may have kept %s: %s", what, error)
 
 
 def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:
@@ -169,18 +185,3 @@ def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:
     return entries + [
         (pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}
     ]
-
-
-def _send_all(notifications: list[tuple[Any, ...]]) -> None:
-    """Blocks."""
-    for notify, *what in notifications:
-        _send(notify, *what)
-
-
-def _send(notify: Callable[..., None], *what: object) -> None:
-    try:
-        notify(*what)
-    except FileNotFoundError:
-        pass  # the kernel does not know it, so there is nothing to drop
-    except OSError as error:  # what was asked for has been done all the same
-        log.warning("the kernel may have kept %s: %s", what, error)

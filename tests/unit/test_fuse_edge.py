@@ -5,6 +5,7 @@ requests.
 import errno
 import logging
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,6 +200,29 @@ async def test_background_work_may_go_on_when_no_request_is_read_any_more() -> N
     cache.drop_attributes_soon([7])
     cache.drop_name_soon(1, b"name")
     await cache.forget_names([(1, b"name")])
+
+
+async def test_what_is_sent_when_the_mount_ends_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that still sends then finds no connection. A warning would fail this test."""
+    sending, ended = threading.Event(), threading.Event()
+    sent = []
+
+    def refuse(*what: object) -> None:
+        sent.append(what)
+        sending.set()
+        ended.wait()
+        raise OSError(errno.EINVAL, "no connection")
+
+    monkeypatch.setattr(pyfuse3, "invalidate_inode", refuse)
+    cache = KernelCache()
+    async with trio.open_nursery() as nursery:
+        with cache.serving(nursery):
+            cache.drop_attributes_soon([7, 8])
+            await trio.to_thread.run_sync(sending.wait)
+        ended.set()
+    assert sent == [(7, True)]
 
 
 # --- conversions ---
