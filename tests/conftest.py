@@ -2,6 +2,8 @@
 that outlives its test.
 """
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """No example fails because the machine has much else to do; new ones are drawn with --long,
-    else always the same.
+    else always the same. The hundreds of processes that are started share what one has compiled.
     """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     settings.register_profile(
         "aifs",
         deadline=None,
