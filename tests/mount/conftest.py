@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import postgres
+from tests.support.hosts import Both, Cluster, many_hosts, until
 from tests.support.mounts import Mounted, mounted_store
 
 
@@ -93,6 +95,30 @@ def here(module_mount: Mounted, request: pytest.FixtureRequest) -> Iterator[Path
     yield directory
     os.chdir(before)
     _close_left_open(module_mount.path)
+
+
+@pytest.fixture(scope="module")
+def _two_hosts(postgres_servers: postgres.Servers) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="aifs-hosts-") as place:
+        with many_hosts(Path(place), postgres_servers.get("wheel")) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def two(_two_hosts: Cluster) -> Cluster:
+    """Two mounted hosts, the same ones for all tests of a file: each leaves them mounted and live,
+    and has ``Cluster.another`` for what it kills."""
+    assert all(host.is_alive() for host in _two_hosts), "an earlier test has lost a host"
+    return _two_hosts
+
+
+@pytest.fixture
+def both(two: Cluster, request: pytest.FixtureRequest) -> Both:
+    """An empty directory of the test's own, as either host has it."""
+    here, there = [host.path / request.node.name for host in two]
+    here.mkdir()
+    until(there.is_dir, "what is made is seen")
+    return here, there
 
 
 def _close_left_open(path: Path) -> None:

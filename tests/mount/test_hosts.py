@@ -11,29 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Cluster, Host, many_hosts, until
+from tests.support.hosts import Both, Cluster, until
 from tests.support.mounts import aifs, mounted_store
-from tests.support.postgres import Postgres
 
-
-@pytest.fixture
-def two(scratch: Path, a_postgres: Postgres) -> Iterator[Cluster]:
-    with many_hosts(scratch, a_postgres) as cluster:
-        yield cluster
-
-
-ROUNDS = 200
+ROUNDS = 100
 
 
 def rounds(request: pytest.FixtureRequest) -> int:
-    return 20 * ROUNDS if request.config.getoption("--long") else ROUNDS
+    return 40 * ROUNDS if request.config.getoption("--long") else ROUNDS
 
 
 @contextmanager
-def working(host: Host, name: str) -> Iterator[Callable[[], int]]:
-    """Somebody makes, renames and removes files in a directory of a host all the time. How many
-    rounds that were; no operation may fail."""
-    directory, count, ended, failed = host.path / name, 0, threading.Event(), []
+def working(directory: Path) -> Iterator[Callable[[], int]]:
+    """Somebody makes, renames and removes files in a directory all the time. How many rounds that
+    were; no operation may fail."""
+    count, ended, failed = 0, threading.Event(), []
 
     def work() -> None:
         nonlocal count
@@ -63,15 +55,15 @@ def goes_on(count: Callable[[], int], host: str) -> None:
     until(lambda: count() > before + 3, f"host {host} goes on")
 
 
-def test_names_made_on_one_host_are_on_the_other(two: Cluster) -> None:
-    a, b = two
-    for one, other in ((a, b), (b, a)):
-        made = one.path / one.name
+def test_names_made_on_one_host_are_on_the_other(both: Both) -> None:
+    for number in range(2):
+        one, other = both[number], both[1 - number]
+        made = one / f"{number}"
         made.mkdir(mode=0o750)
         (made / "file").write_bytes(b"content")
         os.symlink("file", made / "link")
         os.setxattr(made / "file", "user.key", b"value")
-        there = other.path / one.name
+        there = other / f"{number}"
         assert sorted(os.listdir(there)) == ["file", "link"]
         assert there.stat().st_mode & 0o777 == 0o750
         assert (there / "link").read_bytes() == b"content"
@@ -89,21 +81,20 @@ def test_hosts_are_shown(two: Cluster) -> None:
     lines = aifs("hosts", b.path).stdout.splitlines()
     assert lines[0].startswith("host") and lines[2].startswith("b (this one)")
     assert "2 hosts" in aifs("status", a.path).stdout
-    b.unmount()
-    until(lambda: two.live(a) == {"a"}, "b has left")
+    with two.another("guest") as guest:
+        guest.mount()
+        until(lambda: two.live(a) == {"a", "b", "guest"}, "it has come")
+    until(lambda: two.live(a) == {"a", "b"}, "it has left")
 
 
-def test_nothing_is_seen_in_the_state_before(two: Cluster, request: pytest.FixtureRequest) -> None:
+def test_nothing_is_seen_in_the_state_before(both: Both, request: pytest.FixtureRequest) -> None:
     """What rename, unlink, chmod, mkdir and rmdir have done is there on the other host when they
     have returned, whatever its kernel had in mind."""
-    a, b = two
-    (a.path / "d").mkdir()
-    (a.path / "d" / "old").write_bytes(b"")
-    until((b.path / "d" / "old").exists, "what is made is seen")
+    (both[0] / "old").write_bytes(b"")
+    until((both[1] / "old").exists, "what is made is seen")
     stale = []
     for number in range(rounds(request)):
-        one, other = ((a, b), (b, a))[number % 2]
-        here, there = one.path / "d", other.path / "d"
+        here, there = both[number % 2], both[1 - number % 2]
         names = set(os.listdir(there)), (there / "old").exists(), (there / "new").exists()
         assert names == ({"old"}, True, False)
         (here / "old").rename(here / "new")
@@ -120,36 +111,36 @@ def test_nothing_is_seen_in_the_state_before(two: Cluster, request: pytest.Fixtu
     assert not stale
 
 
-def test_both_hosts_work_in_one_directory(two: Cluster) -> None:
-    a, b = two
-    with working(a, "a"), working(b, "b"):
+def test_both_hosts_work_in_one_directory(both: Both) -> None:
+    here, there = both
+    with working(here / "a"), working(there / "b"):
         for number in range(50):
-            for host in two:
-                (host.path / f"{host.name}{number}").write_bytes(b"x")
-                (host.path / f"{host.name}{number}").rename(host.path / f"{host.name}.{number}")
+            for name, path in zip("ab", both, strict=True):
+                (path / f"{name}{number}").write_bytes(b"x")
+                (path / f"{name}{number}").rename(path / f"{name}.{number}")
     wanted = {f"{name}.{number}" for name in "ab" for number in range(50)} | {"a", "b"}
-    assert set(os.listdir(a.path)) == set(os.listdir(b.path)) == wanted
+    assert set(os.listdir(here)) == set(os.listdir(there)) == wanted
 
 
-def test_an_exclusive_create_is_of_one_host(two: Cluster) -> None:
-    a, b = two
-    made: dict[str, set[int]] = {"a": set(), "b": set()}
+def test_an_exclusive_create_is_of_one_host(both: Both) -> None:
+    made: dict[Path, set[int]] = {path: set() for path in both}
 
-    def make(host: Host) -> None:
+    def make(path: Path) -> None:
         for number in range(100):
             try:
-                os.close(os.open(host.path / str(number), os.O_CREAT | os.O_EXCL))
-                made[host.name].add(number)
+                os.close(os.open(path / str(number), os.O_CREAT | os.O_EXCL))
+                made[path].add(number)
             except FileExistsError:
                 pass
 
-    threads = [threading.Thread(target=make, args=(host,)) for host in two]
+    threads = [threading.Thread(target=make, args=(path,)) for path in both]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made["a"] | made["b"] == set(range(100)) and not made["a"] & made["b"]
-    assert set(os.listdir(b.path)) == set(map(str, range(100)))
+    of_one, of_other = made.values()
+    assert of_one | of_other == set(range(100)) and not of_one & of_other
+    assert set(os.listdir(both[1])) == set(map(str, range(100)))
 
 
 LONG = pytest.mark.long
@@ -158,87 +149,95 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "how", ["killed", pytest.param("stopped", marks=LONG), pytest.param("cut off", marks=LONG)]
 )
-def test_others_go_on_without_a_host(two: Cluster, how: str) -> None:
+def test_others_go_on_without_a_host(two: Cluster, both: Both, how: str) -> None:
     """Who waits for what it has shown waits for its lease at most. Who wakes up after that changes
     nothing any more, and says so."""
-    a, b = two
-    (a.path / "shared").mkdir()
-    with working(b, "shared") as count:
-        goes_on(count, "b")
+    here, there = both
+    (here / "shared").mkdir()
+    name = how.split()[0]
+    with two.another(name) as c:
+        c.mount()
+        of_c = c.path / here.name
+        until((of_c / "shared").exists, "what is made is seen")
+        with working(there / "shared") as count:
+            goes_on(count, "b")
+            if how == "killed":
+                c.kill()
+            elif how == "stopped":
+                c.signal(signal.SIGSTOP)
+            else:
+                c.namespace.cut()
+            until(lambda: two.live(two[1]) == {"a", "b"}, "the session of c is over")
+            goes_on(count, "b")
+        (there / "after").write_bytes(b"by b")
+        (there / "shared").rmdir()
         if how == "killed":
-            a.kill()
-        elif how == "stopped":
-            a.signal(signal.SIGSTOP)
+            c.mount()
+            until(lambda: two.live(two[1]) == {"a", "b", name}, "it is back")
+            assert (of_c / "after").read_bytes() == b"by b" and not (of_c / "shared").exists()
+            return
+        if how == "stopped":
+            c.signal(signal.SIGCONT)
         else:
-            a.namespace.cut()
-        until(lambda: two.live(b) == {"b"}, "the session of a is over")
-        goes_on(count, "b")
-    (b.path / "after").write_bytes(b"by b")
-    (b.path / "shared").rmdir()
-    if how == "killed":
-        a.mount()
-        until(lambda: two.live(b) == {"a", "b"}, "a is back")
-        assert (a.path / "after").read_bytes() == b"by b" and not (a.path / "shared").exists()
-        return
-    if how == "stopped":
-        a.signal(signal.SIGCONT)
-    else:
-        a.namespace.mend()
-    a.wait_for_log(r"session .*has ended")
-    a.wait_for_end()
-    a.expected.append("")  # what it was doing has failed
-    assert os.listdir(b.path) == ["after"] and not a.is_mounted()
-    a.mount()
-    assert os.listdir(a.path) == ["after"]
+            c.namespace.mend()
+        c.wait_for_log(r"session .*has ended")
+        c.wait_for_end()
+        c.expected.append("")  # what it was doing has failed
+        assert os.listdir(there) == ["after"] and not c.is_mounted()
+        c.mount()
+        assert os.listdir(of_c) == ["after"]
 
 
-def test_a_host_that_is_away_for_less_than_its_lease_goes_on(two: Cluster) -> None:
-    a, b = two
-    (a.path / "seen").write_bytes(b"")
-    until((b.path / "seen").exists, "what is made is seen")
-    b.signal(signal.SIGSTOP)
-    renaming = threading.Thread(target=(a.path / "seen").rename, args=(a.path / "renamed",))
+def test_a_host_that_is_away_for_less_than_its_lease_goes_on(two: Cluster, both: Both) -> None:
+    here, there = both
+    (here / "seen").write_bytes(b"")
+    until((there / "seen").exists, "what is made is seen")
+    two[1].signal(signal.SIGSTOP)
+    renaming = threading.Thread(target=(here / "seen").rename, args=(here / "renamed",))
     renaming.start()
-    b.signal(signal.SIGCONT)
+    two[1].signal(signal.SIGCONT)
     renaming.join()
-    assert os.listdir(b.path) == ["renamed"]
-    assert two.live(a) == {"a", "b"}
+    assert os.listdir(there) == ["renamed"]
+    assert two.live(two[0]) == {"a", "b"}
 
 
 def test_a_host_is_fenced(two: Cluster) -> None:
-    a, b = two
-    until(lambda: two.live(b) == {"a", "b"}, "they know of each other")
-    assert aifs("hosts", b.path, "--fence", "a").stdout == "the session of host a has ended\n"
-    a.wait_for_log(r"session .*has ended \(fenced by order, on host b\)")
-    assert two.live(b) == {"b"}
+    b = two[1]
+    with two.another("hanging") as host:
+        host.mount()
+        until(lambda: two.live(b) == {"a", "b", "hanging"}, "they know of each other")
+        said = aifs("hosts", b.path, "--fence", "hanging").stdout
+        assert said == "the session of host hanging has ended\n"
+        b.expected.append("the session .* of host hanging is ended: fenced")
+        host.wait_for_log(r"session .*has ended \(fenced by order, on host b\)")
+        assert two.live(b) == {"a", "b"}
+        host.expected.append("")
+        host.wait_for_end()
     refused = aifs("hosts", b.path, "--fence", "nobody", check=False)
     assert refused.returncode == 1
     assert "host nobody does not have the store mounted" in refused.stderr
-    b.expected.append("the session .* of host a is ended: fenced")
-    a.expected.append("")
-    a.abandon()
 
 
-def test_a_name_is_of_one_host(two: Cluster, scratch: Path) -> None:
-    third = two.add("a2")
-    text = third.source.read_text().replace("name: a2", "name: a")
-    third.source.write_text(text)
-    refused = aifs("mount", third.source, third.path, inside=third.inside, check=False)
+def test_a_name_is_of_one_host(two: Cluster) -> None:
+    with two.another("a2") as third:
+        text = third.source.read_text().replace("name: a2", "name: a")
+        third.source.write_text(text)
+        refused = aifs("mount", third.source, third.path, inside=third.inside, check=False)
     assert refused.returncode == 5, refused.stderr
     assert "a host named a has the store mounted" in refused.stderr
 
 
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=LONG)], ids=["stopped", "killed"])
-def test_the_database_is_restarted(two: Cluster, kill: bool) -> None:
+def test_the_database_is_restarted(two: Cluster, both: Both, kill: bool) -> None:
     """Operations wait for it; none fails."""
-    a, b = two
-    with working(a, "a") as in_a, working(b, "b") as in_b:
+    here, there = both
+    with working(here / "a") as in_a, working(there / "b") as in_b:
         goes_on(in_a, "a")
         goes_on(in_b, "b")
         two.postgres.restart(kill=kill)
         goes_on(in_a, "a")
         goes_on(in_b, "b")
-    assert sorted(os.listdir(a.path)) == sorted(os.listdir(b.path)) == ["a", "b"]
+    assert sorted(os.listdir(here)) == sorted(os.listdir(there)) == ["a", "b"]
     for host in two:
         host.expected.append(r"metadata: ")
 

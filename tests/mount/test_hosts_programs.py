@@ -10,22 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.hosts import Cluster, Host, many_hosts, until
+from tests.support.hosts import Both, Cluster, Host, until
 from tests.support.mounts import TIMEOUT_S
-from tests.support.postgres import Postgres
 
-ROUNDS = 100
-
-
-@pytest.fixture
-def two(scratch: Path, a_postgres: Postgres) -> Iterator[Cluster]:
-    with many_hosts(scratch, a_postgres) as cluster:
-        yield cluster
+ROUNDS = 40
 
 
 def run(*command: object, **others: object) -> str:
@@ -41,14 +34,6 @@ def run(*command: object, **others: object) -> str:
     return done.stdout
 
 
-def both(two: Cluster, name: str) -> tuple[Path, Path]:
-    """A directory that both hosts have."""
-    a, b = two
-    (a.path / name).mkdir()
-    until((b.path / name).is_dir, "the directory is there")
-    return a.path / name, b.path / name
-
-
 def shown(host: Host) -> None:
     """All that the host has changed until now is there on the other one."""
     marker = host.path / f"shown-{host.name}"
@@ -56,11 +41,10 @@ def shown(host: Host) -> None:
     marker.unlink()
 
 
-def test_a_file_that_is_closed_is_whole_on_the_other_host(two: Cluster) -> None:
+def test_a_file_that_is_closed_is_whole_on_the_other_host(two: Cluster, both: Both) -> None:
     """Large and small, new, written over, appended to."""
-    places = both(two, "d")
     for number in range(ROUNDS):
-        here, there, host = places[number % 2], places[1 - number % 2], two[number % 2]
+        here, there, host = both[number % 2], both[1 - number % 2], two[number % 2]
         for name, size in (("small", 100), ("large", 300_000)):
             content = b"%6d" % number * (size // 6)
             path = f"{name}{number % 7}"
@@ -74,8 +58,8 @@ def test_a_file_that_is_closed_is_whole_on_the_other_host(two: Cluster) -> None:
             assert (there / path).read_bytes() == content + b"more"
 
 
-def test_shell_tools(two: Cluster, tmp_path: Path) -> None:
-    here, there = both(two, "d")
+def test_shell_tools(two: Cluster, both: Both, tmp_path: Path) -> None:
+    here, there = both
     source = tmp_path / "source"
     for number in range(30):
         (source / f"{number % 5}").mkdir(parents=True, exist_ok=True)
@@ -104,8 +88,8 @@ def test_shell_tools(two: Cluster, tmp_path: Path) -> None:
     assert sorted(os.listdir(here)) == ["all.tar", "unpacked"]
 
 
-def test_git(two: Cluster) -> None:
-    here, there = both(two, "repository")
+def test_git(two: Cluster, both: Both) -> None:
+    here, there = both
     environment = {
         **os.environ,
         "GIT_CONFIG_COUNT": "3",
@@ -140,8 +124,8 @@ def test_git(two: Cluster) -> None:
     git(there, "fsck", "--strict")
 
 
-def test_sqlite_one_host_after_the_other(two: Cluster) -> None:
-    here, there = both(two, "d")
+def test_sqlite_one_host_after_the_other(two: Cluster, both: Both) -> None:
+    here, there = both
     for number in range(6):
         where = (here, there)[number % 2]
         database = sqlite3.connect(where / "data.sqlite", timeout=60)
@@ -156,35 +140,31 @@ def test_sqlite_one_host_after_the_other(two: Cluster) -> None:
         shown(two[number % 2])
 
 
-SAVE = """
-import os, sys, torch
-path = sys.argv[1]
-state = {"weights": torch.arange(1 << 18, dtype=torch.float32), "step": int(sys.argv[2])}
-with open(path + ".new", "wb") as file:
-    torch.save(state, file)
-os.rename(path + ".new", path)
-"""
-LOAD = """
-import sys, torch
-state = torch.load(sys.argv[1], weights_only=True, mmap=sys.argv[3] == "mmap")
-assert state["step"] == int(sys.argv[2]), state["step"]
-assert torch.equal(state["weights"], torch.arange(1 << 18, dtype=torch.float32))
-"""
+def save(torch: Any, path: Path, step: int) -> None:
+    weights = torch.arange(1 << 18, dtype=torch.float32)
+    torch.save({"weights": weights, "step": step}, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
 
 
-def test_a_checkpoint_is_saved_on_one_host_and_loaded_on_the_other(two: Cluster) -> None:
-    pytest.importorskip("torch")
-    here, there = both(two, "checkpoints")
+def load(torch: Any, path: Path, step: int, mmap: bool) -> None:
+    state = torch.load(path, weights_only=True, mmap=mmap)
+    assert state["step"] == step
+    assert torch.equal(state["weights"], torch.arange(1 << 18, dtype=torch.float32))
+
+
+def test_a_checkpoint_is_saved_on_one_host_and_loaded_on_the_other(both: Both) -> None:
+    torch = pytest.importorskip("torch")
+    here, there = [path / "last.pt" for path in both]
     for step in range(3):
-        run(sys.executable, "-c", SAVE, here / "last.pt", step)
-        run(sys.executable, "-c", LOAD, there / "last.pt", step, "")
-        run(sys.executable, "-c", LOAD, there / "last.pt", step, "mmap")
-    run(sys.executable, "-c", SAVE, there / "last.pt", 7)
-    run(sys.executable, "-c", LOAD, here / "last.pt", 7, "mmap")
+        save(torch, here, step)
+        load(torch, there, step, mmap=False)
+        load(torch, there, step, mmap=True)
+    save(torch, there, 7)
+    load(torch, here, 7, mmap=True)
 
 
-def test_a_log_is_followed(two: Cluster) -> None:
-    here, there = both(two, "d")
+def test_a_log_is_followed(both: Both) -> None:
+    here, there = both
     with (here / "log").open("w") as log:
         print("line 0", file=log, flush=True)
         os.fsync(log.fileno())
@@ -203,9 +183,9 @@ def test_a_log_is_followed(two: Cluster) -> None:
                 tail.kill()
 
 
-def test_a_file_that_is_read_while_the_other_host_begins_it_anew(two: Cluster) -> None:
+def test_a_file_that_is_read_while_the_other_host_begins_it_anew(two: Cluster, both: Both) -> None:
     """No read fails; bytes are those of some time."""
-    here, there = both(two, "d")
+    here, there = both
     (here / "f").write_bytes(b"x" * 200_000)
     shown(two[0])
     ended, failed = threading.Event(), []
@@ -229,8 +209,8 @@ def test_a_file_that_is_read_while_the_other_host_begins_it_anew(two: Cluster) -
         raise failed[0]
 
 
-def test_a_tree_moves_that_the_other_host_is_in(two: Cluster) -> None:
-    here, there = both(two, "tree")
+def test_a_tree_moves_that_the_other_host_is_in(two: Cluster, both: Both) -> None:
+    here, there = both
     (here / "a" / "b").mkdir(parents=True)
     (here / "a" / "b" / "file").write_bytes(b"content")
     shown(two[0])
@@ -259,8 +239,8 @@ def test_a_tree_moves_that_the_other_host_is_in(two: Cluster) -> None:
     assert not (there / "a").exists()
 
 
-def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster) -> None:
-    here, there = both(two, "top")
+def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster, both: Both) -> None:
+    here, there = both
     for number in range(5):
         directory = here / "tree" / f"{number}"
         directory.mkdir(parents=True)
@@ -289,9 +269,9 @@ def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster) -> None:
     kept.close()
 
 
-def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster) -> None:
+def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster, both: Both) -> None:
     """Whoever has it open reads it to its end; who comes later finds nothing."""
-    here, there = both(two, "d")
+    here, there = both
     for number in range(ROUNDS):
         content = b"%d" % number * 40_000
         (here / "f").write_bytes(content)
@@ -306,8 +286,8 @@ def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster) -> No
                 (there / "f").open("rb")
 
 
-def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster) -> None:
-    here, there = both(two, "d")
+def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster, both: Both) -> None:
+    here, there = both
     for number in range(ROUNDS):
         content = b"%d" % number * 40_000
         (here / "f").write_bytes(content)
@@ -322,9 +302,9 @@ def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster) -> 
         remover.join()
 
 
-def test_both_hosts_append_in_turn(two: Cluster) -> None:
+def test_both_hosts_append_in_turn(two: Cluster, both: Both) -> None:
     """A file has one writing host at a time; the other one is told so."""
-    here, there = both(two, "d")
+    here, there = both
     written = [*range(3000)]  # more than what lies in the record, which has no home
     (there / "log").write_text("".join(f"{number}\n" for number in written))
     shown(two[1])
@@ -342,9 +322,9 @@ def test_both_hosts_append_in_turn(two: Cluster) -> None:
         assert list(map(int, (where / "log").read_text().split())) == written
 
 
-def test_flock_guards_a_counter_between_hosts(two: Cluster) -> None:
+def test_flock_guards_a_counter_between_hosts(two: Cluster, both: Both) -> None:
     """Who holds the lock sees what was written by the one who held it before."""
-    here, there = both(two, "d")
+    here, there = both
     (here / "counter").write_text("0")
     (here / "lock").touch()
     shown(two[0])
@@ -365,8 +345,8 @@ def test_flock_guards_a_counter_between_hosts(two: Cluster) -> None:
     assert (here / "counter").read_text() == (there / "counter").read_text() == "40"
 
 
-def test_a_lock_is_of_one_host(two: Cluster) -> None:
-    here, there = both(two, "d")
+def test_a_lock_is_of_one_host(two: Cluster, both: Both) -> None:
+    here, there = both
     (here / "f").touch()
     shown(two[0])
     with (here / "f").open() as one, (there / "f").open() as other:
@@ -380,7 +360,12 @@ def test_a_lock_is_of_one_host(two: Cluster) -> None:
 @pytest.mark.long
 def test_a_host_that_wakes_up_after_its_lease_tells_nothing_old(two: Cluster) -> None:
     """Requests wait for it: names that the bridge knows not to exist, and attributes."""
-    a, b = two
+    with two.another("sleeping") as b:
+        b.mount()
+        _tells_nothing_old(two[0], b)
+
+
+def _tells_nothing_old(a: Host, b: Host) -> None:
     (b.path / "d").mkdir()  # of its own, so the bridge knows all its names
     (b.path / "d" / "old").write_bytes(b"")
     shown(b)

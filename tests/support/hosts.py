@@ -24,6 +24,9 @@ PORT = 7947
 LEASE_S = 10.0
 SERVERS = 2
 
+Both = tuple[Path, Path]
+"""A directory, as either of two hosts has it."""
+
 
 class Network:
     """A bridge of this machine, and network namespaces. Needs root."""
@@ -119,6 +122,10 @@ class Host(Mounted):
             timeout=TIMEOUT_S,
         )
 
+    def print_log(self) -> None:
+        if self.log.exists():
+            print(f"--- the log of {self.name}\n{self.log.read_text()[-10_000:]}")
+
     def wait_for_log(self, pattern: str) -> None:
         """Until a line of its log matches. It is expected then."""
         self.expected.append(pattern)
@@ -168,6 +175,23 @@ class Cluster:
         self._hosts.append(host)
         return host
 
+    @contextmanager
+    def another(self, name: str) -> Iterator[Host]:
+        """One more host, not mounted yet, for what the others must not suffer. Afterwards it is
+        unmounted, its log is checked, and it is none of the hosts any more."""
+        host = self.add(name)
+        try:
+            yield host
+            if host.is_mounted():
+                host.unmount()
+            host.check_log()
+        except BaseException:
+            host.print_log()
+            raise
+        finally:
+            host.abandon()
+            self._hosts.remove(host)
+
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
@@ -190,8 +214,7 @@ class Cluster:
 
     def print_logs(self) -> None:
         for host in self._hosts:
-            if host.log.exists():
-                print(f"--- the log of {host.name}\n{host.log.read_text()[-10_000:]}")
+            host.print_log()
 
     def abandon(self) -> None:
         for host in self._hosts:
