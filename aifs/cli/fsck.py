@@ -1,11 +1,15 @@
 """``aifs fsck``: check a store that is not mounted, and mend it."""
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import click
 
 from aifs.cli.arguments import PATH
 from aifs.core.errors import AifsError
+
+if TYPE_CHECKING:
+    from aifs.check.findings import FsckReport
 
 EXIT_CORRECTED = 1
 EXIT_UNCORRECTED = 4
@@ -41,7 +45,7 @@ def fsck_command(source: str, repair: bool, deep: bool, force: bool, as_json: bo
     from rich.console import Console
 
     from aifs.check.fsck import check
-    from aifs.cli.output import describe_error, print_error, print_json, print_table
+    from aifs.cli.output import describe_error, print_error, print_json
     from aifs.core import config
 
     console = Console(stderr=True)
@@ -62,15 +66,26 @@ def fsck_command(source: str, repair: bool, deep: bool, force: bool, as_json: bo
             for item in report.findings
         ]
         print_json({"findings": findings, "counts": report.counts})
-    else:
-        if report.findings:
-            rows = [
-                (item.kind, "repaired" if item.repaired else "left", item.where, item.detail)
-                for item in report.findings
-            ]
-            print_table(("finding", "state", "where", "detail"), rows)
-        counts = ", ".join(f"{number} {name}" for name, number in report.counts.items())
-        print(f"{len(report.findings)} findings; checked {counts}")
+        return exit_code(report)
+    return print_report(report)
+
+
+def print_report(report: "FsckReport") -> int:
+    """For people; the exit code."""
+    from aifs.cli.output import print_table
+
+    if report.findings:
+        rows = [
+            (item.kind, "repaired" if item.repaired else "left", item.where, item.detail)
+            for item in report.findings
+        ]
+        print_table(("finding", "state", "where", "detail"), rows)
+    counts = ", ".join(f"{number} {name}" for name, number in report.counts.items())
+    print(f"{len(report.findings)} findings; checked {counts}")
+    return exit_code(report)
+
+
+def exit_code(report: "FsckReport") -> int:
     if not report.findings:
         return 0
     return EXIT_CORRECTED if all(item.repaired for item in report.findings) else EXIT_UNCORRECTED

@@ -8,6 +8,7 @@ import click
 
 from aifs.cli import hints
 from aifs.cli.arguments import PATH
+from aifs.cli.meta_copy import copy_command
 from aifs.cli.meta_serve import serve_command
 
 _PAUSE_S = 0.05
@@ -16,7 +17,7 @@ _ANSWER_S = 10.0
 
 @click.group("meta")
 def meta_group() -> None:
-    """Back up, restore and serve the metadata of stores.
+    """Back up, restore, move and serve the metadata of stores.
 
     While a store is mounted backups are made by themselves, every meta.backup_interval, onto its
     data servers.
@@ -24,6 +25,7 @@ def meta_group() -> None:
 
 
 meta_group.add_command(serve_command)
+meta_group.add_command(copy_command)
 
 
 _BACKUP_EXAMPLES = """\b

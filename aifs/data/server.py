@@ -133,6 +133,10 @@ class DataServer:
         count.
         """
         self.store = store
+        self.database = ""
+        """The url of the database that has the store's metadata, as its marker said when it was
+        identified last; "": none has.
+        """
         self._writable = False
         """Whether it was identified, and not as read-only."""
         self._probe_lock = threading.Lock()
@@ -157,6 +161,7 @@ class DataServer:
         with self.workers.patience.asking("reach", self.address):
             try:
                 self.storage.identify(Identity(self.store, self.role, self.number), read_only)
+                self.database = self.storage.read_marker().database
             except StoreError as error:
                 raise self._named(error) from error.__cause__
         if self.role == "burst" and not self.storage.descriptor:

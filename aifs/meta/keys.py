@@ -3,7 +3,11 @@
     key                              value
     ------------------------------   ---------------------------------------------------------------
     S                                superblock (JSON: format, uuid, created_s; of a store of one
-                                     host also clean and boot)
+                                     host also clean and boot; restored_from, restored_to: numbers
+                                     of backups between them count no more; sessions, feed: the
+                                     last numbers of the database that the store was in before;
+                                     copying: where its metadata are being copied to or from,
+                                     moved: where they are now; see store/copying.py)
     c name                           counter (8 bytes little-endian, see kv.Transaction.add)
     s server                         data server or burst directory (JSON, see meta/servers.py)
     i ino                            inode (records.Inode)

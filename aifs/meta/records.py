@@ -333,6 +333,11 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         raise Unavailable(f"inode {ino} has a damaged record") from None
 
 
+def has_copy(record: bytes) -> bool:
+    """Whether an inode's record names a copy in the burst tier."""
+    return len(record) > 1 and bool(record[1] & _HAS_COPY)
+
+
 def with_attributes(record: bytes, opened: Inode, size: int, blocks: int) -> bytes:
     """An inode's record with this size, and with the times of ``opened``, of which the ctime does
     not go back. All else is as it is, and need not be decoded."""

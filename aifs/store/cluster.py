@@ -34,6 +34,7 @@ from aifs.store.hosts import Hosts, enter, own_address
 from aifs.store.owner import NAME as OWNER
 from aifs.store.owner import OwnerLock
 from aifs.store.right import StoreRight
+from aifs.store.store import require_current
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,16 @@ def making(config: Config, erase: bool) -> Iterator[Put]:
         yield partial(blocking.put_pairs, cursor)
 
 
-def find_store(database: BlockingDatabase) -> str:
-    """The uuid of the store in a database. Raises StoreError."""
+def find_store(database: BlockingDatabase, moved: bool = False) -> str:
+    """The uuid of the store in a database; with ``moved`` also if its metadata are elsewhere by
+    now. Raises StoreError.
+    """
     database.require_store()
     try:
-        return json.loads(database.get(keys.SUPERBLOCK) or b"")["uuid"]
+        superblock = json.loads(database.get(keys.SUPERBLOCK) or b"")
+        if not moved:
+            require_current(superblock, database.url)
+        return superblock["uuid"]
     except (ValueError, TypeError, KeyError):
         raise StoreError(
             f"{database.url}: the record that says which store it holds is damaged; restore the "
@@ -84,7 +90,7 @@ def find_unused(config: Config) -> str:
         if not database.holds_store():
             return ""
         database.require_unused()
-        return find_store(database)
+        return find_store(database, moved=True)
 
 
 def _require_own_servers(config: Config, database: BlockingDatabase, store: str) -> None:
@@ -112,6 +118,12 @@ def _require_own_servers(config: Config, database: BlockingDatabase, store: str)
             )
         if identity.id >= 0:
             check_identity(path, marker, identity)
+    markers = [marker for marker in answers if isinstance(marker, Marker)]
+    if markers and not any(marker.database for marker in markers):
+        raise StoreError(
+            f"{database.url}: the data servers say that the metadata of this store are in a "
+            "directory of one host; mount it there, or copy them here: aifs meta copy"
+        )
 
 
 def require_replica(directory: str, store: str, url: str) -> bool:

@@ -106,7 +106,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         if marker.store == store:
             raise StoreError(
                 f"{path}: holds what {marker.role} server {marker.id} of this store had, which is "
-                "stale; use an empty directory"
+                "stale; use an empty directory, or, if aifs meta copy was interrupted, run it again"
             )
         raise StoreError(f"{path}: is of another store, {marker.store}; use an empty directory")
     if not force:

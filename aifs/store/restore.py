@@ -8,7 +8,7 @@ deleted: what would have other objects deleted, or trusts what may have changed,
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -321,10 +321,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
             f"{max(said - state.created_ns, 0) // 10**9} s" if said else "an unknown time",
         )
     _, everywhere = find(config, "") if source else (store, found)
-    beyond = (
-        max(name.seq or name.after for name in (*found.sizes, *everywhere.sizes))
-        + _SEQS_LOST_AT_MOST
-    )
+    beyond = beyond_backups(found.sizes, everywhere.sizes)
     files.make_dirs(meta)
     owner = OwnerLock(meta, "")
     try:
@@ -339,13 +336,20 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     return state
 
 
+def beyond_backups(*names: Iterable[Name]) -> int:
+    """A transaction number that none of these backups has, nor one on a server that cannot be read
+    now."""
+    numbers = (name.seq or name.after for some in names for name in some)
+    return max(numbers, default=0) + _SEQS_LOST_AT_MOST
+
+
 async def _build(config: Config, found: FoundBackups, chain: Chain, beyond: int) -> None:
     engine = LmdbEngine(config.meta.directory, config.meta.commit_interval_s, first_seq=beyond)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.run)
             for name in chain.segments:
-                await _load(engine, found.read(name).writes())
+                await load(engine, found.read(name).writes())
             await _disarm(engine)
             await engine.transact(_finish, config, chain.seq, beyond)
             await engine.barrier()
@@ -356,7 +360,8 @@ async def _build(config: Config, found: FoundBackups, chain: Chain, beyond: int)
         raise
 
 
-async def _load(engine: LmdbEngine, writes: Writes) -> None:
+async def load(engine: LmdbEngine, writes: Writes) -> None:
+    """Make all these changes. ``engine`` runs."""
     batches = list(writes.items())
     for number, start in enumerate(range(0, len(batches), _BATCH)):
         await engine.transact(_put_all, batches[start : start + _BATCH])

@@ -9,11 +9,11 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -27,6 +27,7 @@ from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
 from aifs.data.storages import below
+from aifs.layout.placement import LOST
 from aifs.meta import keys
 from aifs.meta.hosts import HostRecord, find_host, put_host
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
@@ -93,6 +94,7 @@ class Store:
         if orderly:
             self.ownership.give_back()
         self.tell()
+        self._leave_hosts()
         stuck, waits_for = self.servers.close()
         try:
             self.engine.close()
@@ -102,6 +104,10 @@ class Store:
         finally:
             self.owner.release(orderly, stuck, waits_for)
 
+    def _leave_hosts(self) -> None:
+        if self.hosts is not None:
+            self.hosts.peers.close()
+
     def tell(self) -> None:
         """Say in the owner's file what is waited for, for who unmounts."""
         with suppress(OSError):
@@ -109,6 +115,7 @@ class Store:
 
     def abandon(self) -> None:
         """Let go without writing anything, as the death of the process would."""
+        self._leave_hosts()
         stuck, waits_for = self.servers.close()
         self.engine.abandon()
         self.owner.release(orderly=False, stuck=stuck, waits_for=waits_for)
@@ -312,7 +319,7 @@ async def open_store(
     engine = servers = None
     try:
         engine = await metadata.open()
-        identity, clean, boot = await _read_identity(engine, metadata)
+        identity, clean, boot, copying = await _read_identity(engine, metadata)
         if config.is_cluster:
             table = await engine.view(read_table)
             named = [below(config.source, record.path) for record in table.values()]
@@ -341,6 +348,8 @@ async def open_store(
         if config.is_cluster:
             engine.listen(partial(note_elsewhere, servers, engine.host))
         await load_servers(config, engine, servers, read_only)
+        if not config.is_cluster:
+            _require_not_in_database(config.source, servers, copying)
         rows = ServerTable(config, identity, engine, servers)
         right = metadata.right(owner, servers)
         await right.take(force)
@@ -360,23 +369,51 @@ async def open_store(
         raise
 
 
-async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool, str | None]:
-    """The store's uuid; whether this host has closed it in order, and the boot when it did. Raises
-    StoreError if what says so is damaged, or it is not what was expected.
+def _require_not_in_database(source: str, servers: Servers, copying: str) -> None:
+    """The markers of the data servers say that the metadata are those of one host. ``copying``:
+    where they were being copied to, or from; then all servers have to say so (copying.py). Raises
+    StoreError.
+    """
+    for server in servers.capacity():
+        if server.database:
+            raise StoreError(
+                f"{source}: the metadata of this store are in {server.database}, as {server.name} "
+                f"({server.address}) says: use a SOURCE with meta.engine postgresql"
+            )
+        if copying and server.standing != LOST and (server.absent or server.missing):
+            raise StoreError(
+                f"{source}: its metadata were being copied, here or to {copying}, and {server.name}"
+                f" ({server.address}), which must say which of both count, is not there"
+            )
+
+
+def require_current(superblock: Mapping[str, Any], where: str) -> None:
+    """These metadata are the store's still. ``where`` they are. Raises StoreError."""
+    if moved := superblock.get("moved"):
+        raise StoreError(
+            f"{where}: the metadata of this store are in {moved} now (aifs meta copy); these are "
+            "what they were, and can be deleted"
+        )
+
+
+async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool, str | None, str]:
+    """The store's uuid; whether this host has closed it in order, and the boot when it did; where
+    its metadata were being copied, "" if they were not. Raises StoreError if what says so is
+    damaged, or it is not what was expected.
     """
 
-    def read(tx: ReadTransaction) -> tuple[str, str, bool, str | None]:
+    def read(tx: ReadTransaction) -> tuple[dict[str, Any], bool, str | None]:
         superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
         read_table(tx)
-        identity, form, clean = (superblock[key] for key in ("uuid", "format", "clean"))
-        boot = superblock.get("boot")
+        clean, boot = superblock["clean"], superblock.get("boot")
         if engine.host:
             host = find_host(tx, engine.host)
             clean, boot = (host.clean, host.boot) if host is not None else (True, None)
-        return identity, form, clean, boot
+        return superblock, clean, boot
 
     try:
-        identity, form, clean, boot = await engine.view(read)
+        superblock, clean, boot = await engine.view(read)
+        identity, form = superblock["uuid"], superblock["format"]
     except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(
             f"{metadata.where}: the store's own records are damaged ({error}). {metadata.remedy}"
@@ -390,7 +427,20 @@ async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool,
         raise StoreError(
             f"{metadata.where}: the store has format {form!r}; this version knows {FORMAT!r} alone"
         )
-    return identity, clean, boot
+    require_current(superblock, metadata.where)
+    return identity, clean, boot, superblock.get("copying", "")
+
+
+async def change_superblock(engine: Engine, **fields: object) -> None:
+    """These fields have other values, durably on return; None: they are gone."""
+
+    def change(tx: Transaction) -> None:
+        superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"{}") | fields
+        kept = {name: value for name, value in superblock.items() if value is not None}
+        tx.put(keys.SUPERBLOCK, json.dumps(kept).encode())
+
+    await engine.transact(change)
+    await engine.barrier()
 
 
 async def set_clean(store: Store, clean: bool) -> None:

@@ -90,6 +90,11 @@ class BlockingDatabase:
             found = cursor.execute("SELECT value FROM aifs.map WHERE key = %s", (key,)).fetchone()
         return found[0] if found is not None else None
 
+    def put(self, key: bytes, value: bytes) -> None:
+        """Change the map, behind the back of hosts: of a store that nobody uses any more."""
+        with self.transaction() as cursor:
+            cursor.execute("UPDATE aifs.map SET value = %s WHERE key = %s", (value, key))
+
     def values(self, start: bytes, end: bytes) -> dict[bytes, bytes]:
         """What the map has in [start, end). There is a store."""
         with self.transaction() as cursor:
@@ -121,23 +126,64 @@ class BlockingDatabase:
             return _one(cursor)
 
 
-def make(cursor: psycopg.Cursor[tuple], url: str, erase: bool) -> None:
-    """Make a store, with an empty map. ``erase``: one that is there, which no host uses, goes.
+class Numbering(NamedTuple):
+    """What was numbered last. A store that comes to a database anew goes on behind it: replicas,
+    and hosts that hang, may know those numbers.
+    """
+
+    session: int = 0
+    feed: int = 0
+
+
+def make(
+    cursor: psycopg.Cursor[tuple], url: str, erase: bool, after: Numbering = Numbering()
+) -> None:
+    """Make a store, with an empty map, that is numbered behind ``after``. ``erase``: one that is
+    there, which no host uses, goes.
 
     Raises StoreError if there is one, StoreBusy if a host uses it.
     """
-    last = 0
     if _holds_schema(cursor):
         if not erase:
             raise StoreError(f"{url}: holds a store already; --force erases it and all files in it")
         require_unused(cursor, url)
-        cursor.execute("SELECT coalesce(max(id), 0) FROM aifs.session")
-        last = _one(cursor)
+        after = Numbering(*map(max, after, find_numbering(cursor)))
         cursor.execute("DROP SCHEMA aifs CASCADE")
     cursor.execute(resources.files(__package__).joinpath("schema.sql").read_bytes())
     # A host that hangs with a session of the old store, which nobody has ended, must not find one
     # of that number.
-    cursor.execute(f"ALTER TABLE aifs.session ALTER id RESTART WITH {last + 1}".encode())
+    cursor.execute(f"ALTER TABLE aifs.session ALTER id RESTART WITH {after.session + 1}".encode())
+    if after.feed:
+        # Nobody's change set that changes nothing, from which a crash of the database counts on.
+        first = after.feed + 1
+        cursor.execute("INSERT INTO aifs.feed VALUES (%s, 0, 0, 0, '{}', '{}')", (first,))
+        cursor.execute("UPDATE aifs.head SET seq = %s", (first,))
+
+
+def find_numbering(cursor: psycopg.Cursor[tuple]) -> Numbering:
+    """There is a store."""
+    cursor.execute(
+        "SELECT (SELECT coalesce(max(id), 0) FROM aifs.session), greatest(aifs.last(),"
+        " (SELECT seq FROM aifs.head))"
+    )
+    return Numbering(*(cursor.fetchone() or ()))
+
+
+def put_host(cursor: psycopg.Cursor[tuple], name: str) -> None:
+    """The first host of a store that was just made has this name, though it is not there yet."""
+    cursor.execute(
+        "INSERT INTO aifs.session (name, host, address, lease_end, cursor, ended)"
+        " VALUES (%s, 1, '', clock_timestamp(), 0, 'the store was copied here')",
+        (name,),
+    )
+
+
+def all_pairs(cursor: psycopg.Cursor[tuple]) -> Iterator[tuple[bytes, bytes]]:
+    """The whole map, in order."""
+    query = "COPY (SELECT key, value FROM aifs.map ORDER BY key) TO STDOUT (FORMAT BINARY)"
+    with cursor.copy(query) as copy:
+        copy.set_types(("bytea", "bytea"))
+        yield from copy.rows()
 
 
 def put_pairs(cursor: psycopg.Cursor[tuple], pairs: Iterable[tuple[bytes, bytes]]) -> None:

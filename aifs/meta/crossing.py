@@ -1,0 +1,138 @@
+"""What becomes of the records when the metadata of a store go from one host's directory into a
+database, or back. Pure.
+
+The store was closed in order, nothing in it is undrained, and its open containers are sealed. What
+only a host can use stays behind: it would name hosts, sessions and burst directories that the new
+place does not know. docs/hosts.md has the table; each kind of record of keys.py is in one of the
+sets below, or has a function.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import merge
+
+from blake3 import blake3
+
+from aifs.core.errors import StoreError, Unavailable
+from aifs.layout.placement import BURST_FIRST
+from aifs.layout.striped import Striped
+from aifs.meta import groups, keys
+from aifs.meta.records import decode_garbage, decode_inode, has_copy
+
+KEPT = frozenset(b"cdehkloqrtuxz")
+"""Kinds of records that stay as they are, of ``o`` the orphans' own: they name no host."""
+
+DROPPED = frozenset(b"Labpvw")
+"""Kinds that stay behind: homes of locks; open containers, which have been sealed; burst copies,
+which are caches; hosts, and their windows of ids, which are used up; marks of files that may differ
+from their records, which none does."""
+
+Pair = tuple[bytes, bytes]
+
+
+class Crossing:
+    """``pairs`` has the records as they will be."""
+
+    def __init__(self, host: int, extra: Mapping[bytes, bytes]) -> None:
+        """``host``: who sees to groups from now on, 0: the store has one host. ``extra``: records
+        that are new, or have other values than by their kinds; among them the superblock and the
+        table of servers.
+        """
+        self._host = host
+        self._extra = extra
+        self.kinds: dict[int, Callable[[bytes, bytes], bytes | None]] = {
+            ord("g"): self._garbage,
+            ord("i"): _inode,
+            ord("j"): _job,
+            ord("m"): _stray,
+            ord("n"): self._group,
+            ord("y"): lambda key, value: keys.host_value(0),  # nobody makes the list any more
+        }
+        """What has a function, by its kind: the new value, or None."""
+
+    def pairs(self, found: Iterable[Pair]) -> Iterator[Pair]:
+        """From all records, in order; in order. Raises StoreError for one that is damaged, or that
+        this version does not know.
+        """
+        return merge(self._changed(found), sorted(self._extra.items()))
+
+    def _changed(self, found: Iterable[Pair]) -> Iterator[Pair]:
+        for key, value in found:
+            kind = key[0]
+            if kind in DROPPED or kind in b"Ss" or key in self._extra:
+                continue
+            if kind in KEPT:
+                if kind != ord("o") or not keys.is_hold(key):
+                    yield key, value
+                continue
+            try:
+                kept = self.kinds[kind](key, value)
+            except (KeyError, Unavailable) as error:
+                raise StoreError(
+                    f"the record {keys.describe(key)} is not copied: {error}; aifs fsck --repair "
+                    "comes first"
+                ) from error
+            if kept is not None:
+                yield key, kept
+
+    def _garbage(self, key: bytes, value: bytes) -> bytes | None:
+        """Nobody makes it any more. What lay in burst directories goes with them."""
+        garbage = decode_garbage(value)
+        left = tuple(server for server in garbage.layout.servers if server < BURST_FIRST)
+        layout = Striped(garbage.layout.unit, left)
+        return garbage._replace(layout=layout, maker=0).encode() if left else None
+
+    def _group(self, key: bytes, value: bytes) -> bytes:
+        if keys.is_group_member(key):
+            return value
+        return groups.decode_group(value)._replace(host=self._host).encode()
+
+
+def _inode(key: bytes, value: bytes) -> bytes:
+    """Without its copy in the burst tier, which is a cache. Raises Unavailable if it is all there
+    is.
+    """
+    if not has_copy(value):
+        return value
+    inode = decode_inode(keys.number(key), value)
+    if inode.in_burst:
+        raise Unavailable(f"inode {inode.ino} is undrained, and no record of its copy says so")
+    inode.copy = None
+    return inode.encode()
+
+
+def _job(key: bytes, value: bytes) -> bytes | None:
+    """Of objects that nobody knows of, burst directories have the largest numbers of servers."""
+    unlisted = keys.job(b"unlisted")
+    is_burst = key.startswith(unlisted) and key[len(unlisted) :][:2] >= BURST_FIRST.to_bytes(
+        2, "big"
+    )
+    return None if is_burst else value
+
+
+def _stray(key: bytes, value: bytes) -> bytes | None:
+    return value if keys.stray_parts(key)[1] < BURST_FIRST else None
+
+
+class Tally:
+    """Counts pairs that pass, in order, and takes a digest of them."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.bytes = 0
+        """Of keys and values."""
+        self._hash = blake3()
+
+    def through(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        for key, value in pairs:
+            self.records += 1
+            self.bytes += len(key) + len(value)
+            self._hash.update(b"%d %d " % (len(key), len(value)))
+            self._hash.update(key)
+            self._hash.update(value)
+            yield key, value
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3-256, as hexadecimal digits: of each pair the lengths, as decimal digits with a
+        space behind each, then the key and the value."""
+        return self._hash.hexdigest()
