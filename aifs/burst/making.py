@@ -19,6 +19,7 @@ from aifs.burst.transfer import Mover, Source
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
+from aifs.data.checking.together import Join, Sharing
 from aifs.data.containers.appending import Containers
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.column import ContainerColumn
@@ -149,6 +150,8 @@ class MakingTools:
     on_damage: Callable[[Striped, int, int, int], None] = _ignore
     """Told of columns whose bytes turn out to be missing or wrong, as layout, oid, inode number and
     column. Does not block."""
+    join: Join | None = None
+    """Tells other hosts what large files are read here; None: there are none."""
 
     @contextmanager
     def opened(self, origin: InObjects | InChunks, followed: bool) -> Iterator[Source]:
@@ -157,6 +160,7 @@ class MakingTools:
             with self.reading(origin.containers) as containers:
                 yield ChunkedObjects(containers, origin.layout, _listed(origin), verify=True)
             return
+        load, join = _loaded(origin.digests), self.join if followed else None
         objects = ObjectSet(
             self.servers,
             origin.layout,
@@ -165,8 +169,9 @@ class MakingTools:
             background=self.mover.io_priority,
             unread=origin.unread,
             on_damage=partial(self.on_damage, origin.layout),
-            digests=_loaded(origin.digests),
+            digests=load,
             verify=self.verify,
+            shared=None if join is None else Sharing(load, join),
         )
         with closing(objects):
             yield Followed(objects) if followed else objects

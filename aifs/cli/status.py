@@ -115,6 +115,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("movers", _describe_movers(status["movers"])))
     if status.get("cluster", {}).get("hosts"):
         facts.append(("cluster", _describe_cluster(status["cluster"])))
+    if "together" in status:
+        facts.append(("together", _describe_together(status["together"])))
     facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
@@ -144,6 +146,14 @@ def _describe_cluster(cluster: dict[str, Any]) -> str:
     return (
         f"{count(cluster['hosts'], 'host')}, {cluster['connected']} connected; this is "
         f"{cluster['name']}, session {cluster['session']}{role}; aifs hosts shows all"
+    )
+
+
+def _describe_together(together: dict[str, Any]) -> str:
+    return (
+        f"{count(together['files'], 'file')} that other hosts read, too; since the mount "
+        f"{_size(together, 'received_bytes')} came from these and {_size(together, 'given_bytes')} "
+        "went to them"
     )
 
 

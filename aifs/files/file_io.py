@@ -22,6 +22,7 @@ from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
+from aifs.data.checking.together import Sharing
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.patience import giving_up
@@ -36,6 +37,7 @@ from aifs.files.handles import Handles
 from aifs.files.needs import Needs
 from aifs.files.open_inode import LostBytes, OpenInode
 from aifs.files.stage import Stager
+from aifs.files.together import Together
 from aifs.files.transitions import Transitions, alone
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
@@ -77,7 +79,9 @@ class FileIO:
         upkeep: Upkeep,
         pool: Pool,
         homes: Homes,
+        together: Together | None,
     ) -> None:
+        """``together``: None where the store has one host."""
         self._engine = engine
         self._handles = handles
         self._forgotten: set[int] = set()
@@ -91,6 +95,8 @@ class FileIO:
         self._collector = collector
         self._pool = pool
         self._homes = homes
+        self._join = None if together is None else together.join
+        """Tells other hosts what large files are read here; None: there are none."""
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of, homes)
         movers = self.movers(Mover(servers.budget, Limiter(0), "none", is_urgent=_always))
         self.capacity = CapacityIO(
@@ -289,7 +295,7 @@ class FileIO:
             return self._containers.objects_of(chunks, inode.oid)
         objects = layout.objects
         assert objects is not None  # what has a layout has objects, or chunks
-        return self.set_of(objects, inode.ino, inode.oid, unread, self._verify)
+        return self.set_of(objects, inode.ino, inode.oid, unread, self._verify, is_shared=True)
 
     async def _to_be_copied(self, inode: Inode) -> Bytes | Followed:
         """The bytes of a settled file, checked, by way of the caches of those who read it."""
@@ -304,15 +310,25 @@ class FileIO:
     def movers(self, mover: Mover) -> Movers:
         """Who carries out work under the limits of ``mover``."""
         containers = self._containers.files
-        tools = MakingTools(self._servers, mover, containers, self._verify, self._damaged)
+        tools = MakingTools(
+            self._servers, mover, containers, self._verify, self._damaged, self._join
+        )
         return Movers(tools, self._pool)
 
     def set_of(
-        self, layout: Striped, ino: int, oid: int, unread: int = 0, checked: bool = False
+        self,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        unread: int = 0,
+        checked: bool = False,
+        is_shared: bool = False,
     ) -> ObjectSet:
         """The objects of a striped file. ``checked``: what is read past the caches is compared with
-        checksums.
+        checksums. ``is_shared``: other hosts that read them, too, are told.
         """
+        load = partial(self._engine.view, forms.get_checksums, oid)
+        join = self._join if is_shared else None
         return ObjectSet(
             self._servers,
             layout,
@@ -320,8 +336,9 @@ class FileIO:
             oid,
             unread=unread,
             on_damage=partial(self._damaged, layout),
-            digests=partial(self._engine.view, forms.get_checksums, oid) if checked else None,
+            digests=load if checked else None,
             verify=self._verify,
+            shared=None if join is None else Sharing(load, join),
         )
 
     def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:

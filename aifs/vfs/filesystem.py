@@ -20,6 +20,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.locks import SERVICE, Alone, LockHosts, Locks, PeerHosts
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
+from aifs.files.together import Together
 from aifs.files.writeback import WriteBack
 from aifs.movers.pool import Pool
 from aifs.store.backup import Backup
@@ -121,6 +122,8 @@ class Filesystem:
             damage.report,
             config.data.min_spare,
         )
+        peers = store.peers
+        together = None if peers is None else Together(servers.cache, peers)
         self.io = io = FileIO(
             config,
             engine,
@@ -135,6 +138,7 @@ class Filesystem:
             upkeep,
             pool,
             homes,
+            together,
         )
         self.writeback = writeback = WriteBack(
             engine, tier, io, servers, config.data.writeback_interval_s
@@ -266,7 +270,8 @@ class Filesystem:
                 "locks": locks.status,
                 "cluster": cluster.status,
                 "evict": lambda: {**evictor.status(), **from_copies.status()},
-            },
+            }
+            | ({} if together is None else {"together": together.status}),
         )
         self.following = Following(
             engine,

@@ -3,6 +3,7 @@ somebody follows, trees that move or go while the other host is in them, locks."
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import sqlite3
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.hosts import Both, Cluster, Host, until
-from tests.support.mounts import TIMEOUT_S
+from tests.support.mounts import TIMEOUT_S, aifs
 
 ROUNDS = 40
 
@@ -398,3 +399,17 @@ def _tells_nothing_old(a: Host, b: Host) -> None:
     b.expected.append("")
     if len(told) < len(found):
         b.wait_for_end()
+
+
+def test_a_large_file_that_both_hosts_read_is_passed_on(two: Cluster, both: Both) -> None:
+    data = os.urandom(24 << 20)
+    (both[0] / "large").write_bytes(data)
+    aifs("drain", both[0] / "large")
+    aifs("evict", both[0] / "large")
+    with (both[0] / "large").open("rb") as one, (both[1] / "large").open("rb") as other:
+        read = [file.read(1 << 20) for file in (one, other)]
+        for number, file in ((1, other), (0, one)):
+            read[number] += file.read()
+    assert read == [data, data]
+    told = [json.loads(os.getxattr(host.path, "user.aifs.status"))["together"] for host in two]
+    assert sum(each["received_bytes"] for each in told) > 0

@@ -70,6 +70,14 @@ class Calls:
         self._cluster = cluster
         self._name = name
         self.services: dict[str, Any] = {}
+        self.listeners: dict[str, Any] = {}
+
+    def hear(self, name: str, listener: Any) -> None:
+        self.listeners[name] = listener
+
+    def tell(self, host: str, name: str, arguments: Any = None, body: bytes = b"") -> None:
+        if host not in self._cluster.silent and host in self._cluster.calls:
+            self._cluster.calls[host].listeners[name](Peer("", self._name, 1), arguments, body)
 
     def serve(self, name: str, service: Any) -> None:
         self.services[name] = service
@@ -237,13 +245,15 @@ LIMIT_S = 60
 
 @asynccontextmanager
 async def cluster_of(
-    directory: Path, settings: Mapping[str, Any] = MappingProxyType({})
+    directory: Path,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    names: tuple[str, ...] = NAMES,
 ) -> AsyncIterator[Cluster]:
-    """A new store for both hosts, neither mounted. Afterwards fsck finds nothing in it, as the host
-    sees it that was mounted last."""
+    """A new store for these hosts, none of them mounted. Afterwards fsck finds nothing in it, as
+    the host sees it that was mounted last."""
     with patch.object(store, "Ownership", _Nobodys), trio.fail_after(LIMIT_S):
         cluster = await trio.to_thread.run_sync(
-            Cluster, directory, NAMES, {**modes.WAITING, **settings}
+            Cluster, directory, names, {**modes.WAITING, **settings}
         )
         yield cluster
         await stores.require_sound(cluster.config(cluster.last))

@@ -7,7 +7,7 @@ told without the columns that may be wrong, by trying which. Files without check
 those that were written in place, are read as they are.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
@@ -18,6 +18,7 @@ from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.reading.file_blocks import FileBlocks
 from aifs.data.servers import Servers
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 _log = logger(__name__)
@@ -58,7 +59,7 @@ class CheckedReads:
         self._unread = unread
         self._digests: dict[int, tuple[int, bytes]] = {}  # by MiB: the record that it is in
         self._generation = 0
-        name = ("verified", *columns.key)
+        name = name_of_checked(columns.key)
         self._blocks = FileBlocks(servers, layout, name, HASHED, self._fill, columns.in_use)
 
     async def read(self, offset: int, length: int, size: int) -> memoryview | None:
@@ -170,6 +171,11 @@ class CheckedReads:
                 ino,
                 offset,
             )
+
+
+def name_of_checked(key: Key) -> Hashable:
+    """The name of a file's checked MiBs in the read cache."""
+    return ("verified", *key)
 
 
 async def tell_right(

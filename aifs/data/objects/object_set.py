@@ -6,7 +6,8 @@ it, bytes count as written where enough columns have them, and as read where eno
 A read goes through four stages, each a class of its own: from the servers and the page cache, by
 way of the read cache (``reading/cached_reads``); compared with checksums, where the reader wants
 that (``checking/checked_reads``); and, where something protects the bytes, around columns that are
-lost, wrong or late (``recovery``).
+lost, wrong or late (``recovery``). Where other hosts read the same file, it comes by way of them,
+too (``checking/together``).
 
 Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
 worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from aifs.core.errors import FsError
 from aifs.data.checking.checked_reads import CheckedReads, LoadDigests
 from aifs.data.checking.digests import HASHED
+from aifs.data.checking.together import TOGETHER_FROM, Sharing, TogetherReads
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.known import Known
@@ -108,6 +110,7 @@ class ObjectSet:
         on_damage: OnDamage = lambda oid, ino, column: None,
         digests: LoadDigests | None = None,
         verify: bool = True,
+        shared: Sharing | None = None,
         block: int = BLOCK,
         window: int = 0,
         whole_from: int = WHOLE_BLOCKS_FROM,
@@ -118,8 +121,8 @@ class ObjectSet:
         of a protected set that turns out to be missing or short.
 
         With ``digests`` what is read past the caches is compared with its checksums, and what is
-        read through them if ``verify``; ``on_damage`` is told of columns with wrong bytes. The
-        rest: see CachedReads.
+        read through them if ``verify``; ``on_damage`` is told of columns with wrong bytes.
+        ``shared``: other hosts may read the same file. The rest: see CachedReads.
         """
         self._servers = servers
         self._layout = layout
@@ -147,6 +150,21 @@ class ObjectSet:
             else None
         )
         """How bytes with checksums are read; None: there are none."""
+        self._together = (
+            TogetherReads(
+                servers,
+                layout,
+                columns,
+                self._read_past,
+                shared,
+                on_damage,
+                unread,
+                self._find_cached,
+            )
+            if shared is not None
+            else None
+        )
+        """How a file is read that other hosts read, too; None: it is this host's business alone."""
         self._verify = verify and digests is not None
         """Whether what is read through the caches is compared with checksums, too."""
         self._known = [Known(0 if new else None) for _ in layout.servers]
@@ -186,6 +204,10 @@ class ObjectSet:
         """See Bytes. Bytes of columns that cannot be read are told by others. Raises Unavailable;
         Untold for bytes that are wrong, whichever columns tell them.
         """
+        if self._together is not None and strict and size >= TOGETHER_FROM:
+            data = await self._together.read(offset, length, size)
+            if data is not None:
+                return data
         if self._checked is not None and self._verify and strict:
             data = await self._checked.read(offset, length, size)
             if data is not None:
@@ -234,6 +256,9 @@ class ObjectSet:
         else:
             await self._cached.read_past(offset, buffer, size, self._sources)
 
+    async def _find_cached(self, offset: int, buffer: memoryview) -> bool:
+        return await self._cached.find(offset, buffer, self._sources)
+
     async def is_right(self, offset: int, part: memoryview) -> bool:
         """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
         none.
@@ -273,8 +298,9 @@ class ObjectSet:
     def forget(self) -> None:
         """The objects are about to change."""
         self._cached.forget()
-        if self._checked is not None:
-            self._checked.forget()
+        for checked in (self._checked, self._together):
+            if checked is not None:
+                checked.forget()
 
     # --- writing ---
 
@@ -501,6 +527,8 @@ class ObjectSet:
     def close(self) -> None:
         """See Bytes."""
         self._columns.close()
+        if self._together is not None:
+            self._together.end()
         if self._recovery is not None:
             self._recovery.forget()
 

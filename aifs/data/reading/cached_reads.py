@@ -130,6 +130,23 @@ class CachedReads:
             scatter(held, parts)
         return buffer
 
+    async def find(self, offset: int, buffer: memoryview, sources: Sources) -> bool:
+        """Fill ``buffer`` with bytes of a settled file, if the read cache has, or is loading, all
+        of them: whether it was so. Raises Unavailable."""
+        found = []
+        for index, begin, parts in runs_of(self._layout, offset, buffer):
+            blocks = self._find(sources[index], begin, sum(map(len, parts)))
+            if blocks is None:
+                return False
+            found.append((begin, parts, blocks))
+        for begin, parts, blocks in found:
+            length = sum(map(len, parts))
+            held = await collect(blocks, begin, length, self.block)
+            if len(held) < length:
+                return False
+            scatter(held, parts)
+        return True
+
     async def read_past(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> None:
         """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
         await self._gather(

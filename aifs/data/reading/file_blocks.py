@@ -67,6 +67,11 @@ class FileBlocks(FilledSource):
         del blocks  # nobody who waits for memory may hold any
         return await cache.fetch(self, offset, length, size)
 
+    async def fetch(self, offset: int, length: int, size: int) -> memoryview:
+        """The same, of one block, for who does not read the file himself."""
+        self._size = size
+        return await self._servers.cache.fetch(self, offset, length, size)
+
     def _read_ahead(self, ranges: list[tuple[int, int]]) -> None:
         for begin, length in ranges:
             end = min(begin + length, self._size)

@@ -1,0 +1,144 @@
+"""Files that several hosts read at the same time: each MiB comes from its servers once, to one of
+these hosts, and from that one to the others.
+
+Nothing depends on it. A MiB that another host does not give soon is fetched from the servers; and
+what it gives counts only if it has the checksum that is on record here. So files without checksums,
+which are those that are written in place, are read from the servers by each host.
+"""
+
+from collections.abc import Awaitable, Callable, Hashable
+from typing import NamedTuple, Protocol
+
+from aifs.data.checking.checked_reads import (
+    CheckedReads,
+    LoadDigests,
+    OnDamage,
+    ReadPast,
+    name_of_checked,
+)
+from aifs.data.checking.digests import HASHED
+from aifs.data.objects.columns import Columns
+from aifs.data.reading.read_cache import ReadCache
+from aifs.data.servers import Servers
+from aifs.data.storage import Key
+from aifs.layout.striped import Striped
+
+TOGETHER_FROM = 8 << 20
+"""Bytes of a file; other hosts do not hear of readers of smaller ones."""
+
+FindCached = Callable[[int, memoryview], Awaitable[bool]]
+"""Fills memory with the bytes of the file from an offset on, if the read cache has all of them."""
+
+
+class Others(Protocol):
+    """The other hosts that read a file, as far as they are known."""
+
+    @property
+    def is_alone(self) -> bool:
+        """There are none."""
+
+    def read_to(self, end: int) -> None:
+        """Bytes up to ``end`` are being read here. Does not block."""
+
+    async def fetch(self, offset: int, part: memoryview) -> bool:
+        """Fill ``part`` with a MiB of the file, or its last bytes, if another host is to have it,
+        and gives it within a short time: whether that was so. What came may be wrong."""
+
+    def end(self, giver: "Giver") -> None:
+        """Nobody reads the file by way of ``giver`` any more. Does not block."""
+
+
+class Giver(Protocol):
+    """What gives other hosts bytes of a file."""
+
+    async def give(self, offset: int, load: bool) -> memoryview | None:
+        """A MiB of the file, or its last bytes; None if it is not here. ``load``: it is fetched if
+        it is not. Raises Unavailable."""
+
+
+Join = Callable[[Key, Giver], Others]
+"""A large file is read here: other hosts hear of that. Does not block."""
+
+
+class Sharing(NamedTuple):
+    """What it takes to read a file together with other hosts."""
+
+    load: LoadDigests
+    join: Join
+
+
+class TogetherReads(CheckedReads):
+    """Of one object set."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        layout: Striped,
+        columns: Columns,
+        read_past: ReadPast,
+        shared: Sharing,
+        on_damage: OnDamage,
+        unread: int,
+        find_cached: FindCached,
+    ) -> None:
+        super().__init__(servers, layout, columns, read_past, shared.load, on_damage, unread)
+        self._join = shared.join
+        self._find_cached = find_cached
+        self._others: Others | None = None
+        """Those that read the file; None: they have not been told that it is read here."""
+        self._size = 0
+        """Of the file."""
+        self._fetched: set[int] = set()
+        """The MiBs that are being fetched from the servers."""
+
+    async def read(self, offset: int, length: int, size: int) -> memoryview | None:
+        """As CheckedReads.read; None also where no other host reads the file, and for what is no
+        part of a stream."""
+        self._size = size
+        if self._others is None:
+            if not await self.covers(offset):
+                return None
+            self._others = self._others or self._join(self._columns.key, self)
+        self._others.read_to(offset + length)
+        if self._others.is_alone:
+            return None
+        if not (await self.covers(offset) and await self.covers(offset + length - 1)):
+            return None
+        return await self._blocks.read(offset, length, size, only_streams=True)
+
+    def end(self) -> None:
+        """The file is read no more. Does not block."""
+        if self._others is not None:
+            self._others.end(self)
+
+    async def give(self, offset: int, load: bool) -> memoryview | None:
+        """See Giver."""
+        number, length = offset // HASHED, min(HASHED, self._size - offset)
+        if length <= 0 or offset % HASHED:
+            return None
+        block = self._servers.cache.peek(self._blocks.name, number)
+        is_there = block is not None and not (block.loading and number not in self._fetched)
+        if load or is_there:
+            return await self._blocks.fetch(offset, length, self._size)
+        # It may be who asks that is asked for it, now or soon: so only what is here counts.
+        memory = memoryview(bytearray(length))
+        return memory if await self._find_cached(offset, memory) else None
+
+    async def _fill(self, offset: int, part: memoryview, size: int) -> None:
+        if self._others is not None and await self.covers(offset):
+            # What was read, or read ahead, before other hosts were known is here.
+            for fetch in (self._find_cached, self._others.fetch):
+                if await fetch(offset, part) and await self.is_right(offset, part):
+                    return
+        self._fetched.add(offset // HASHED)
+        try:
+            await super()._fill(offset, part, size)
+        finally:
+            self._fetched.discard(offset // HASHED)
+
+
+def find_kept(cache: ReadCache, key: Key, offset: int) -> memoryview | None:
+    """A MiB of a file that nobody reads any more, if the cache has kept it. Does not block."""
+    name: Hashable = name_of_checked(key)
+    block = cache.peek(name, offset // HASHED)
+    return None if block is None else block.view

@@ -1,0 +1,208 @@
+"""Which hosts read the same large file at the same time, and passing its bytes on (docs/hosts.md).
+
+Who begins to read a large file tells one host of it, the file's *meeting place*, which tells those
+who read it already; these and the new one know each other from then on. Each MiB has a *fetcher*
+among them: the host with the largest weight, which depends on host and MiB alone. It asks the
+servers, the others ask it. Nothing of this is waited for, and any message may be lost.
+
+No two hosts wait for each other. Who is asked to load a MiB asks only a host of a larger weight to
+load it. Of another one, which may have read it before they met, it takes only what is there, or
+comes from the servers.
+"""
+
+from hashlib import blake2b
+from typing import Any
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.data.checking.digests import HASHED
+from aifs.data.checking.together import Giver, find_kept
+from aifs.data.reading.patterns import WINDOW_MAX
+from aifs.data.reading.read_cache import ReadCache
+from aifs.data.storage import Key
+from aifs.peers.peers import Peers
+from aifs.peers.transport import Answer, Body, Peer
+
+_JOIN, _LEAVE, _MET, _GIVE = "together.join", "together.leave", "together.met", "together.give"
+
+_WAIT_S = 0.5
+"""How long a host is waited for; then it counts as one that does not read the file."""
+
+_MASK = (1 << 64) - 1
+
+
+class Together:
+    """What this host reads together with others. Used from one trio thread."""
+
+    def __init__(self, cache: ReadCache, peers: Peers) -> None:
+        self._cache = cache
+        self._peers = peers
+        self._readings: dict[Key, _Reading] = {}
+        """What is read here, by the file's objects."""
+        self._readers: dict[Key, set[str]] = {}
+        """The hosts that read what has its meeting place here."""
+        self._seeds: dict[str, int] = {}
+        """Of hosts, by name: see ``weight``."""
+        self.received_bytes = 0
+        """That others have given since the mount."""
+        self.given_bytes = 0
+        """That others were given."""
+        peers.serve(_GIVE, self._give)
+        peers.hear(_JOIN, self._hear_join)
+        peers.hear(_LEAVE, self._hear_leave)
+        peers.hear(_MET, self._hear_met)
+
+    @property
+    def own(self) -> str:
+        """This host's name."""
+        return self._peers.sessions[self._peers.session]
+
+    def join(self, key: Key, giver: Giver) -> "_Reading":
+        """See checking.together.Join."""
+        reading = self._readings.get(key)
+        if reading is None:
+            reading = self._readings[key] = _Reading(self, self._peers, key)
+            self._tell(self._meeting_place(key), _JOIN, [*key])
+        reading.givers.append(giver)
+        return reading
+
+    def leave(self, key: Key) -> None:
+        """The file is read here no more."""
+        del self._readings[key]
+        self._tell(self._meeting_place(key), _LEAVE, [*key])
+
+    def weight(self, name: str, number: int) -> int:
+        """Of a host, for one of many things with these numbers: the largest one is chosen."""
+        seed = self._seeds.get(name)
+        if seed is None:
+            digest = blake2b(name.encode(), digest_size=8).digest()
+            seed = self._seeds[name] = int.from_bytes(digest, "little")
+        mixed = (seed + number * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+        return mixed ^ mixed >> 31
+
+    def _meeting_place(self, key: Key) -> str:
+        return max(self._peers.sessions.values(), key=lambda name: self.weight(name, key[1]))
+
+    def _tell(self, host: str, name: str, arguments: list[Any]) -> None:
+        own = self.own
+        if host != own:
+            self._peers.tell(host, name, arguments)
+        else:
+            hear = {_JOIN: self._hear_join, _LEAVE: self._hear_leave, _MET: self._hear_met}[name]
+            hear(Peer("", own, self._peers.session), arguments, b"")
+
+    # --- what others tell; whatever they say, it does no harm ---
+
+    def _hear_join(self, peer: Peer, arguments: Any, body: Body) -> None:
+        """A host reads a file that has its meeting place here, as [inode number, oid]."""
+        ino, oid = arguments
+        there = set(self._peers.sessions.values())
+        readers = self._readers.setdefault((ino, oid), set())
+        readers &= there
+        for name in readers - {peer.name}:
+            self._tell(name, _MET, [ino, oid, peer.name, 0, True])
+        readers.add(peer.name)
+
+    def _hear_leave(self, peer: Peer, arguments: Any, body: Body) -> None:
+        """It reads it no more."""
+        ino, oid = arguments
+        readers = self._readers.get((ino, oid), set())
+        readers.discard(peer.name)
+        if not readers:
+            self._readers.pop((ino, oid), None)
+
+    def _hear_met(self, peer: Peer, arguments: Any, body: Body) -> None:
+        """A host reads the file, as [inode number, oid, its name, how far it was, whether it is to
+        be told of us]."""
+        ino, oid, name, end, is_new = arguments
+        reading = self._readings.get((ino, oid))
+        if reading is not None:
+            reading.hosts[name] = end
+            if is_new:
+                self._tell(name, _MET, [ino, oid, self.own, reading.end_of_known, False])
+
+    async def _give(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """A MiB of a file, as [inode number, oid, offset, whether to load it]; nothing if it is not
+        here. Raises Unavailable."""
+        ino, oid, offset, load = arguments
+        reading = self._readings.get((ino, oid))
+        if reading is not None:
+            data = await reading.givers[0].give(offset, load)
+        else:
+            data = find_kept(self._cache, (ino, oid), offset)
+        if data is None:
+            return Answer()
+        self.given_bytes += len(data)
+        return Answer(None, data)
+
+    def status(self) -> dict[str, int]:
+        """What ``aifs status`` shows."""
+        return {
+            "files": sum(not reading.is_alone for reading in self._readings.values()),
+            "received_bytes": self.received_bytes,
+            "given_bytes": self.given_bytes,
+        }
+
+
+class _Reading:
+    """A file that is read here. See checking.together.Others."""
+
+    def __init__(self, together: Together, peers: Peers, key: Key) -> None:
+        self._together = together
+        self._peers = peers
+        self._key = key
+        self._end = 0
+        """Up to where it has been read here."""
+        self.givers: list[Giver] = []
+        """What reads it here; any of them can give."""
+        self.hosts: dict[str, int] = {}
+        """The others that read it, and up to where each may have had it when we met."""
+
+    @property
+    def is_alone(self) -> bool:
+        return not self.hosts
+
+    @property
+    def end_of_known(self) -> int:
+        """Bytes from there on are not here: nothing further ahead has been fetched."""
+        return self._end + WINDOW_MAX
+
+    def read_to(self, end: int) -> None:
+        self._end = max(self._end, end)
+
+    async def fetch(self, offset: int, part: memoryview) -> bool:
+        together, number = self._together, offset // HASHED
+
+        def weight(name: str) -> int:
+            return together.weight(name, number)
+
+        if not self.hosts:
+            return False
+        own = together.own
+        host = max([own, *self.hosts], key=weight)
+        load = host != own
+        if not load:
+            host = max(self.hosts, key=lambda name: self.hosts[name])
+            if offset >= self.hosts[host]:
+                return False
+        arguments = [*self._key, offset, load]
+        try:
+            answer = await self._peers.call(host, _GIVE, arguments, into=part, timeout_s=_WAIT_S)
+        except Unavailable:
+            self.hosts.pop(host, None)
+            return False
+        except FsError:  # such as Busy: it has too much to do
+            return False
+        data = answer.body
+        assert isinstance(data, bytes | bytearray | memoryview)
+        if len(data) != len(part):
+            return False
+        if memoryview(data).obj is not part.obj:
+            part[:] = data
+        together.received_bytes += len(data)
+        return True
+
+    def end(self, giver: Giver) -> None:
+        self.givers.remove(giver)
+        if not self.givers:
+            self._together.leave(self._key)
