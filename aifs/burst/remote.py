@@ -1,6 +1,6 @@
 """Burst copies in directories of other hosts, the *homes* of their files: read over the network."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -13,8 +13,8 @@ from aifs.meta.kv import Engine, Result
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
 
-READ, GIVE_UP = "burst.read", "burst.give_up"
-"""Services of a home: see files/home.py."""
+READ, GIVE_UP, SYNC = "burst.read", "burst.give_up", "burst.sync"
+"""Services of a home: see files/home.py, and vfs/publishing/barrier.py."""
 
 _AGAIN_S = 0.2
 _GIVE_UP_S = 600.0
@@ -71,6 +71,15 @@ class Homes:
             await peers.call(name, GIVE_UP, [ino], timeout_s=_GIVE_UP_S)
 
         await self._ask(host, ino, call)
+
+    async def sync(self, host: int, inos: Sequence[int]) -> None:
+        """What ``host`` has not synced of these files, or below these directories, is durable on
+        return; that is on record here. Raises Unavailable, what else a sync raises."""
+
+        async def call(peers: Peers, name: str) -> None:
+            await peers.call(name, SYNC, list(inos), timeout_s=_GIVE_UP_S)
+
+        await self._ask(host, inos[0], call)
 
     async def _ask(
         self, host: int, ino: int, call: Callable[[Peers, str], Awaitable[Result]]

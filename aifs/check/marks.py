@@ -26,19 +26,24 @@ class MarkCheck:
         self._report = problem
 
     async def group(self, key: bytes, value: bytes) -> None:
-        """The group of a directory, or a member of it."""
+        """The group of a directory, a member of it, or what a host has of it."""
         ino = int.from_bytes(key[1:9], "big")
         if len(key) not in (9, 17) or not self._is_directory(ino):
             self._problem("stray-record", ino, "group of a directory, on what is none", key)
             return
-        number = keys.member_number(key) if keys.is_group_member(key) else None
+        number = None if keys.is_group(key) else keys.member_number(key)
         if number is not None and await self._view(read_record, keys.group(ino)) is None:
             self._problem(
                 "stray-record", ino, f"member {number} of a group, but the directory has none", key
             )
             return
         try:
-            groups.decode_group(value) if number is None else groups.decode_member(value)
+            if number is None:
+                groups.decode_group(value)
+            elif keys.part_host(key) is None:
+                groups.decode_member(value)
+            else:
+                groups.decode_part(value)
         except FsError as error:
             self._problem("unreadable-record", ino, str(error), key)
 

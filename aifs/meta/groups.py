@@ -9,6 +9,8 @@ who of them has committed, and whether the directory may get a new name.
                    if all have to have one size, else zeros; then for each file that has to be there
                    when the directory gets its name: u64 size (2^64-1: any), u16 length of its path,
                    path below the directory
+    n ino 2^63+host
+                   what a host has of the group, in a cluster: _PART, then each rank, u16
 
 All little-endian; ``number`` in the key is 8 bytes, big-endian; asker: see askers.py. A directory
 has the record of its last group until the next one begins, or, if nothing of it was stored
@@ -16,9 +18,9 @@ together, until it has its name. docs/commit.md has the protocol.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.core.errors import Busy, Invalid, Unavailable
 from aifs.meta import keys, namespace
@@ -46,6 +48,8 @@ _PENDING = struct.Struct("<qq")  # step (-1: unknown), marked (ns)
 _NO_STEP = -1
 _MEMBER = struct.Struct("<BqQq")  # format, when (ns), size, mtime (ns)
 _FILE = struct.Struct("<QH")
+_PART = struct.Struct("<BB")  # format, whether files were closed there
+_RANK_BYTES = 2
 _NAMED_MAX = 8  # ranks that a message names
 
 
@@ -279,6 +283,32 @@ def decode_member(record: bytes) -> GroupMember:
     return GroupMember(when_ns, size, mtime_ns, tuple(files))
 
 
+class GroupPart(NamedTuple):
+    """What a host has of a group."""
+
+    ranks: tuple[int, ...] = ()
+    """Those that have joined by processes that live there."""
+    has_files: bool = False
+    """Files of the group were closed there, so their newest bytes may be there alone."""
+
+    def encode(self) -> bytes:
+        ranks = struct.pack(f"<{len(self.ranks)}H", *self.ranks)
+        return _PART.pack(FORMAT, self.has_files) + ranks
+
+
+def decode_part(record: bytes) -> GroupPart:
+    """Raises Unavailable for a damaged record."""
+    try:
+        version, has_files = _PART.unpack_from(record)
+        count = (len(record) - _PART.size) // _RANK_BYTES
+        ranks = struct.unpack(f"<{count}H", record[_PART.size :])
+    except struct.error:
+        version = has_files = 0
+    if version != FORMAT or has_files > 1:
+        raise Unavailable("the record of a host's part of a group is damaged")
+    return GroupPart(ranks, bool(has_files))
+
+
 # --- a group and its state ------------------------------------------------------------------------
 
 
@@ -323,6 +353,25 @@ def update(tx: Transaction, ino: int, group: GroupRecord) -> None:
         if group.state not in LIVE and group.pending is None:
             namespace.drop_group(tx, ino)
         tx.put(keys.group(ino), group.encode())
+
+
+@grows
+def alter(
+    tx: Transaction, ino: int, group_id: int, was: str, changes: Mapping[str, Any]
+) -> tuple[bool, GroupRecord | None]:
+    """As ``update``, where other hosts may do it as well: fields of the record change if its state
+    is the one that it ``was``, and, to be committed, if it is complete. Whether they have, and what
+    is on record."""
+    there = find(tx, ino)
+    if there is None or there.id != group_id or there.state != was:
+        return False, there
+    if was == "open" and changes.get("state") == "committed":
+        members = committed(tx, ino)
+        if len(members) < there.options.ranks:
+            return False, there
+    after = there._replace(**changes)
+    update(tx, ino, after)
+    return True, after
 
 
 def abandon(tx: Transaction, ino: int, group_id: int) -> None:
@@ -382,6 +431,15 @@ def put_closed(
             tx.put(keys.group_member(ino, number), member.encode())
 
 
+def remove_closed(tx: Transaction, ino: int, group_id: int, number: int, opened_ns: int) -> None:
+    """A file that has been closed has been opened for writing. Nothing happens if another group has
+    followed, this one is complete, or the file has been closed since."""
+    there, member = find(tx, ino), get_member(tx, ino, number)
+    if there is not None and there.id == group_id and there.state == "open":
+        if member is not None and member.when_ns <= opened_ns:
+            tx.delete(keys.group_member(ino, number))
+
+
 def committed(tx: ReadTransaction, ino: int) -> list[int]:
     """The ranks of a group that have committed, ascending."""
     return [keys.member_number(key) for key, _ in tx.range(*keys.group_members(ino))]
@@ -397,6 +455,39 @@ def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
     return {
         keys.member_number(key): decode_member(value)
         for key, value in tx.range(*keys.group_members(ino))
+    }
+
+
+# --- the parts of hosts ---------------------------------------------------------------------------
+
+
+@grows
+def put_part(tx: Transaction, ino: int, group_id: int, part: GroupPart) -> bool:
+    """This host has this of a group. False, with nothing done: another one has followed, or all
+    have committed. Raises Invalid if another host has a rank."""
+    there = find(tx, ino)
+    if there is None or there.id != group_id or there.state != "open":
+        return False
+    for host, other in parts(tx, ino).items():
+        taken = set(part.ranks).intersection(other.ranks)
+        if taken and host != tx.host:
+            raise Invalid(f"rank {min(taken)} has been joined on another host, where it lives")
+    tx.put(keys.group_part(ino, tx.host), part.encode())
+    return True
+
+
+def drop_part(tx: Transaction, ino: int, group_id: int, host: int) -> None:
+    """A host that has died had no files of the group, whose ranks may join elsewhere."""
+    there = find(tx, ino)
+    if there is not None and there.id == group_id:
+        tx.delete(keys.group_part(ino, host))
+
+
+def parts(tx: ReadTransaction, ino: int) -> dict[int, GroupPart]:
+    """By host."""
+    return {
+        keys.part_host(key) or 0: decode_part(value)
+        for key, value in tx.range(*keys.group_parts(ino))
     }
 
 
@@ -441,9 +532,7 @@ def load(
     number; and the directories whose records are damaged."""
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
-    for ino in [
-        keys.number(key) for key, _ in tx.range(*keys.all_of(b"n")) if not keys.is_group_member(key)
-    ]:
+    for ino in [keys.number(key) for key, _ in tx.range(*keys.all_of(b"n")) if keys.is_group(key)]:
         try:
             record = find(tx, ino)
             if record is not None and (record.state in LIVE or record.pending is not None):

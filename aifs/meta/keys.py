@@ -45,8 +45,8 @@
     r ino                            retention of the checkpoints in a directory: text, as in
                                      core/retention.py
     n ino [number]                   group of a directory, which may be pending; with number (8
-                                     bytes): rank that has committed, or file that has been closed
-                                     (meta/groups.py)
+                                     bytes): rank that has committed, or file that has been closed;
+                                     2^63 + host: what that host has of it (meta/groups.py)
     L ino                            home of the inode's locks: the session of a host (8 bytes
                                      big-endian); only in a cluster (files/locks.py)
     j name                           where a background job that goes through the store has got to;
@@ -74,6 +74,9 @@ _NUMBER = struct.Struct(">cQ").pack
 _TWO_NUMBERS = struct.Struct(">cQQ").pack
 _NUMBER_AND_SERVER = struct.Struct(">cQH").pack
 _SERVER = struct.Struct(">cH").pack
+
+_PARTS = 1 << 63
+"""Of numbers of members: those from here on are of hosts."""
 
 SUPERBLOCK = b"S"
 COUNTER_IDS = b"cids"  # all ids below it may be in use
@@ -301,12 +304,27 @@ def group_member(ino: int, number: int) -> bytes:
 
 def group_members(ino: int) -> tuple[bytes, bytes]:
     """The key range of the members of a directory's group."""
-    return _TWO_NUMBERS(b"n", ino, 0), _NUMBER(b"n", ino + 1)
+    return _TWO_NUMBERS(b"n", ino, 0), _TWO_NUMBERS(b"n", ino, _PARTS)
 
 
-def is_group_member(key: bytes) -> bool:
-    """Whether an ``n`` key is a member's, not the group's own."""
-    return len(key) > 9
+def group_part(ino: int, host: int) -> bytes:
+    return _TWO_NUMBERS(b"n", ino, _PARTS | host)
+
+
+def group_parts(ino: int) -> tuple[bytes, bytes]:
+    """The key range of what hosts have of a directory's group."""
+    return _TWO_NUMBERS(b"n", ino, _PARTS), _NUMBER(b"n", ino + 1)
+
+
+def is_group(key: bytes) -> bool:
+    """Whether an ``n`` key is the group's own, not a member's or a host's part."""
+    return len(key) == 9
+
+
+def part_host(key: bytes) -> int | None:
+    """The host whose part of a group this is; None: it is the key of a member."""
+    number = member_number(key)
+    return number - _PARTS if number >= _PARTS else None
 
 
 def member_number(key: bytes) -> int:

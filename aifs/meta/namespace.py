@@ -390,7 +390,7 @@ def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]
 
 def drop_group(tx: Transaction, ino: int) -> None:
     """The directory has no group any more (meta/groups.py)."""
-    for key in [key for key, _ in tx.range(keys.group(ino), keys.group_members(ino)[1])]:
+    for key in [key for key, _ in tx.range(keys.group(ino), keys.group_parts(ino)[1])]:
         tx.delete(key)
 
 

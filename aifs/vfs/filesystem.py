@@ -49,6 +49,7 @@ from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.policy_hints import PolicyHints
+from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.recovery import Recovered
@@ -156,8 +157,20 @@ class Filesystem:
             config, engine, servers, io, ids, collector, containers, drain.movers
         )
         members = Members(engine, tier, io, writeback, drain, group_drain)
+        barrier = Barrier(engine, servers, io, writeback, homes, self.role, store.peers)
         self.groups = groups = Groups(
-            engine, io, writeback, ids, drain, members, upkeep, config.burst.drain_deadline_s
+            engine,
+            io,
+            writeback,
+            barrier,
+            ids,
+            drain,
+            members,
+            upkeep,
+            config.burst.drain_deadline_s,
+            self.role,
+            servers,
+            store.peers,
         )
 
         # What looks after the store.
@@ -236,7 +249,7 @@ class Filesystem:
             engine,
             ids,
             io,
-            writeback,
+            barrier,
             drain,
             groups,
             trash,

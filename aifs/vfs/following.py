@@ -19,7 +19,7 @@ from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.meta import keys, namespace
-from aifs.meta.groups import decode_group, decode_member
+from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
 from aifs.meta.trash import decode_doomed
@@ -217,11 +217,17 @@ class Following:
             self._retention.follow(keys.number(key))
 
     def _take_group(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
-        if not keys.is_group_member(key):
+        if keys.is_group(key):
             self._groups.follow(keys.number(key), None if record is None else decode_group(record))
-        elif record is not None:
-            ino, number = keys.entry_numbers(key)
-            self._groups.follow_commit(ino, number, decode_member(record))
+            return
+        ino, number = keys.entry_numbers(key)
+        host = keys.part_host(key)
+        if host is not None:
+            part = None if record is None else decode_part(record)
+            self._groups.follow_part(ino, host, part)
+        else:
+            member = None if record is None else decode_member(record)
+            self._groups.follow_member(ino, number, member)
 
     def _take_container(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         self._containers.moved(keys.number(key))

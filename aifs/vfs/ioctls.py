@@ -106,7 +106,7 @@ class Ioctls:
         record, told = group.record, report_of(group)
         sums = {key: told.get(key, 0) for key in SUMS}
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
-        committed = len(group.committed) if record.options.explicit else group.counted
+        committed = len(group.committed) if record.options.explicit else group.closed_files
         return GroupState._make(
             (
                 record.id,

@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from aifs.core.errors import FsError, GroupCancelled, GroupTimeout, Invalid, MemberDied, Unavailable
-from aifs.meta.groups import LIVE, GroupRecord, Pending, lacking_text
+from aifs.meta.groups import LIVE, GroupPart, GroupRecord, Pending, lacking_text
 
 _NAMED_MAX = 8  # ranks that a message names
 
@@ -72,6 +72,10 @@ class DirectoryGroup:
         """By rank: since when its process has ended."""
         self.files: dict[int, File] = {}
         """By inode number."""
+        self.elsewhere: dict[int, File] = {}
+        """Those that count as closed on other hosts, of a group that commits by closing."""
+        self.parts: dict[int, GroupPart] = {}
+        """By host, what is on record of these, ours among them; none where the store has one."""
         self.closes = 0
         """How often files have been closed."""
         self.counted = 0
@@ -80,6 +84,8 @@ class DirectoryGroup:
         """When the first one was closed."""
         self.drain_error = ""
         """What its drain has met last."""
+        self.asked = trio.Event()
+        """Set when the host that sees to it has asked for what is here to be stored."""
         self.settling = False
         """Whether its end after the last commit has begun."""
         self.sizes: dict[int, int] = {}
@@ -138,9 +144,19 @@ class DirectoryGroup:
     @property
     def is_complete(self) -> bool:
         ranks = self.record.options.ranks
-        return (
-            len(self.committed) == ranks if self.record.options.explicit else self.counted >= ranks
-        )
+        if self.record.options.explicit:
+            return len(self.committed) == ranks
+        return self.closed_files >= ranks
+
+    @property
+    def closed_files(self) -> int:
+        """How many files count as closed, on all hosts."""
+        return self.counted + len(self.elsewhere)
+
+    @property
+    def recorded_state(self) -> str:
+        """As ``state``, of its record."""
+        return "committed" if self.record.state == "draining" else self.record.state
 
     @property
     def is_buffered(self) -> bool:
@@ -156,7 +172,8 @@ class DirectoryGroup:
         """What is missing, in words."""
         options = self.record.options
         if not options.explicit:
-            return f"{options.ranks - self.counted} of {options.ranks} files have not been closed"
+            lacking = options.ranks - self.closed_files
+            return f"{lacking} of {options.ranks} files have not been closed"
         return lacking_text(self.missing(), options.ranks)
 
     def require_open(self) -> None:
@@ -201,7 +218,7 @@ class DirectoryGroup:
             self.require_open()
 
     def require_free(self, rank: int) -> None:
-        """Raises Invalid if a process that lives is this rank."""
+        """Raises Invalid if a process that lives is this rank, here."""
         if rank in self.processes:
             raise Invalid(
                 f"rank {rank} has been joined by process {self.processes[rank]}, which is alive"
@@ -209,17 +226,22 @@ class DirectoryGroup:
 
     def require_left_to(self, job: bytes) -> None:
         """Raises Invalid if somebody of the group, which is of another job, lives."""
-        if self.processes or self.committing:
+        living = self.processes.keys() | self.committing | self.joined_elsewhere
+        if living:
             present = self.record.options.job
-            ranks = ", ".join(
-                map(str, sorted(self.processes.keys() | self.committing)[:_NAMED_MAX])
-            )
+            ranks = ", ".join(map(str, sorted(living)[:_NAMED_MAX]))
             whose = f"job {present.decode()}" if present else "another job"
             raise Invalid(
                 f"job {job.decode()} cannot begin: {whose} is writing here, and its ranks {ranks} "
                 "live; wait for its group, or cancel it; if they are one job, all its ranks have "
                 "to name the same one"
             )
+
+    @property
+    def joined_elsewhere(self) -> set[int]:
+        """Ranks of which processes live on other hosts, as far as is known."""
+        ranks = {rank for part in self.parts.values() for rank in part.ranks}
+        return ranks - self.processes.keys()
 
     def join(self, rank: int, process: int) -> None:
         """``process`` is this rank from now on. Raises Invalid."""
@@ -304,11 +326,16 @@ class DirectoryGroup:
         return file
 
     @property
+    def closed_now(self) -> list[File]:
+        """The files that count, on all hosts as far as is known."""
+        return [*(file for file in self.files.values() if file.counted), *self.elsewhere.values()]
+
+    @property
     def differs(self) -> bool:
         """Whether files that count have not all one size, though they must."""
         if not self.record.options.same_size:
             return False
-        sizes = {file.size for file in self.files.values() if file.counted}
+        sizes = {file.size for file in self.closed_now}
         return len(sizes.union(list(self.sizes.values())[:1])) > 1
 
     def in_states(self, *states: FileState) -> list[File]:
@@ -331,7 +358,9 @@ def describe_ranks(group: DirectoryGroup, most: int) -> list[dict[str, Any]]:
             return "committed"
         if rank == record.dead:
             return "dead"
-        return "joined" if rank in group.processes else "away" if rank in group.away else "missing"
+        if rank in group.processes or rank in group.joined_elsewhere:
+            return "joined"
+        return "away" if rank in group.away else "missing"
 
     return [
         {"rank": rank, "state": state(rank), "pid": group.processes.get(rank)} for rank in ranks

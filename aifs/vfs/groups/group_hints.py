@@ -174,7 +174,7 @@ class GroupHints:
             "missing_ranks": len(missing),
             "missing_files": 0
             if options.explicit
-            else max(0, options.ranks - group.counted)
+            else max(0, options.ranks - group.closed_files)
             if group.is_open
             else 0,
             "files": [

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
@@ -26,26 +27,39 @@ from aifs.core.errors import (
     TimedOut,
 )
 from aifs.core.log import logger
+from aifs.core.role import Role
+from aifs.core.tasks import run_all
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.patience import giving_up
+from aifs.data.servers import Servers
 from aifs.files import permissions
 from aifs.files.drain import Drain, Undrained
 from aifs.files.file_io import FileIO
 from aifs.files.types import ROOT, CallerLike
 from aifs.files.writeback import WriteBack
-from aifs.meta import groups, namespace, paths
+from aifs.meta import groups, hosts, namespace, paths
 from aifs.meta.askers import Asker
-from aifs.meta.groups import ANY_SIZE, GroupMember, GroupOptions, GroupRecord, Pending
+from aifs.meta.groups import (
+    ANY_SIZE,
+    GroupMember,
+    GroupOptions,
+    GroupPart,
+    GroupRecord,
+    Pending,
+)
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry, Inode
+from aifs.peers.peers import Peers
+from aifs.peers.transport import Answer, Body, Peer
 from aifs.store.ids import IdAllocator
 from aifs.vfs import rights
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_text import Wanted, format_group
 from aifs.vfs.groups.members import Members
+from aifs.vfs.groups.parts import FILES, STORE, Parts
 from aifs.vfs.groups.report import GroupReport
-from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.listed import find_file, first_wrong, look_up, path_below
 
 _log = logger(__name__)
@@ -68,6 +82,9 @@ _RESERVED = (".aifs-", "..aifs-")  # names of what ranks tell each other in a ch
 _ENDED_MAX = 16  # groups that have ended and are remembered with their files
 # groups of which it is known how they ended, though another one of the directory has followed
 _FOLLOWED_MAX = 64
+_ASKED_S = 10.0
+"""How long a host waits to be asked for its part of a group that is committed: as a lease lasts."""
+
 _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are withheld
 
 _DIRECTORY = stat.S_IFDIR >> 12
@@ -100,11 +117,15 @@ class Groups:
         engine: Engine,
         io: FileIO,
         writeback: WriteBack,
+        barrier: Barrier,
         ids: IdAllocator,
         drain: Drain,
         members: Members,
         upkeep: Upkeep,
         deadline_s: float,
+        role: Role,
+        servers: Servers,
+        peers: Peers | None,
     ) -> None:
         self._show: Publish | None = None  # while ``run`` runs
         self.by_directory: dict[int, DirectoryGroup] = {}
@@ -120,6 +141,9 @@ class Groups:
         self._engine = engine
         self._io = io
         self._writeback = writeback
+        self._barrier = barrier
+        self._role = role
+        self._parts = Parts(engine, barrier, role, servers, peers)
         self._ids = ids
         self._drain = drain
         self._members = members
@@ -131,6 +155,9 @@ class Groups:
         """How many groups have ended well since the mount."""
         self._last: dict[str, Any] | None = None
         """What the drain of the last of them has said."""
+        if peers is not None:
+            peers.serve(STORE, self._serve_store)
+            peers.serve(FILES, self._serve_files)
 
     # --- which group ------------------------------------------------------------------------------
 
@@ -217,9 +244,7 @@ class Groups:
         ended = [ino for ino, group in self.by_directory.items() if not group.is_held]
         for ino in ended[: max(0, len(ended) - _ENDED_MAX)]:
             del self.by_directory[ino]
-        self._open = frozenset(
-            group.ino for group in self._live if group.is_open and group.is_of(self._engine.host)
-        )
+        self._open = frozenset(group.ino for group in self._live if group.is_open)
         self._upkeep.wake(Work.GROUPS)
 
     # --- what ranks ask for -----------------------------------------------------------------------
@@ -310,11 +335,13 @@ class Groups:
             rights.writer(inode, caller)
             self._look_who_lives(there)
             living = sorted({*there.processes.values(), *there.markers})
-            if living:
-                names = ", ".join(map(str, living[:_NAMED_MAX]))
+            whose = ", ".join(map(str, living[:_NAMED_MAX]))
+            if not living and there.joined_elsewhere:
+                whose = "of other hosts"
+            if whose:
                 raise NotPermitted(
                     "only its owner and root may begin anew while others save here: processes "
-                    f"{names}"
+                    f"{whose}"
                 ) from None
 
     def _take_note(self, group: DirectoryGroup, caller: CallerLike) -> None:
@@ -343,7 +370,14 @@ class Groups:
         group.require_rank(rank)
         process = processes.process_of(caller.pid)
         if group.processes.get(rank) != process:
-            group.join(rank, process)
+            group.require_free(rank)
+            if self._engine.host:
+                await self._parts.take(group, frozenset([rank]))
+            try:
+                group.join(rank, process)
+            except Invalid:
+                await self._parts.left(group, rank)
+                raise
             self._start(self._watch, group, rank, process)
         group.wake()
         self._look()
@@ -379,12 +413,12 @@ class Groups:
             wanted = (*(what.files or ()), *([(what.listing, ANY_SIZE)] if what.listing else []))
             if what.files is None:
                 dentry = Dentry(ino, 0, _DIRECTORY)
-                synced = await sync_below(self._engine, self._io, self._writeback, dentry)
+                synced = await self._barrier.sync_below(dentry)
                 await self._io.forget_marks(synced)
             else:
                 found = await look_up(self._engine, self._io, ino, wanted)
                 inos = [inode.ino for _, _, inode in found if inode is not None]
-                await self._writeback.sync_files(inos)
+                await self._barrier.sync_files(inos)
             wrong = await first_wrong(self._engine, self._io, ino, wanted)
             if wrong:
                 raise Invalid(f"commit: rank {rank}: {wrong}")
@@ -573,6 +607,8 @@ class Groups:
             this = self._closing[inode.ino] = object()
             try:
                 top = await self._engine.view(groups.directory_of, inode.ino, self._open)
+                if top is not None and self._engine.host:
+                    await self._take_part(top)
             finally:
                 is_last = self._closing.get(inode.ino) is this
                 if is_last:
@@ -588,7 +624,7 @@ class Groups:
         if group is not None and group.ino != top:
             self._members.moved(group, inode.ino)
         group = None if top is None else self.by_directory.get(top)
-        if group is None or not group.is_open:
+        if group is None or not group.is_open or not self._takes_part(group):
             return False
         withheld = self._members.closed(group, inode)
         if withheld and not self._members.is_watched:
@@ -596,9 +632,32 @@ class Groups:
         self._complete(group)
         return withheld
 
+    async def _take_part(self, top: int) -> None:
+        """A file of this host may belong to the group of a directory from now on."""
+        group = self.by_directory.get(top)
+        if group is not None and group.is_open:
+            try:
+                await self._parts.take(group, has_files=True)
+            except FsError as error:
+                _log.info("group %d: a file is drained as usual: %s", group.record.id, error)
+
+    def _takes_part(self, group: DirectoryGroup) -> bool:
+        """Whether others know that files of the group are here, where there are others."""
+        host = self._engine.host
+        return not host or group.parts.get(host, GroupPart()).has_files
+
     def opened(self, ino: int) -> None:
         """Somebody has opened it for writing."""
+        group = self._members.group_of.get(ino)
         self._members.opened(ino)
+        if self._engine.host and group is not None and not group.record.options.explicit:
+            self._start(self._reopened, group, ino, time.time_ns())
+
+    async def _reopened(self, group: DirectoryGroup, ino: int, opened_ns: int) -> None:
+        """Others count a file no more that was closed here."""
+        await self._engine.transact(
+            groups.remove_closed, group.ino, group.record.id, ino, opened_ns
+        )
 
     def gone(self, ino: int) -> None:
         """An inode has lost its last name."""
@@ -638,18 +697,36 @@ class Groups:
             group = self.by_directory[ino] = self._new(ino, record)
         elif group.is_live and record.state not in groups.LIVE:
             self._members.leave(group)
-        if record.state == "committed":
-            # On record it stays so until it is durable.
-            if group.is_of(self._engine.host):
-                is_settled = group.is_settled
-            else:
-                is_settled = not record.options.publish or record.published
-                if record.publish_error:
-                    group.publish_failure, is_settled = Busy(record.publish_error), True
-            record = record._replace(state="draining") if is_settled else record
-        group.record = record
+        was_open, group.record = group.is_open, record
+        self._adopt_state(group)
+        if was_open and not group.is_open and group.is_live:
+            self._members.settle(group)
+            self._start(self._store_unasked, group)
         group.wake()
         self._look()
+
+    def _adopt_state(self, group: DirectoryGroup) -> None:
+        """Of a group that another host sees to: on record it is committed until it is durable."""
+        record = group.record
+        if record.state == "committed" and not group.is_of(self._engine.host):
+            is_settled = not record.options.publish or record.published
+            if record.publish_error:
+                group.publish_failure, is_settled = Busy(record.publish_error), True
+            if is_settled:
+                group.record = record._replace(state="draining")
+
+    def follow_part(self, ino: int, host: int, part: GroupPart | None) -> None:
+        """Another host has this of a group, or nothing any more. Does not block."""
+        group = self.by_directory.get(ino)
+        if group is not None:
+            if part is None:
+                group.parts.pop(host, None)
+            else:
+                group.parts[host] = part
+                for rank in part.ranks:
+                    group.away.pop(rank, None)
+            group.wake()
+            self._look()
 
     def _ended_elsewhere(self, group: DirectoryGroup) -> None:
         """What it came to is on record no more: it has its name, or it was given up."""
@@ -663,16 +740,28 @@ class Groups:
         group.wake()
         self._look()
 
-    def follow_commit(self, ino: int, rank: int, member: GroupMember) -> None:
-        """A rank has committed on another host. Does not block."""
+    def follow_member(self, ino: int, number: int, member: GroupMember | None) -> None:
+        """A rank has committed on another host, or a file was closed there; None: it counts no
+        more. Does not block."""
         group = self.by_directory.get(ino)
-        if group is not None and group.record.options.explicit:
+        if group is None:
+            return
+        if group.record.options.explicit:
+            if member is None:
+                return
             if member.mtime_ns:
-                group.sizes[rank] = member.size
-            group.commit(rank)
-            group.wake()
-            self._look()
-            self._complete(group)
+                group.sizes[number] = member.size
+            group.commit(number)
+        else:
+            if number in group.files:  # it has changed hands
+                self._members.gone(number)
+            if member is None:
+                group.elsewhere.pop(number, None)
+            else:
+                group.elsewhere[number] = File(number, member.size, trio.current_time())
+        group.wake()
+        self._look()
+        self._complete(group)
 
     # --- after the last commit --------------------------------------------------------------------
 
@@ -712,6 +801,12 @@ class Groups:
                 await self._members.sync(
                     group, [file for file in group.files.values() if file.counted]
                 )
+            if (
+                self._engine.host
+                and group.record.options.explicit
+                and group.record.options.same_size
+            ):
+                group.elsewhere = await self._parts.files(group)
             error = await self._unequal(group)
             faults.reach(_BUFFERED)
         finally:
@@ -721,18 +816,20 @@ class Groups:
         if error:
             await self._end(group, group.record._replace(state="failed", error=error, unequal=True))
             return
-        now_ns = time.time_ns()
-        self._members.settle(group)
-        group.record = group.record._replace(
-            state="committed", committed_ns=committed_ns, buffered_ns=now_ns
+        record = group.record._replace(
+            state="committed", committed_ns=committed_ns, buffered_ns=time.time_ns()
         )
-        self._look()
-        await self._put(group)
-        faults.reach(_COMMITTED)
+
+        def settle() -> None:
+            self._members.settle(group)
+            self._look()
+
+        if await self._become(group, record, settle):
+            faults.reach(_COMMITTED)
 
     async def _unequal(self, group: DirectoryGroup) -> str:
         while group.differs:
-            files, closes = [file for file in group.files.values() if file.counted], group.closes
+            files, closes = group.closed_now, group.closes
             whose, size = next(
                 ((f"rank {rank}", size) for rank, size in group.sizes.items()), ("", 0)
             )
@@ -756,48 +853,85 @@ class Groups:
         try:
             await self._show(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)
-            group.record = group.record._replace(published=True)
+            record = group.record._replace(published=True)
         except FsError as error:
             _log.info("group %d is not published: %s", group.record.id, error)
             group.publish_failure = error
-            group.record = group.record._replace(publish_error=str(error))
-        await self._put(group)
+            record = group.record._replace(publish_error=str(error))
+        await self._become(group, record)
 
     async def _store(self, group: DirectoryGroup) -> None:
         """Returns when it is durable."""
-        await self._members.store(group)
-        usual = [file.ino for file in group.in_states(FileState.USUAL)]
-        await self._drain.wait(usual)
+        lost: list[str] = []
+        if self._engine.host:
+            lost = await self._store_all(group)
+        else:
+            await self._store_own(group)
         while not group.is_settled:
             await group.event.wait()
-        if group.is_live:
-            self._members.leave(group)
+        if group.is_live and lost:
+            names = ", ".join(lost)
+            why = f"its files on host {names} were not on the data servers when that one ended"
+            await self._end(group, group.record._replace(state="failed", error=why))
+        elif group.is_live:
             report = json.dumps(group.report.to_json()).encode()
-            group.record = group.record._replace(
+            record = group.record._replace(
                 state="durable", durable_ns=time.time_ns(), report=report
             )
-            self._durable += 1
-            self._last = {"name": group.record.options.name.decode(), **group.report.to_json()}
-            group.drain_error = ""
-            await self._put(group)
+
+            def leave() -> None:
+                self._members.leave(group)
+                self._durable += 1
+                self._last = {"name": record.options.name.decode(), **group.report.to_json()}
+                group.drain_error = ""
+
+            await self._become(group, record, leave)
             group.wake()
             self._look()
 
+    async def _store_own(self, group: DirectoryGroup) -> None:
+        """What this host has of a group that is committed is on the data servers on return."""
+        await self._members.store(group)
+        usual = [file.ino for file in group.in_states(FileState.USUAL)]
+        await self._drain.wait(usual)
+
     async def _end(self, group: DirectoryGroup, record: GroupRecord) -> None:
         """It ends without success: its files are drained as usual."""
-        _log.info(
-            "group %d of directory %d is %s: %s", record.id, group.ino, record.state, record.error
-        )
-        group.record = record
-        self._members.leave(group)
-        group.wake()
-        self._look()
-        await self._put(group)
+
+        def leave() -> None:
+            _log.info(
+                "group %d of directory %d is %s: %s",
+                record.id,
+                group.ino,
+                record.state,
+                record.error,
+            )
+            self._members.leave(group)
+            group.wake()
+            self._look()
+
+        await self._become(group, record, leave)
 
     async def _cancel(self, group: DirectoryGroup, reason: str) -> None:
         """Nothing happens to one that has ended."""
         if group.is_live:
             await self._end(group, group.record._replace(state="cancelled", error=reason))
+
+    async def _become(
+        self, group: DirectoryGroup, record: GroupRecord, then: Callable[[], None] = lambda: None
+    ) -> bool:
+        """The group is as ``record`` says, in core and on record; ``then`` is called when it is so
+        in core. False, with nothing done: another host was first.
+        """
+        if self._engine.host:
+            if not await self._put_first(group, record):
+                return False
+            then()
+        else:
+            group.record = record
+            then()
+            await self._put(group)
+        return True
 
     async def _put(self, group: DirectoryGroup) -> None:
         """What has become of it is on stable storage on return. Where that cannot be written, it
@@ -811,6 +945,119 @@ class Groups:
             _log.warning(
                 "group %d: its state %s is not on record: %s", group.record.id, group.state, error
             )
+
+    async def _put_first(self, group: DirectoryGroup, record: GroupRecord) -> bool:
+        """Where there are several hosts: have a group be as ``record`` says, which is on stable
+        storage on return. False: another host was first, whose change is known then."""
+        before, after = group.record._asdict(), record._asdict()
+        changes = {name: value for name, value in after.items() if value != before[name]}
+        try:
+            async with self._recording:
+                done, there = await self._engine.transact(
+                    groups.alter, group.ino, group.record.id, group.recorded_state, changes
+                )
+            await self._engine.barrier()
+        except FsError as error:
+            _log.warning("group %d is not %s: %s", group.record.id, record.state, error)
+            return False
+        if not done:
+            self.follow(group.ino, there)
+            return False
+        now = group.record.state
+        if self.by_directory.get(group.ino) is not group or now not in (
+            before["state"],
+            record.state,
+        ):
+            return False  # others have gone on from there
+        group.record = group.record._replace(**changes)
+        return True
+
+    # --- parts of hosts ---------------------------------------------------------------------------
+
+    async def _store_all(self, group: DirectoryGroup) -> list[str]:
+        """What all hosts have of a group is on the data servers on return, but for that of hosts
+        that have died: their names."""
+        await self._engine.shown()  # they know that it is committed
+        lost: list[str] = []
+
+        async def others() -> None:
+            lost.extend(await self._parts.store(group))
+
+        await run_all(partial(self._store_own, group), others)
+        return lost
+
+    async def _serve_store(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """What is here of a group, given as [directory, id], is on the data servers on return."""
+        ino, group_id = arguments
+        group = self.by_directory.get(ino)
+        if group is None or group.record.id != group_id or not group.is_live:
+            return Answer({})
+        group.asked.set()
+        with giving_up():
+            await self._store_own(group)
+        return Answer(group.report.to_json())
+
+    async def _serve_files(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """The files of a group, given as [directory, id], that were closed here, in the body: JSON,
+        [inode number, size] of each."""
+        ino, group_id = arguments
+        group = self.by_directory.get(ino)
+        known = group is not None and group.record.id == group_id
+        files = [file for file in group.files.values() if file.counted] if known and group else []
+        return Answer(None, json.dumps([[file.ino, file.size] for file in files]).encode())
+
+    async def _store_unasked(self, group: DirectoryGroup) -> None:
+        """The host that sees to a group that is committed may hang: its files do not wait for it
+        longer than a lease lasts."""
+        with trio.move_on_after(_ASKED_S):
+            await group.asked.wait()
+        if group.is_live and not group.asked.is_set():
+            await self._members.store(group)
+
+    async def _watch_hosts(self) -> None:
+        """See to what hosts leave that have died."""
+        live = None
+        while True:
+            while live == self._role.live:
+                await self._role.change()
+            live = self._role.live
+            held = [group for group in self.by_directory.values() if group.is_held]
+            if any(not live.issuperset({*group.parts, group.record.host}) for group in held):
+                try:
+                    now_live = await self._parts.live()
+                except FsError as error:
+                    _log.info("which hosts are there is not known: %s", error)
+                    continue
+                for group in held:
+                    try:
+                        await self._look_after(group, now_live)
+                    except FsError as error:
+                        _log.info("group %d: %s", group.record.id, error)
+
+    async def _look_after(self, group: DirectoryGroup, live: frozenset[int]) -> None:
+        """The host that has the role takes over what dead hosts have seen to; who sees to a group
+        deals with the parts of dead hosts."""
+        host = self._engine.host
+        if group.record.host not in live and self._role.held and group.is_held:
+            record = group.record._replace(host=host, state=group.recorded_state)
+            if await self._become(group, record):
+                self._resume(group)
+        if not group.is_of(host) or not group.is_open:
+            return
+        for gone in group.parts.keys() - live:
+            part = group.parts[gone]
+            if part.has_files:
+                name = await self._engine.view(hosts.name_of, gone)
+                error = f"host {name} ended, which had files of it, before all had committed"
+                dead = min(set(part.ranks) - group.committed, default=-1)
+                record = group.record._replace(state="failed", dead=dead, error=error)
+                await self._end(group, record)
+                return
+            await self._engine.transact(groups.drop_part, group.ino, group.record.id, gone)
+            group.parts.pop(gone, None)
+            for rank in set(part.ranks) - group.committed:
+                group.away[rank] = trio.current_time()
+        self._look()
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -826,6 +1073,9 @@ class Groups:
             )
         for ino, (record, members) in found.items():
             group = self.by_directory[ino] = self._new(ino, record)
+            if self._engine.host:
+                await self._parts.load(group)
+                self._adopt_state(group)
             if record.options.explicit:
                 group.committed.update(members)
                 sized = sorted(
@@ -834,7 +1084,10 @@ class Groups:
                 group.sizes = {rank: members[rank].size for _, rank in sized}
             else:
                 for inode in await self._engine.view(_unchanged, members):
-                    self._members.restore(group, inode, now)
+                    if self._parts.is_elsewhere(inode):
+                        group.elsewhere[inode.ino] = File(inode.ino, inode.size, now)
+                    else:
+                        self._members.restore(group, inode, now)
         self._look()
         explicit = frozenset(group.ino for group in self._live if group.record.options.explicit)
         for start in range(0, len(undrained) if explicit else 0, _SLICE):
@@ -869,6 +1122,8 @@ class Groups:
                 self._nursery.start_soon(self._members.run)
                 for group in self.by_directory.values():
                     self._resume(group)
+                if self._role.is_shared:
+                    self._nursery.start_soon(self._watch_hosts)
                 await trio.sleep_forever()
         finally:
             self._nursery = None
@@ -876,6 +1131,7 @@ class Groups:
     def _resume(self, group: DirectoryGroup) -> None:
         group.settling = False
         if group.is_live and not group.is_open and not group.is_of(self._engine.host):
+            self._start(self._store_unasked, group)
             return
         for rank, process in group.processes.items():
             self._start(self._watch, group, rank, process)
@@ -899,6 +1155,8 @@ class Groups:
         if pidfd is not None:
             await processes.wait_for_end(pidfd)
         group.left(rank, process, trio.current_time())
+        if rank is not None and self._engine.host and group.is_open:
+            await self._parts.left(group, rank)
         group.wake()
         self._look()
 

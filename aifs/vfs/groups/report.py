@@ -1,5 +1,6 @@
 """What is told of a grouped write: amounts, times and the plan."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,6 +67,18 @@ class GroupReport:
         """
         for name in _AMOUNTS:
             setattr(self, name, getattr(other, name))
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """What another host has stored of the group, as ``to_json`` tells it. Amounts add up; what
+        takes time is done by all at once."""
+        for name, value in told.items():
+            if name == "servers":
+                for server, size in value.items():
+                    self.servers[int(server)] = self.servers.get(int(server), 0) + size
+            elif name.endswith("_s"):
+                setattr(self, name, max(getattr(self, name), value))
+            else:
+                setattr(self, name, getattr(self, name) + value)
 
     def to_json(self) -> dict[str, Any]:
         """As in ``user.aifs.group``."""

@@ -16,7 +16,6 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
-from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import forms, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -28,7 +27,7 @@ from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.names import Names
-from aifs.vfs.publishing.barrier import sync_below
+from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.serve_options import ServeOptions
@@ -51,7 +50,7 @@ class Publishing:
         engine: Engine,
         ids: IdAllocator,
         io: FileIO,
-        writeback: WriteBack,
+        barrier: Barrier,
         drain: Drain,
         groups: Groups,
         trash: Trash,
@@ -66,7 +65,7 @@ class Publishing:
         self._engine = engine
         self._ids = ids
         self._io = io
-        self._writeback = writeback
+        self._barrier = barrier
         self._drain = drain
         self._groups = groups
         self._trash = trash
@@ -162,7 +161,8 @@ class Publishing:
         self._options.require_writable()
         what.check()
         await self._engine.view(require_may_publish, what, caller)
-        synced = await self._make_durable(Dentry(what.ino, 0, _DIRECTORY), what.parent)
+        published = Dentry(what.ino, 0, _DIRECTORY)
+        synced = await self._make_durable(published, what.parent, strict=True)
         faults.reach(_DURABLE)
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
         if not pointers <= self.pointers:
@@ -206,13 +206,15 @@ class Publishing:
             self._names.forget([inode.ino for inode in done.unlinked])
         self._retention.shown(what.parent)
 
-    async def _make_durable(self, dentry: Dentry, new_parent: int) -> dict[int, object | None]:
+    async def _make_durable(
+        self, dentry: Dentry, new_parent: int, strict: bool = False
+    ) -> dict[int, object | None]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it
-        shows, and its group lets it get a name. Returns the files that had to be synced, as
-        FileIO.forgetting wants them."""
+        shows, and its group lets it get a name. Returns the files that had to be synced here, as
+        FileIO.forgetting wants them. ``strict``: see Barrier.sync_below."""
         if dentry.type == _DIRECTORY:
             await self._groups.require_complete(dentry.ino)
-        synced = await sync_below(self._engine, self._io, self._writeback, dentry)
+        synced = await self._barrier.sync_below(dentry, strict)
         policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
         if policy.publish == "capacity":
             await self._burst.drain_below(dentry.ino)

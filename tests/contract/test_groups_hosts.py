@@ -1,0 +1,272 @@
+"""Groups of which the ranks are on two hosts: who commits, what is shown, who dies; and that what
+is equal on both is stored once.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFound, Unavailable
+from aifs.core.faults import SimulatedCrash
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs import Caller, Filesystem
+from aifs.vfs.groups import protocol
+from aifs.vfs.groups.protocol import Commit
+from tests.support import stores
+from tests.support.cluster import Cluster, cluster_of, two_hosts
+from tests.support.stores import LIMIT_S, OWNER, ask, put, read_file
+
+ADMIN = Caller()
+ALIVE = Caller(pid=os.getpid())
+DATA = bytes(range(256)) * 2000
+OTHER = DATA[::-1]
+
+
+async def make(fs: Filesystem, parent: int, name: bytes, data: bytes) -> int:
+    return await stores.write_file(fs, name, data, parent, OWNER)
+
+
+async def begin(fs: Filesystem, text: str) -> int:
+    """A directory with a group, which both hosts know."""
+    ino = (await fs.mkdir(ROOT_INO, b"step", 0o755, OWNER)).ino
+    await put(fs, ino, "group", "name=step,ranks=2," + text, ADMIN)
+    return ino
+
+
+async def commit(fs: Filesystem, ino: int, rank: int) -> None:
+    await put(fs, ino, "group.commit", str(rank), OWNER)
+
+
+async def durable(fs: Filesystem, ino: int) -> dict:
+    await fs.groups.wait(ino, 0, True, LIMIT_S)
+    return await ask(fs, ino, "group")
+
+
+async def undrained(fs: Filesystem, *inos: int) -> list[int]:
+    return [ino for ino in inos if (await fs.getattr(ino)).in_burst]
+
+
+async def test_ranks_on_both_hosts_commit_and_all_is_drained(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(north, "commit=explicit")
+        here = await make(north, ino, b"0", DATA)
+        there = await make(south, ino, b"1", OTHER)
+        await commit(south, ino, 1)
+        assert (await ask(north, ino, "group"))["missing"] == [0]
+        assert (await ask(south, ino, "group"))["state"] == "open"
+        await commit(north, ino, 0)
+        for fs in (north, south):
+            told = await durable(fs, ino)
+            assert (told["state"], told["error"]) == ("durable", "")
+            assert told["bytes"] == len(DATA) + len(OTHER)
+        assert not await undrained(north, here, there)
+        assert await read_file(south, here) == DATA and await read_file(north, there) == OTHER
+
+
+async def test_files_that_are_closed_on_both_hosts_complete_a_group(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(south, "same_size=yes")
+        there = await make(south, ino, b"1", DATA)
+        handle, *_ = await south.open(there, 1)  # so it counts no more
+        here = await make(north, ino, b"0", DATA)
+        while (await ask(north, ino, "group"))["missing_files"] != 1:
+            await trio.sleep(0.001)
+        assert (await ask(south, ino, "group"))["state"] == "open"
+        await south.release(handle)
+        for fs in (north, south):
+            assert (await durable(fs, ino))["state"] == "durable"
+        assert not await undrained(north, here, there)
+
+
+@pytest.mark.parametrize("options", ["", "commit=explicit,"])
+async def test_sizes_that_differ_on_two_hosts(scratch: Path, options: str):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(north, options + "same_size=yes")
+        await make(north, ino, b"0", DATA)
+        await make(south, ino, b"1", DATA + b"more")
+        with suppress(FsError):
+            await commit(south, ino, 1)
+            await commit(north, ino, 0)
+        for fs in (north, south):
+            with pytest.raises(Invalid, match="bytes, not the"):
+                await fs.groups.wait(ino, 0, True, LIMIT_S)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+async def test_what_a_group_publishes_is_whole_on_both_hosts(scratch: Path, last: int):
+    async with two_hosts(scratch / "s") as hosts:
+        north, south, _ = hosts
+        ino = await begin(north, "commit=explicit,publish=final")
+        files = [await make(fs, ino, b"%d" % rank, DATA) for rank, fs in enumerate(hosts[:2])]
+        await commit(hosts[1 - last], ino, 1 - last)
+        await commit(hosts[last], ino, last)
+        for fs in (north, south):
+            assert (await fs.lookup(ROOT_INO, b"final")).ino == ino
+            with pytest.raises(NotFound):
+                await fs.lookup(ROOT_INO, b"step")
+            assert [await read_file(fs, file) for file in files] == [DATA, DATA]
+            assert (await durable(fs, ino))["published"]
+
+
+async def test_a_pending_directory_takes_its_ranks_from_both_hosts(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = (await north.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        await put(north, ino, "pending", "ranks=2,step=7", OWNER)
+        there = await make(south, ino, b"1", DATA)
+        await south.groups.commit_pending(ino, Commit(1, ((b"1", len(DATA)),)))
+        with pytest.raises(FsError, match="1 of 2 ranks have not committed"):
+            await south.rename(ROOT_INO, b"tmp", ROOT_INO, b"final")
+        await make(north, ino, b"0", DATA)
+        await north.groups.commit_pending(ino, Commit(0, ((b"0", len(DATA)), (b"1", len(DATA)))))
+        await south.rename(ROOT_INO, b"tmp", ROOT_INO, b"final")
+        assert (await north.lookup(ROOT_INO, b"final")).ino == ino
+        assert await read_file(north, there) == DATA
+
+
+async def test_one_rank_commits_for_files_of_another_host(scratch: Path):
+    """What was not synced there is durable before the commit is."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = (await north.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        await put(north, ino, "pending", "ranks=1", OWNER)
+        files = [await make(south, ino, name, DATA) for name in (b"a", b"b")]
+        assert set(files) <= set(await stores.numbers(north, b"w"))
+        await north.groups.commit_pending(ino, Commit(0, ((b"a", len(DATA)),)))
+        assert set(files) & set(await stores.numbers(north, b"w")) == {files[1]}
+        await north.groups.commit_pending(ino, Commit(0, again=True))
+        assert not set(files) & set(await stores.numbers(north, b"w"))
+        more = await make(south, ino, b"c", DATA)
+        await north.rename(ROOT_INO, b"tmp", ROOT_INO, b"final")
+        assert more not in await stores.numbers(south, b"w")
+
+
+async def test_a_group_is_cancelled_from_the_other_host(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(north, "commit=explicit")
+        files = [await make(fs, ino, b"f", DATA) for fs in (north,)]
+        files.append(await make(south, ino, b"g", DATA))
+        await south.groups.cancel(ino, reason="enough")
+        for fs in (north, south):
+            with pytest.raises(GroupCancelled, match="enough"):
+                await fs.groups.wait(ino, 0, True, LIMIT_S)
+        await stores.drained(north, files[0])
+        await stores.drained(south, files[1])
+
+
+async def test_ranks_of_one_job_live_on_both_hosts(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(north, "commit=explicit,job=one")
+        await south.groups.join(ino, 0, 1, ALIVE)
+        with pytest.raises(Invalid, match="joined on another host"):
+            await north.groups.join(ino, 0, 1, ALIVE)
+        with pytest.raises(Invalid, match="ranks 1 live"):
+            await put(north, ino, "group", "name=step,ranks=2,commit=explicit,job=two", OWNER)
+        told = (await ask(north, ino, "group"))["members"]
+        assert [one["state"] for one in told] == ["missing", "joined"]
+
+
+# --- hosts that die ---
+
+
+async def test_the_files_of_a_host_that_dies_before_all_have_committed(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        ino = await begin(north, "commit=explicit,publish=final")
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                there = await make(south, ino, b"1", DATA)
+                await commit(south, ino, 1)
+                raise SimulatedCrash
+        with pytest.raises(Unavailable, match="host south ended, which had files of it"):
+            await north.groups.wait(ino, 0, True, LIMIT_S)
+        await put(north, ino, "group", "", OWNER)
+        async with cluster.mounted("south") as south:
+            await stores.drained(south, there)
+            assert await read_file(north, there) == DATA
+
+
+async def test_a_rank_whose_host_dies_may_come_again_elsewhere(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        for grace, outcome in ("60s", None), ("0s", MemberDied):
+            ino = (await north.mkdir(ROOT_INO, grace.encode(), 0o755, OWNER)).ino
+            text = f"name=step,ranks=2,commit=explicit,grace={grace}"
+            await put(north, ino, "group", text, OWNER)
+            with pytest.raises(SimulatedCrash):
+                async with cluster.mounted("south") as south:
+                    await south.groups.join(ino, 0, 1, ALIVE)
+                    raise SimulatedCrash
+            if outcome is None:
+                while 1 not in (await north.groups.find(ino)).away:
+                    await trio.sleep(0.001)
+                await north.groups.join(ino, 0, 1, ALIVE)
+            else:
+                with pytest.raises(outcome, match="rank 1"):
+                    await north.groups.wait(ino, 0, True, LIMIT_S)
+
+
+@pytest.mark.parametrize("point", ["", "vfs.group.committed", "vfs.group.published"])
+async def test_the_host_that_sees_to_a_group_dies(scratch: Path, point: str):
+    """Who has the role goes on with it."""
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("south") as south:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("north") as north:
+                ino = await begin(north, "commit=explicit,publish=final")
+                there = await make(south, ino, b"1", DATA)
+                if not point:
+                    raise SimulatedCrash
+                faults.arm(point, crash)
+                await commit(south, ino, 1)
+                await commit(north, ino, 0)
+                await trio.sleep_forever()
+        faults.disarm_all()
+        if not point:
+            await commit(south, ino, 1)
+            await commit(south, ino, 0)
+        assert (await durable(south, ino))["published"]
+        assert not await undrained(south, there)
+        assert (await south.lookup(ROOT_INO, b"final")).ino == ino
+        async with cluster.mounted("north") as north:
+            assert (await durable(north, ino))["state"] == "durable"
+            assert await read_file(north, there) == DATA
+
+
+async def test_a_host_dies_before_its_files_are_drained(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                ino, there = await _committed_unasked(cluster, north, south)
+                raise SimulatedCrash
+        with pytest.raises(Unavailable, match="its files on host south were not on the data"):
+            await north.groups.wait(ino, 0, True, LIMIT_S)
+        cluster.silent.clear()
+        async with cluster.mounted("south") as south:
+            await stores.drained(south, there)
+            assert await read_file(north, there) == OTHER
+
+
+async def test_a_host_that_is_not_asked_stores_by_itself(scratch: Path, monkeypatch):
+    monkeypatch.setattr(protocol, "_ASKED_S", 0.1)
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino, there = await _committed_unasked(cluster, north, south)
+        assert (await durable(south, ino))["state"] == "durable"
+        assert not await undrained(north, there)
+        cluster.silent.clear()
+
+
+async def _committed_unasked(
+    cluster: Cluster, north: Filesystem, south: Filesystem
+) -> tuple[int, int]:
+    """A group to which both have committed, of which south's files are not asked for."""
+    ino = await begin(north, "commit=explicit")
+    await make(north, ino, b"0", DATA)
+    there = await make(south, ino, b"1", OTHER)
+    await commit(south, ino, 1)
+    cluster.silent.add("south")
+    await commit(north, ino, 0)
+    return ino, there
+
+
+def crash() -> None:
+    raise SimulatedCrash
