@@ -4,11 +4,12 @@ are stored as early as possible.
 A *source* (a burst device) sends chunks; a *destination* (what a container is laid out like) takes
 them. Chunks of one size that the same sources hold form a *class*: any holder may send any chunk of
 it. Bandwidths are bytes per second. These are the constraints of AITurbo's write plan (Hao et al.,
-Fast Cloud Storage for AI Jobs via Grouped I/O, FAST '26) as far as they can bind here, where all
-sources are devices of one host, and redundancy is the destination's own:
+Fast Cloud Storage for AI Jobs via Grouped I/O, FAST '26) as far as they can bind here, where
+redundancy is the destination's own:
 
 1. each chunk is sent once, by a source that holds it;
-2. egress: a source sends no more than t times its bandwidth in t seconds;
+2. egress: a source sends no more than t times its bandwidth in t seconds, and all sources of a host
+   together no more than t times that of its *link*, where that is known;
 3. ingress: a destination takes no more than t times its bandwidth, and than its space.
 
 Sources and destinations do not meet but in the bytes. So which holder sends a byte is one flow
@@ -20,7 +21,6 @@ are taken; the few that remain go, one by one, where they end first.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from aifs.core.errors import NoSpace
@@ -28,7 +28,11 @@ from aifs.group.network import Network
 
 
 class Source(NamedTuple):
+    """``link``: its host's, an index of Pattern.links; None: it has one that is as fast as all of
+    its sources, at least."""
+
     bandwidth: int
+    link: int | None = None
 
 
 class Destination(NamedTuple):
@@ -58,6 +62,8 @@ class Pattern(NamedTuple):
     sources: Sequence[Source]
     destinations: Sequence[Destination]
     classes: Sequence[ChunkClass]
+    links: Sequence[int] = ()
+    """Bandwidths of hosts."""
 
     @property
     def bytes(self) -> int:
@@ -106,13 +112,27 @@ def _place_others(pattern: Pattern, counts: list[dict[tuple[int, int], int]]) ->
     one ends. Raises NoSpace.
     """
     sent, taken = [0] * len(pattern.sources), [0] * len(pattern.destinations)
-    for chunks, links in zip(pattern.classes, counts, strict=True):
-        for (source, destination), count in links.items():
-            sent[source] += count * chunks.size
-            taken[destination] += count * chunks.size
+    passed = [0] * len(pattern.links)
 
-    def ends(loads: list[int], nodes: Sequence[Source | Destination], number: int) -> float:
-        return (loads[number] + size) / nodes[number].bandwidth
+    def move(link: tuple[int, int], length: int) -> None:
+        sent[link[0]] += length
+        taken[link[1]] += length
+        host = pattern.sources[link[0]].link
+        if host is not None:
+            passed[host] += length
+
+    for chunks, links in zip(pattern.classes, counts, strict=True):
+        for link, count in links.items():
+            move(link, count * chunks.size)
+
+    def sends(number: int) -> float:
+        """When one more chunk would be sent by then."""
+        bandwidth, host = pattern.sources[number]
+        own_s = (sent[number] + size) / bandwidth
+        return own_s if host is None else max(own_s, (passed[host] + size) / pattern.links[host])
+
+    def takes(number: int) -> float:
+        return (taken[number] + size) / pattern.destinations[number].bandwidth
 
     for size, _, chunks, links in sorted(
         (chunks.size, kind, chunks, links)
@@ -126,13 +146,13 @@ def _place_others(pattern: Pattern, counts: list[dict[tuple[int, int], int]]) ->
             ]
             if not open_to:
                 raise NoSpace(f"no data server has room for one more chunk of {size} bytes")
-            source = min(chunks.sources, key=partial(ends, sent, pattern.sources))
-            destination = min(open_to, key=partial(ends, taken, pattern.destinations))
+            source, destination = min(chunks.sources, key=sends), min(open_to, key=takes)
             links[source, destination] = links.get((source, destination), 0) + 1
-            sent[source] += size
-            taken[destination] += size
-    nodes: list[Source | Destination] = [*pattern.sources, *pattern.destinations]
-    return max(load / node.bandwidth for load, node in zip([*sent, *taken], nodes, strict=True))
+            move((source, destination), size)
+    rates = [source.bandwidth for source in pattern.sources]
+    rates += [destination.bandwidth for destination in pattern.destinations]
+    loads = zip([*sent, *taken, *passed], [*rates, *pattern.links], strict=True)
+    return max(load / rate for load, rate in loads)
 
 
 def _transfers(counts: list[dict[tuple[int, int], int]]) -> list[Transfer]:
@@ -189,13 +209,17 @@ def _senders(pattern: Pattern) -> tuple[dict[tuple[int, ...], _Line], float]:
     for chunks in pattern.classes:
         sizes[chunks.sources] += chunks.bytes
     start, end = len(pattern.sources), len(pattern.sources) + 1
-    network = Network(end + 1 + len(sizes))
+    network = Network(end + 1 + len(sizes) + len(pattern.links))
+    first_link = end + 1 + len(sizes)
     edges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for node, (holders, size) in enumerate(sizes.items(), end + 1):
         network.add(start, node, cap=size)
         edges[holders] = [(holder, network.add(node, holder)) for holder in holders]
     for number, source in enumerate(pattern.sources):
-        network.add(number, end, source.bandwidth)
+        over = end if source.link is None else first_link + source.link
+        network.add(number, over, source.bandwidth)
+    for number, bandwidth in enumerate(pattern.links):
+        network.add(first_link + number, end, bandwidth)
     soonest_s = pattern.bytes / sum(source.bandwidth for source in pattern.sources)
     time_s = network.least_time(start, end, pattern.bytes, soonest_s)
     lines = {

@@ -30,10 +30,13 @@ def patterns(draw: st.DrawFn, nodes: int = 5) -> Pattern:
     classes = draw(st.lists(kinds, min_size=1, max_size=6))
     total = sum(kind.bytes for kind in classes)
     space = st.floats(1.1, 4).map(lambda factor: int(total / destinations * factor))
+    links = draw(st.lists(bandwidth, max_size=3))
+    link = st.none() | st.integers(0, len(links) - 1) if links else st.none()
     return Pattern(
-        [Source(draw(bandwidth)) for _ in range(sources)],
+        [Source(draw(bandwidth), draw(link)) for _ in range(sources)],
         [Destination(draw(bandwidth), draw(st.none() | space)) for _ in range(destinations)],
         classes,
+        links,
     )
 
 
@@ -41,7 +44,8 @@ def chunk_s(pattern: Pattern) -> float:
     """How long the largest chunk takes over the slowest part: no rounding can be blamed for
     more.
     """
-    slowest = min(node.bandwidth for node in (*pattern.sources, *pattern.destinations))
+    nodes = (*pattern.sources, *pattern.destinations)
+    slowest = min([*(node.bandwidth for node in nodes), *pattern.links])
     return max(kind.size for kind in pattern.classes) / slowest
 
 
@@ -61,7 +65,20 @@ def check(pattern: Pattern, made: Plan) -> None:
         assert node.space is None or taken[number] <= node.space
     times = [size / pattern.sources[number].bandwidth for number, size in sent.items()]
     times += [size / pattern.destinations[number].bandwidth for number, size in taken.items()]
+    for host, rate in enumerate(pattern.links):
+        passed = sum(size for n, size in sent.items() if pattern.sources[n].link == host)
+        times.append(passed / rate)
     assert made.time_s == max(times)
+
+
+def egress(pattern: Pattern, some: tuple[int, ...]) -> int:
+    """What these sources send in a second, over the links of their hosts."""
+    rates: Counter[int | None] = Counter()
+    for source in (pattern.sources[number] for number in some):
+        rates[source.link] += source.bandwidth
+    return rates[None] + sum(
+        min(rate, pattern.links[host]) for host, rate in rates.items() if host is not None
+    )
 
 
 def least_s(pattern: Pattern) -> float:
@@ -71,7 +88,7 @@ def least_s(pattern: Pattern) -> float:
     for size in range(1, len(pattern.sources) + 1):
         for some in itertools.combinations(range(len(pattern.sources)), size):
             alone = sum(kind.bytes for kind in pattern.classes if {*kind.sources} <= {*some})
-            bounds.append(alone / sum(pattern.sources[number].bandwidth for number in some))
+            bounds.append(alone / egress(pattern, some))
     for size in range(len(pattern.destinations)):
         for full in itertools.combinations(pattern.destinations, size):
             if all(node.space is not None for node in full):

@@ -9,6 +9,7 @@ holders, destinations are slots, that is what a container can be laid out like
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from aifs.group.planner import ChunkClass, Destination, Pattern, Plan, Source
@@ -121,11 +122,14 @@ def ask(
     sources: Mapping[int, int],
     slots: Sequence[Striped],
     servers: Mapping[int, tuple[int, int | None]],
+    links: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> Question:
     """``devices``: the burst device of each member. ``sources``: bandwidth of each of these.
-    ``servers``: bandwidth, and free bytes if they are known, of each data server.
+    ``servers``: bandwidth, and free bytes if they are known, of each data server. ``links``: host,
+    and bandwidth of its link, of the devices of which that is known.
     """
     order = sorted(sources)
+    hosts = sorted(set(links.values()))
     place = {device: number for number, device in enumerate(order)}
     chunks: dict[tuple[int, tuple[int, ...]], list[bytes]] = {}
     for digest, need in new.items():
@@ -133,9 +137,13 @@ def ask(
         chunks.setdefault((-(-need.length // _ROUNDING) * _ROUNDING, holders), []).append(digest)
     kinds = sorted(chunks)
     pattern = Pattern(
-        [Source(sources[device]) for device in order],
+        [
+            Source(sources[device], hosts.index(links[device]) if device in links else None)
+            for device in order
+        ],
         [_destination(slot, slots, servers) for slot in slots],
         [ChunkClass(size, len(chunks[size, holders]), holders) for size, holders in kinds],
+        [bandwidth for _, bandwidth in hosts],
     )
     return Question(pattern, [chunks[kind] for kind in kinds])
 
