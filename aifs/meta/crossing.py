@@ -81,10 +81,11 @@ class Crossing:
         layout = Striped(garbage.layout.unit, left)
         return garbage._replace(layout=layout, maker=0).encode() if left else None
 
-    def _group(self, key: bytes, value: bytes) -> bytes:
-        if keys.is_group_member(key):
-            return value
-        return groups.decode_group(value)._replace(host=self._host).encode()
+    def _group(self, key: bytes, value: bytes) -> bytes | None:
+        """The host that the store goes to sees to it; nobody else has a part."""
+        if keys.is_group(key):
+            return groups.decode_group(value)._replace(host=self._host).encode()
+        return value if keys.part_host(key) is None else None
 
 
 def _inode(key: bytes, value: bytes) -> bytes:
