@@ -4,12 +4,16 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from demonstration.hosts import demonstrate
+from demonstration.job import Ranks, command
+from machines import Failed
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,8 +21,8 @@ from rich.table import Table
 from aifs.core.units import describe_size, parse_size
 
 RANKS = 4
-RANK_PROGRAM = Path(__file__).parent / "demonstration" / "rank.py"
 STEPS = 10
+MOST_HOSTS = 16
 
 DRAIN_WHEN_TOLD = "burst.drain_delay=1h"
 """So that the drain is a step of its own, and does not disturb what is measured before."""
@@ -48,9 +52,22 @@ def main() -> int:
         "--dir", default=tempfile.gettempdir(), help="where to work: a store and a plain directory"
     )
     parser.add_argument("--keep", action="store_true", help="leave the store mounted at the end")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        nargs="?",
+        const=4,
+        default=0,
+        metavar="N",
+        help="N hosts that share a store, in network namespaces of this machine; one of them is "
+        "killed (needs root; 4, if N is left out)",
+    )
     arguments = parser.parse_args()
-    if arguments.size < RANKS * 52_000_000:
-        parser.error("--size: the smallest model takes 208MB")
+    if arguments.hosts and (arguments.keep or not 2 <= arguments.hosts <= MOST_HOSTS):
+        parser.error(f"--hosts: 2 to {MOST_HOSTS}, and not with --keep")
+    smallest = (arguments.hosts or RANKS) * 52_000_000
+    if arguments.size < smallest:
+        parser.error(f"--size: the smallest model takes {smallest // 1_000_000}MB")
     if not os.path.isdir(arguments.dir):
         parser.error(f"--dir: {arguments.dir}: there is no such directory")
     needed, free = COPIES * arguments.size + SPACE_OF_A_STORE, shutil.disk_usage(arguments.dir).free
@@ -60,6 +77,8 @@ def main() -> int:
             f"--dir: {arguments.dir} {what}; choose another directory, or a smaller --size"
         )
     work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
+    if arguments.hosts:
+        return with_hosts(work, arguments.hosts, arguments.size)
     demo = Demo(work, arguments.size)
     try:
         demo.run()
@@ -73,6 +92,23 @@ def main() -> int:
     finally:
         if not arguments.keep:
             demo.clean_up()
+    return 0
+
+
+def with_hosts(work: Path, count: int, size: int) -> int:
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)  # so that everything is taken down
+    try:
+        demonstrate(work, count, size, console)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (Failed, OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        sys.exit(f"scripts/demo: {error} {said.decode().strip()}".rstrip())
+    finally:
+        shutil.rmtree(work)
     return 0
 
 
@@ -132,7 +168,9 @@ class Demo:
         }
         temporaries = [f"{target}.tmp" for target in targets.values()]
         step(f"{RANKS} processes build the model")
-        ranks = Ranks("save", self.size // RANKS, temporaries)
+        ranks = Ranks(
+            [command("save", rank, self.size // RANKS, temporaries) for rank in range(RANKS)]
+        )
         done()
         for (name, target), temporary in zip(targets.items(), temporaries, strict=True):
             step(f"save to {name}")
@@ -150,7 +188,7 @@ class Demo:
             "plain directory": self.plain / "checkpoint",
             "AIFS": self.mountpoint / "checkpoint",
         }
-        ranks = Ranks("load", 0, [str(path) for path in directories.values()])
+        ranks = Ranks([command("load", rank, 0, directories.values()) for rank in range(RANKS)])
         step(description)
         for name in directories:
             drop_page_cache()
@@ -215,46 +253,6 @@ class Demo:
         if self.mountpoint.is_mount():
             self.aifs("umount", self.mountpoint)
         shutil.rmtree(self.work)
-
-
-class Ranks:
-    """The processes of a job; ``step`` lets all of them do their next step and waits for the
-    last.
-    """
-
-    def __init__(self, action: str, size: int, directories: list[str]) -> None:
-        arguments = [sys.executable, RANK_PROGRAM, action]
-        rest = [str(size), *directories]
-        self.processes = [
-            subprocess.Popen(
-                [*arguments, str(rank), *rest],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        for process in self.processes:
-            self._answer(process)
-
-    def step(self) -> list[tuple[float, int]]:
-        for process in self.processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        answers = [self._answer(process).split() for process in self.processes]
-        return [(float(first), int(second)) for first, second in answers]
-
-    def _answer(self, process: subprocess.Popen) -> str:
-        line = process.stdout.readline()
-        if not line:
-            sys.exit(f"a process of the job has failed with exit status {process.wait()}")
-        return line
-
-    def finish(self) -> None:
-        for process in self.processes:
-            process.stdin.close()
-            if process.wait():
-                sys.exit("the loaded tensors differ")
 
 
 def sync_directory(path: Path) -> None:

@@ -1,8 +1,5 @@
-"""Many hosts of one store, on one machine: each is a real mount in a network namespace of its own.
-
-The namespaces are linked to a bridge, at which PostgreSQL is reached. Data servers lie in one
-directory that all hosts see; each has a replica, a burst directory and a log of its own. There are
-no mount namespaces: each host mounts at a place of its own, where the test sees it.
+"""Many hosts of one store, on one machine: each is a real mount in a network namespace of its own
+(scripts/machines.py).
 """
 
 import json
@@ -11,78 +8,20 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 
+from scripts.machines import Namespace, Network, host_file
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 from tests.support.postgres import Postgres, TestDatabase
 
-PORT = 7947
 LEASE_S = 10.0
 SERVERS = 2
 
 Both = tuple[Path, Path]
 """A directory, as either of two hosts has it."""
-
-
-class Network:
-    """A bridge of this machine, and network namespaces. Needs root."""
-
-    def __init__(self) -> None:
-        self._tag = f"aifs{os.getpid() % 100_000}"
-        number = os.getpid() % (1 << 14)
-        self._subnet = f"10.{190 + (number >> 8)}.{number & 255}"
-        self._count = 0
-        """Of namespaces."""
-        self.address = f"{self._subnet}.1"
-        """Of this machine, as the namespaces see it."""
-        self._bridge = f"{self._tag}b"
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("address", "add", f"{self.address}/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-
-    def add(self) -> "Namespace":
-        self._count += 1
-        name, link = f"{self._tag}-{self._count}", f"{self._tag}h{self._count}"
-        _ip("netns", "add", name)
-        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _ip("link", "set", link, "master", self._bridge, "up")
-        address = f"{self._subnet}.{1 + self._count}"
-        inside = ("-n", name)
-        _ip(*inside, "address", "add", f"{address}/24", "dev", "eth0")
-        _ip(*inside, "link", "set", "eth0", "up")
-        _ip(*inside, "link", "set", "lo", "up")
-        return Namespace(name, link, address)
-
-    def close(self) -> None:
-        for number in range(1, self._count + 1):
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", f"{self._tag}-{number}")  # and its link
-        with suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", self._bridge)
-
-
-class Namespace:
-    """Where a host is; ``enter`` is how a command gets there."""
-
-    def __init__(self, name: str, link: str, address: str) -> None:
-        self._link = link
-        self.address = address
-        self.enter = ("nsenter", f"--net=/run/netns/{name}")
-
-    def cut(self) -> None:
-        """Nothing that is sent from there or to there arrives."""
-        _ip("link", "set", self._link, "down")
-
-    def mend(self) -> None:
-        _ip("link", "set", self._link, "up")
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=TIMEOUT_S)
 
 
 class Host(Mounted):
@@ -104,13 +43,7 @@ class Host(Mounted):
         self.pid = 0
         self._ended = -1
         self.path.mkdir(parents=True)
-        own = {
-            "meta": {**_section(cluster, "meta"), "directory": str(directory / "replica")},
-            "host": {"name": name, "listen": f"{namespace.address}:{PORT}"},
-            "burst": {"directories": [str(directory / "burst")]},
-            "log": {"file": str(self.log)},
-        }
-        self.source.write_text(yaml.safe_dump({**cluster, **own}))
+        self.source.write_text(host_file(name, directory, namespace, cluster))
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """A command at that host."""
@@ -130,12 +63,6 @@ class Host(Mounted):
         """Until a line of its log matches. It is expected then."""
         self.expected.append(pattern)
         until(lambda: re.search(pattern, self.log.read_text()), f"{self.name} says {pattern!r}")
-
-
-def _section(cluster: dict[str, object], name: str) -> dict[str, object]:
-    section = cluster[name]
-    assert isinstance(section, dict)
-    return section
 
 
 def until(condition: Callable[[], object], what: str) -> None:
