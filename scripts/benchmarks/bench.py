@@ -2,6 +2,7 @@
 same run.
 """
 
+import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -14,6 +15,9 @@ from checkpoint import checkpoint_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
 from grouped import grouped_rows
+from hosts import NORMAL as NORMAL_HOSTS
+from hosts import QUICK as QUICK_HOSTS
+from hosts import hosts_rows
 from latency import latency_row
 from movement import movement_rows
 from protection import protection_rows
@@ -40,6 +44,7 @@ SPECIAL = (
     "protection",
     "checkpoint",
     "grouped",
+    "hosts",
     "env",
     "memory",
 )
@@ -94,6 +99,7 @@ def bench(
 
     Exits with 1 if a target is missed. Needs root (mounts, dropping the kernel's caches).
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and take down
     size, rounds = (QUICK, 1) if quick else (NORMAL, rounds)
     chosen = works or (*WORKS, *SPECIAL)
     with medium(directory) as base:
@@ -124,6 +130,9 @@ def bench(
         if "grouped" in chosen:
             with log.status("grouped"):
                 rows += grouped_rows(base, size.mib // 2, rounds)
+        if "hosts" in chosen:
+            with log.status("hosts"):
+                rows += hosts_rows(base, *(QUICK_HOSTS if quick else NORMAL_HOSTS))
         if "env" in chosen:
             with log.status("env"):
                 rows += env_rows(base, QUICK_ENV if quick else NORMAL_ENV, rounds, wheels)

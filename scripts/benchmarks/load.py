@@ -31,6 +31,11 @@ def stat(names: list[str]) -> None:
         os.stat(name)
 
 
+def open_(names: list[str]) -> None:
+    for name in names:
+        os.close(os.open(name, os.O_RDONLY))
+
+
 def rename(names: list[str]) -> None:
     for name in names:
         os.rename(name, f"r{name}")
@@ -209,6 +214,7 @@ def checkpoint(jobs: int, mib: int) -> float:
 NAMES = {
     "create": create,
     "stat": stat,
+    "open": open_,
     "rename": rename,
     "unlink": unlink,
     "mkdir": mkdir,
@@ -234,7 +240,8 @@ def main() -> None:
     os.chdir(directory)
     if work in NAMES:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        names = [f"f{number}" for number in range(values["count"])]
+        first = values.get("first", 0)
+        names = [f"f{number}" for number in range(first, first + values["count"])]
         if values.get("warm"):
             NAMES[work](names)
         sized = {"size": values["bytes"]} if "bytes" in values else {}
