@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from aifs.core import faults
+from aifs.meta import journal
 from aifs.store import ownership, store
 from tests.support import engines, postgres
 from tests.support.data_servers import threads_end
@@ -84,9 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nobody_else(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the owner of a store lives needs no watching: it is of this process. In modules that
     cut the power a state that a cut left is opened by the owner that had the store, wherever it was
-    written to."""
+    written to; each such state has the whole journal, which is short."""
     monkeypatch.setattr(ownership, "WATCH_S", 0.0)
     if hasattr(request.module, "PowerCut"):
+        monkeypatch.setattr(journal, "SEGMENT_BYTES", 512 << 10)
         make_copies_one_disk(monkeypatch)
 
 

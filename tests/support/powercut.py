@@ -36,6 +36,7 @@ from aifs.store import ids, ownership
 
 MAPPED = "data.mdb"
 _META_PAGES_BYTES = 2 * 4096
+_ZEROS = bytes(1 << 16)
 _READS = ("read_at", "read_into", "read_file")
 
 
@@ -313,8 +314,17 @@ def _write_tree(directory: _Directory, target: Path, rng: random.Random) -> None
         else:
             content = node.after_cut(rng)
             with open(target / name, "wb") as file:
-                file.write(content.rstrip(b"\0"))
+                file.write(content[: _end_of_data(content)])
                 file.truncate(len(content))
+
+
+def _end_of_data(content: bytearray) -> int:
+    """Behind it are only zeros, which ``rstrip`` alone would look at one by one."""
+    end = len(content)
+    while end >= len(_ZEROS) and content.endswith(_ZEROS, 0, end):
+        end -= len(_ZEROS)
+    start = max(0, end - len(_ZEROS))
+    return start + len(content[start:end].rstrip(b"\0"))
 
 
 def _apply(content: bytearray, change: int | tuple[int, bytes]) -> None:
