@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def stopped(mounted: Mounted) -> Iterator[Mounted]:
 def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path: Path) -> None:
     path, link = stopped.path, tmp_path / "link"
     link.symlink_to(path)
-    for words in (
+    asked = (
         ("status", path),
         ("status", link),
         ("umount", path),
@@ -129,10 +130,11 @@ def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path:
         ("meta", "backup", stopped.source),
         ("doctor", path),
         ("publish", path / "a", path / "b"),
-    ):
-        done = impatient(*words)
-        assert done.returncode == 6 and "is stuck" in done.stderr, (words, done)
-        assert done.stderr.count("\n") == 1
+    )
+    with ThreadPoolExecutor() as threads:
+        for done in threads.map(lambda words: impatient(*words), asked):
+            assert done.returncode == 6 and "is stuck" in done.stderr, done
+            assert done.stderr.count("\n") == 1
     stopped.signal(signal.SIGCONT)
     assert (path / "before").read_bytes() == b"acknowledged"
     while any(os.fsencode(path) in command for command in commands(besides=stopped.pid)):

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aifs.core.config import DIRECTORY_FILE
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120  # for what must happen, on a machine with much else to do
@@ -37,17 +38,31 @@ def aifs(
 
     ``descriptors``: how many it, and a daemon that it starts, may have (0: as many as we).
     ``inside``: the command that runs it elsewhere, such as in a namespace."""
-    command = [*inside, sys.executable, "-m", module, *map(str, args)]
-    if descriptors:
-        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S
-    )
+    network = _network_of(inside)
+    if module == "aifs.cli.main" and network is not None:
+        words = [*map(str, args)]
+        done = forked.run(words, descriptors=descriptors, network=network, timeout_s=TIMEOUT_S)
+    else:
+        command = [*inside, sys.executable, "-m", module, *map(str, args)]
+        if descriptors:
+            command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S
+        )
     if check and done.returncode:
         raise AssertionError(
             f"aifs {' '.join(map(str, args))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         )
     return done
+
+
+def _network_of(inside: Sequence[str]) -> str | None:
+    """The network namespace that this enters, empty: our own; None if it does something else."""
+    if not inside:
+        return ""
+    program, *options = inside
+    is_network = program == "nsenter" and len(options) == 1 and options[0].startswith("--net=")
+    return options[0].removeprefix("--net=") if is_network else None
 
 
 def aifs_on_terminal(*args: str | Path) -> str:
