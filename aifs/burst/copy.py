@@ -240,6 +240,13 @@ class BurstCopy:
         """As ``write``, in the thread that calls: a worker of the device."""
         self.device.write(self._key, self._open_writer(), data, offset)
 
+    async def append(self, data: bytes | memoryview) -> None:
+        """As ``write``, at the end, whoever else writes there."""
+        await self._do(self._append, data)
+
+    def _append(self, data: bytes | memoryview) -> None:
+        self.device.call("write", self._key, files.append, self._open_writer(), data)
+
     def written(self) -> None:
         """Somebody else has written to it: so it is synced before its descriptors are given up, as
         a later one may not be told that the system has failed to write bytes back."""

@@ -1,23 +1,56 @@
-"""Burst copies in directories of other hosts, the *homes* of their files: read over the network."""
+"""Files whose *home* is another host: their burst copies there are read over the network, and what
+is open for writing there is changed by way of it.
+"""
 
+import enum
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.core.errors import Unavailable
+from aifs.core.errors import Busy, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.servers import Servers
 from aifs.meta import hosts
 from aifs.meta.kv import Engine, Result
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
+from aifs.peers.transport import Answer, Body
 
-READ, GIVE_UP, SYNC = "burst.read", "burst.give_up", "burst.sync"
+READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
 """Services of a home: see files/home.py, and vfs/publishing/barrier.py."""
 
+
+class Operation(str, enum.Enum):
+    """What a home does with a file for another host that has joined those who write to it. Behind
+    each are its arguments."""
+
+    READ = "read"
+    """Offset and length; answered with the bytes."""
+    WRITE = "write"
+    """Offset; with the bytes."""
+    APPEND = "append"
+    """None; with the bytes, which are at the end of the file, in one piece."""
+    TRUNCATE = "truncate"
+    """Size."""
+    ALLOCATE = "allocate"
+    """Mode, offset and length of fallocate(2)."""
+    SET_MTIME = "set_mtime"
+    """Nanoseconds."""
+    SYNC = "sync"
+    """None: fsync(2)."""
+    SHOW = "show"
+    """None: its attributes are on record on return."""
+    LOOK = "look"
+    """None: its attributes are answered, as they are with all others."""
+    LEAVE = "leave"
+    """None: the other host writes to it no more."""
+
+
 _AGAIN_S = 0.2
-_GIVE_UP_S = 600.0
+_CALL_S = 600.0
+"""How long a home that lives may take."""
 
 
 class Homes:
@@ -60,29 +93,62 @@ class Homes:
 
         return await self._ask(self.of(copy.server), copy.ino, call)
 
-    async def give_up(self, host: int, ino: int) -> None:
-        """A file that ``host`` changes, or keeps in its burst directory, is on the data servers on
-        return, and nobody's; that is on record here.
+    async def give_up(self, host: int, ino: int, is_emptied: bool) -> bool:
+        """Whether a file that ``host`` changes, or keeps in its burst directory, is on the data
+        servers on return, and nobody's, which is on record here; else it is open for writing there,
+        and this host has joined those who do that. ``is_emptied``: its bytes are not needed any
+        more.
 
-        Raises Busy, which names the host, while it is open for writing there; Unavailable.
+        Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
 
-        async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, GIVE_UP, [ino], timeout_s=_GIVE_UP_S)
+        async def call(peers: Peers, name: str) -> bool:
+            asked = [ino, is_emptied]
+            return not (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
 
-        await self._ask(host, ino, call)
+        return await self._ask(host, ino, call)
+
+    async def carry_out(
+        self, host: int, ino: int, operation: Operation, args: tuple[Any, ...], body: Body
+    ) -> Answer:
+        """Have ``host`` do this with a file: bytes, and as value the size, blocks, mtime and ctime
+        that it has then.
+
+        Raises Stale if the host has not let us join, or does not know of it any more: then nothing
+        has been done; Unavailable, which names the host, if it does not answer: then it may have
+        been done, in any case not twice if that would make a difference; and what the operation
+        raises there.
+        """
+
+        async def call(peers: Peers, name: str) -> Answer:
+            asked = [ino, operation, *args]
+            return await peers.call(name, CARRY_OUT, asked, body, timeout_s=_CALL_S)
+
+        return await self._ask(host, ino, call, is_repeated=operation != Operation.APPEND)
+
+    async def leave(self, host: int, ino: int) -> None:
+        """This host writes to the file no more. Raises Stale, Unavailable."""
+
+        async def call(peers: Peers, name: str) -> None:
+            await peers.call(name, CARRY_OUT, [ino, Operation.LEAVE])
+
+        await self._ask(host, ino, call, is_repeated=False)
 
     async def sync(self, host: int, inos: Sequence[int]) -> None:
         """What ``host`` has not synced of these files, or below these directories, is durable on
         return; that is on record here. Raises Unavailable, what else a sync raises."""
 
         async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, SYNC, list(inos), timeout_s=_GIVE_UP_S)
+            await peers.call(name, SYNC, list(inos), timeout_s=_CALL_S)
 
         await self._ask(host, inos[0], call)
 
     async def _ask(
-        self, host: int, ino: int, call: Callable[[Peers, str], Awaitable[Result]]
+        self,
+        host: int,
+        ino: int,
+        call: Callable[[Peers, str], Awaitable[Result]],
+        is_repeated: bool = True,
     ) -> Result:
         name = await self._engine.view(hosts.name_of, host)
         if self._peers is None:
@@ -91,11 +157,13 @@ class Homes:
         while True:
             try:
                 return await call(self._peers, name)
+            except Busy:
+                pass  # it has too much to do for us, and has not begun with this
             except Unavailable as error:
-                if trio.current_time() >= until_s:
+                if not is_repeated or trio.current_time() >= until_s:
                     raise Unavailable(
-                        f"inode {ino}: its newest bytes are on host {name}, which does not give "
-                        f"them: {error}"
+                        f"inode {ino}: its newest bytes are on host {name}, which cannot be "
+                        f"asked: {error}"
                     ) from error
             await trio.sleep(_AGAIN_S)
 

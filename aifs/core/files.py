@@ -153,6 +153,20 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
         _hook.after("write_at", path, data, offset)
 
 
+def append(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data`` at the end of the file: in one piece, unless the disk is full then."""
+    path, end = "", 0
+    if _hook is not None:
+        path, end = _path_of(fd), os.fstat(fd).st_size
+        _hook.before("write_at", path)
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwritev(fd, [view[done:]], 0, os.RWF_APPEND)
+    if _hook is not None:
+        _hook.after("write_at", path, data, end)
+
+
 def truncate(fd: int, length: int) -> None:
     path = _path_of(fd)
     _before("truncate", path)

@@ -127,7 +127,10 @@ class BurstIO:
                 await self._drop_copy(file)
                 return False
             await self._become_copy(file, None)
-        elif inode.layout is None and not (inode.data and end <= self._inline_limit):
+        elif inode.layout is None and not (
+            inode.data and end <= self._inline_limit and not self._engine.host
+        ):
+            # Where there are several hosts one of them has to be the home.
             await self._take_copy(file, must)
         return True
 
@@ -303,6 +306,13 @@ class BurstIO:
         """
         await file.own_copy.write(offset, data)
         file.inode.size = max(file.inode.size, offset + len(data))
+        file.changed(time.time_ns())
+
+    async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
+        """As ``write``, behind all that is there, also of what programs write past us. The gate is
+        held alone."""
+        await file.own_copy.append(data)
+        file.inode.size = max(file.inode.size, file.own_copy.stat().st_size)
         file.changed(time.time_ns())
 
     async def truncate(self, file: OpenInode, size: int) -> None:

@@ -115,6 +115,16 @@ class CapacityIO:
 
         await self._transitions.put_inline(file, written)
 
+    async def append_inline(self, file: OpenInode, data: bytes | memoryview) -> None:
+        """Raises ChangedElsewhere, also where another host has left no room for that."""
+
+        def appended(old: bytes) -> bytes:
+            if len(old) + len(data) > self._inline_limit:
+                raise forms.ChangedElsewhere(f"inode {file.inode.ino} has grown on another host")
+            return b"".join((old, data))
+
+        await self._transitions.put_inline(file, appended)
+
     async def write_objects(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
         inode = file.inode
         # What has been prepared is striped. To ask each time would slow writes down.
@@ -199,6 +209,11 @@ class CapacityIO:
         form |= {"oid": target.oid, "layout": target.layout, "data": None}
         due = self.redundancy(file.inode).is_protected
         return Flip(file, form, {"marked": True, "due": due})
+
+    def is_changed_in_place(self, file: OpenInode) -> bool:
+        """Whether its bytes are changed where they are, on data servers."""
+        inode = file.inode
+        return inode.layout is not None and not inode.in_burst and not self._is_fixed(inode)
 
     def _is_fixed(self, inode: Inode) -> bool:
         """Whether the file's bytes cannot be changed where they are."""
@@ -347,6 +362,8 @@ class CapacityIO:
         faults.reach(_SYNCED)
         if file.inode.ino in self.perhaps_mapped or (file.on_object and not file.inode.size):
             return  # it may be changed without our knowing; or is not settled
+        if self._engine.host and file.may_be_written:
+            return  # this host is its home as long as it is open for writing
         if file.has_lost:
             return
         if file.changes == changes:  # else somebody has begun a change, who need not be waited for

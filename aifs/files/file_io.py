@@ -14,7 +14,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import MakingTools
-from aifs.burst.remote import Homes
+from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
@@ -47,6 +47,7 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.movers.movers import Movers
 from aifs.movers.pool import Pool
+from aifs.peers.transport import Answer, FilePart
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
@@ -366,6 +367,8 @@ class FileIO:
         in-core state.
         """
         file.handles -= 1
+        if file.joined and not file.may_be_written:
+            await self._leave_home(file)
         if file.handles:
             return
         ino = file.inode.ino
@@ -450,6 +453,8 @@ class FileIO:
                     file = await self.acquire(ino)
             if file is not None:
                 try:
+                    if file.home:  # whose copy is none of ours
+                        mtime_ns = None
                     if mtime_ns is not None and file.inode.in_burst:
                         await self.burst.know_mtime(file)
                     await self.transitions.change_attributes(file, change, argument)
@@ -466,9 +471,9 @@ class FileIO:
                 inode = await self._engine.transact(forms.change_attributes, ino, change, argument)
                 if stays_lent:
                     self._handles.lend_still(inode)
-                if mtime_ns is not None and inode.in_burst:
-                    assert inode.copy is not None  # it is the file
-                    copy = self._tier.open(inode.copy)
+                place = inode.copy if inode.in_burst else None
+                if mtime_ns is not None and place is not None and not self._homes.of(place.server):
+                    copy = self._tier.open(place)
                     try:
                         await copy.set_mtime(mtime_ns)
                     finally:
@@ -519,13 +524,15 @@ class FileIO:
         """Somebody who has written closes the file, which others may have open: what core knows of
         it is on record, for other hosts, on return. Without space for it, they see it later.
         """
-        if file.inode.in_burst and file.own_copy.is_open:
-            self.burst.look(file)
-        if file.unsaved:
-            try:
+        try:
+            if file.is_joined and await self.at_home(file, Operation.SHOW):
+                return
+            if file.inode.in_burst and file.own_copy.is_open:
+                self.burst.look(file)
+            if file.unsaved:
                 await self.transitions.save(file)
-            except FsError as error:
-                _log.info("inode %d is not on record as it is: %s", file.inode.ino, error)
+        except FsError as error:
+            _log.info("inode %d is not on record as it is: %s", file.inode.ino, error)
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was
@@ -579,6 +586,11 @@ class FileIO:
         file.used = True
         await self.find_room()
         while True:
+            if file.is_joined:
+                if answer := await self.at_home(file, Operation.READ, offset, length):
+                    assert not isinstance(answer.body, FilePart)  # it has arrived
+                    return memoryview(answer.body)
+                continue
             if inode.ino in self.overtaken:
                 await self.follow_bytes(inode.ino)
             if inode.in_burst and file.backing:
@@ -620,7 +632,7 @@ class FileIO:
         """As ``read``, of bytes that are going to be another file's: those that come from servers
         are compared with their checksums. Raises Untold."""
         size, objects, changes = file.inode.size, file.objects, file.changes
-        if file.copy is not None or objects is None or file.marked:
+        if file.copy is not None or objects is None or file.marked or file.home:
             return await self.read(file, offset, length)
         start = offset - offset % HASHED
         end = min(size, offset + length + -(offset + length) % HASHED)
@@ -644,26 +656,67 @@ class FileIO:
         the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
         """
         end = offset + len(data)
-        if not data:
-            return
+        self._require_room(file, end)
+        while data:
+            if not await self.enter_to_change(file, end):
+                if await self.at_home(file, Operation.WRITE, offset, body=data):
+                    return
+                continue
+            try:
+                if file.inode.in_burst:
+                    await self.burst.write(file, offset, data)
+                elif file.inode.layout is None:
+                    await self.capacity.write_inline(file, offset, data)
+                else:
+                    await self.capacity.write_objects(file, offset, data)
+                return
+            except forms.ChangedElsewhere:
+                pass
+            finally:
+                file.gate.leave_shared()
+            await self.follow_bytes(file.inode.ino)
+
+    async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
+        """As ``write``, at the end of the file, wherever that is: nobody else's bytes get there
+        meanwhile. Where the store has one host, the kernel sees to that.
+        """
+        while data:
+            end = file.inode.size + len(data)
+            self._require_room(file, end)
+            if not await self.enter_to_change(file, end):
+                if await self.at_home(file, Operation.APPEND, body=data):
+                    return
+                continue
+            file.gate.leave_shared()
+            await file.gate.enter_alone()
+            try:
+                end = file.inode.size + len(data)
+                if not self._ready(file, end):
+                    continue
+                file.changes += 1
+                if file.inode.in_burst:
+                    await self.burst.append(file, data)
+                elif file.inode.layout is None:
+                    await self.capacity.append_inline(file, data)
+                else:
+                    await self.capacity.write_objects(file, end - len(data), data)
+                return
+            except forms.ChangedElsewhere:
+                pass
+            finally:
+                file.gate.leave_alone()
+            await self.follow_bytes(file.inode.ino)
+
+    def _require_room(self, file: OpenInode, end: int) -> None:
+        """Raises FileTooLarge, NoSpace if the file cannot get so large."""
         if end > SIZE_MAX:
             raise FileTooLarge()
         if self._engine.short_of_space and end > file.inode.size and not file.inode.in_burst:
             raise NoSpace("the metadata store's filesystem is full")
-        await self.enter_to_change(file, end)
-        try:
-            if file.inode.in_burst:
-                await self.burst.write(file, offset, data)
-            elif file.inode.layout is None:
-                await self.capacity.write_inline(file, offset, data)
-            else:
-                await self.capacity.write_objects(file, offset, data)
-        finally:
-            file.gate.leave_shared()
 
-    async def enter_to_change(self, file: OpenInode, end: int) -> None:
+    async def enter_to_change(self, file: OpenInode, end: int) -> bool:
         """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to
-        ``end``.
+        ``end``. False: it is not entered, as the file is changed by way of its home (``at_home``).
         """
         gate = file.gate
         file.used = True
@@ -672,7 +725,8 @@ class FileIO:
         while not self._ready(file, end):
             # Asked each time that we had to wait: others change the form, too.
             gate.leave_shared()
-            await self.take_from_home(file)
+            if await self.take_from_home(file):
+                return False
             try:
                 await self._bring(file, end)
                 await gate.enter_alone()
@@ -684,24 +738,93 @@ class FileIO:
                 await self.follow_bytes(file.inode.ino)
             await gate.enter_shared()
         file.changes += 1
+        return True
 
-    async def take_from_home(self, file: OpenInode) -> None:
+    # --- files whose home is another host ---
+
+    async def take_from_home(self, file: OpenInode, is_emptied: bool = False) -> bool:
         """If the newest bytes of the file are on another host, or it is being changed there, it is
-        given up there. Raises Busy, which names the host, while it is open for writing there;
-        Unavailable, which names it, too, if it does not answer.
+        given up there. Whether that cannot be, as it is open for writing there: then we have joined
+        those who write to it, and it is read and changed by way of its home (``at_home``).
+        ``is_emptied``: its bytes are not needed any more. Raises Unavailable, which names the host.
         """
-        while file.home:
-            await self._homes.give_up(file.home, file.inode.ino)
-            await self.follow_bytes(file.inode.ino)
+        ino = file.inode.ino
+        while home := file.home:
+            if file.is_joined:
+                return True
+            try:
+                if not await self._homes.give_up(home, ino, is_emptied):
+                    file.joined = home
+                    continue
+            except Stale:
+                pass  # it is not its home any more
+            await self.follow_bytes(ino)
+        return False
 
-    async def take_closed_from_home(self, ino: int) -> None:
-        """The same of any inode, open here or not."""
+    async def at_home(
+        self, file: OpenInode, operation: Operation, *args: int, body: bytes | memoryview = b""
+    ) -> Answer | None:
+        """Have its home do this with a file that we have joined. What it answers; None: it is not
+        its home any more, or does not know of us, and nothing has been done. Raises Unavailable,
+        which names the host, and what the operation raises there.
+        """
+        home, inode = file.joined, file.inode
+        if operation in (Operation.WRITE, Operation.APPEND, Operation.ALLOCATE, Operation.TRUNCATE):
+            file.unsynced_there = True
+        try:
+            answer = await self._homes.carry_out(home, inode.ino, operation, args, body)
+        except Stale:
+            if file.joined == home:
+                file.joined = 0
+            if file.unsynced_there:
+                file.unsynced_there = False
+                file.lost = LostBytes(0, f"inode {inode.ino}: its home has begun a new session")
+            await self.follow_bytes(inode.ino)
+            return None
+        inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
+        if operation == Operation.SYNC:
+            file.unsynced_there = False
+        return answer
+
+    async def look_at_home(self, file: OpenInode) -> None:
+        """Core has the attributes of a file that we have joined on return, as far as its home
+        tells."""
+        file.handles += 1
+        try:
+            if file.is_joined:
+                await self.at_home(file, Operation.LOOK)
+        except Unavailable as error:
+            _log.info("what is known of inode %d may be old: %s", file.inode.ino, error)
+        finally:
+            await self.release(file)
+
+    def is_joined(self, ino: int) -> bool:
+        """Whether it is open here, and changed by way of its home, which is another host."""
+        file = self.open.get(ino)
+        return file is not None and file.is_joined
+
+    async def _leave_home(self, file: OpenInode) -> None:
+        home, file.joined, file.unsynced_there = file.joined, 0, False
+        try:
+            await self._homes.leave(home, file.inode.ino)
+        except Stale:
+            pass  # it has ended since
+        except FsError as error:
+            _log.info(
+                "inode %d may stay undrained until this mount ends: %s", file.inode.ino, error
+            )
+
+    async def set_mtime_at_home(self, ino: int, mtime_ns: int) -> None:
+        """The mtime of any inode is going to be set: its home, if that is another host, gives it up
+        before, or sets it, too."""
         inode, changer, _ = await self._engine.view(forms.load, ino)
         is_here = inode.copy is None or not self._homes.of(inode.copy.server)
         if inode.is_file and not (is_here and changer in (None, self._engine.host)):
             file = await self.acquire(ino)
             try:
-                await self.take_from_home(file)
+                while await self.take_from_home(file):
+                    if await self.at_home(file, Operation.SET_MTIME, mtime_ns):
+                        break
             finally:
                 await self.release(file)
 
@@ -771,7 +894,9 @@ class FileIO:
         admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
         while True:
-            await self.take_from_home(file)
+            if await self.take_from_home(file):
+                file.opening += 1
+                return
             try:
                 if await self._begin_writing(file):
                     return
@@ -792,6 +917,8 @@ class FileIO:
                 # Mappings are written to without our knowing.
                 self.capacity.perhaps_mapped.add(file.inode.ino)
                 await self.capacity.prepare(file, file.inode.size)
+            elif self._engine.host and self.capacity.is_changed_in_place(file):
+                await self.capacity.prepare(file, file.inode.size)  # this host is its home now
             if file.inode.in_burst:
                 assert file.copy is not None  # it is the file
                 await file.copy.ensure_open()
@@ -811,7 +938,9 @@ class FileIO:
             raise FileTooLarge()
         done = False
         while not done:
-            await self.take_from_home(file)
+            if await self.take_from_home(file, is_emptied=size == 0):
+                done = bool(await self.at_home(file, Operation.TRUNCATE, size))
+                continue
             try:
                 done = await self._truncate(file, size)
             except forms.ChangedElsewhere:
@@ -845,10 +974,12 @@ class FileIO:
         """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
         Unavailable, also where bytes are lost and no program has been told so.
         """
-        if file.home:
-            return  # what was read here is not ours to sync
+        if file.is_joined:
+            await self.at_home(file, Operation.SYNC)
         try:
-            if file.inode.in_burst:
+            if file.home:
+                pass  # what was read here is not ours to sync
+            elif file.inode.in_burst:
                 await self.burst.sync(file)
             else:
                 await self.capacity.sync(file)

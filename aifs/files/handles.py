@@ -88,6 +88,9 @@ class Handles:
             self._next = self._next % HANDLE_MAX + 1
         self._next = self._next % HANDLE_MAX + 1
         self._handles[handle] = opened
+        file.uncached |= file.is_joined
+        if file.uncached:
+            return Opened(handle, direct=True)
         direct = file.outdated or (file.on_object and opened.writable)
         return Opened(handle, file.backing, direct and file.backing != 0)
 
@@ -340,7 +343,7 @@ class Handles:
         self.writers -= opened.writable
         if file.users == 0:
             file.kept, file.backing, file.on_object = file.backing, 0, False
-            file.outdated = False
+            file.outdated = file.uncached = False
         return opened
 
 

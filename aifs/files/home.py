@@ -1,22 +1,27 @@
-"""What this host does for others with files that have their newest bytes here: it reads them, and
-gives them up.
+"""What this host does for others with files that have their newest bytes here: it reads them, gives
+them up, and writes to those that programs of this host have open for writing.
 """
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import GIVE_UP, READ
+from aifs.burst.remote import CARRY_OUT, GIVE_UP, READ, Operation
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
 from aifs.data.server import DataServer, MissingObject
 from aifs.data.servers import Servers
+from aifs.files import ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.kernel import Kernel
+from aifs.files.open_inode import OpenInode
 from aifs.files.writeback import WriteBack
-from aifs.meta import hosts, namespace
+from aifs.meta import namespace
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.records import Copy
+from aifs.meta.records import Copy, Inode
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, FilePart, Peer
 
@@ -24,6 +29,21 @@ _CLOSING_S = 0.1
 """How long a file that is open for writing is waited for: close(2) returns before we hear of it."""
 
 _LOOK_S = 0.002
+
+_TICK_S = 1.0
+"""How often it is looked whether hosts have gone that have joined us."""
+
+_LOOKS = (Operation.READ, Operation.SYNC, Operation.SHOW, Operation.LOOK)
+"""What changes nothing that the kernel knows."""
+
+
+class _Joined(NamedTuple):
+    """A file to which another host writes by way of this one."""
+
+    file: OpenInode
+    """It counts among its writers."""
+    end: AsyncExitStack
+    """What follows when it does not any more."""
 
 
 class Home:
@@ -37,16 +57,33 @@ class Home:
         io: FileIO,
         writeback: WriteBack,
         drain: Drain,
+        changing: Callable[[int], AbstractAsyncContextManager[OpenInode]],
+        kernel: Kernel,
         peers: Peers,
     ) -> None:
+        """``changing``: opens a file, by its number, to be changed within the block."""
         self._engine = engine
         self._servers = servers
         self._tier = tier
         self._io = io
         self._writeback = writeback
         self._drain = drain
+        self._changing = changing
+        self._kernel = kernel
+        self._peers = peers
+        self._joined: dict[tuple[int, int], _Joined] = {}
+        """By session and inode number, what other hosts write to by way of this one."""
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
+        peers.serve(CARRY_OUT, self._carry_out)
+
+    async def run(self) -> None:
+        """Forget hosts that have gone, until cancelled."""
+        while True:
+            await trio.sleep(_TICK_S)
+            live = self._peers.sessions
+            for session, ino in [key for key in self._joined if key[0] not in live]:
+                await self._leave(session, ino)
 
     async def _read(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """Bytes of a burst copy, as [server, id, inode number, offset, length], fewer at its end.
@@ -62,25 +99,118 @@ class Home:
         return Answer(None, FilePart(fd, offset, max(0, min(length, size - offset))))
 
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """A file, as [inode number], is on the data servers, and nobody's, which is on record
-        there, when this returns. Raises Busy while it is open for writing here.
+        """Whether a file, as [inode number, whether its bytes are not needed], stays with us, as it
+        is open for writing here: then who asks has joined those who write to it. Else it is on the
+        data servers, and nobody's, which is on record there, when this returns. Raises Stale as
+        ``_join`` does.
         """
-        (ino,) = arguments
-        with trio.move_on_after(_CLOSING_S):
-            while self._is_written(ino):
-                await trio.sleep(_LOOK_S)
-        if self._is_written(ino):
-            name = await self._engine.view(hosts.name_of, self._engine.host)
-            raise Busy(f"inode {ino} is open for writing on host {name}")
-        self._drain.request([ino])
-        await self._drain.wait([ino], strict=True)
-        await self._writeback.sync_files([ino])
-        await self._engine.shown()
-        return Answer()
+        ino, is_emptied = arguments
+        while True:
+            with trio.move_on_after(_CLOSING_S):
+                while self._is_written(ino):
+                    await trio.sleep(_LOOK_S)
+            if self._is_written(ino):
+                await self._join(asker.session, ino)
+                return Answer(True)
+            if is_emptied:  # by who asks, in a moment
+                async with self._changing(ino) as file:
+                    await self._io.truncate(file, 0)
+            self._drain.request([ino])
+            try:
+                await self._drain.wait([ino], strict=True)
+            except Busy:
+                continue  # somebody has opened it meanwhile
+            await self._writeback.sync_files([ino])
+            await self._engine.shown()
+            return Answer(False)
+
+    async def _join(self, session: int, ino: int) -> None:
+        """Count another host among those who have a file open for writing, until it leaves, or
+        ends. Raises Stale, once that is on record there, if this host is not its home."""
+        async with AsyncExitStack() as end:
+            file = await end.enter_async_context(self._changing(ino))
+            await self._io.begin_writing(file)
+            file.opening -= 1
+            if file.home or (session, ino) in self._joined:
+                if file.home:
+                    await self._engine.shown()
+                    raise Stale(f"inode {ino} has another home")
+                return
+            file.writers += 1
+            self._joined[session, ino] = _Joined(file, end.pop_all())
+
+    async def _leave(self, session: int, ino: int) -> None:
+        joined = self._joined.pop((session, ino), None)
+        if joined is not None:
+            await self._io.show(joined.file)
+            joined.file.writers -= 1
+            await joined.end.aclose()
+
+    async def _carry_out(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """An operation on a file, as [inode number, operation, *arguments], and with its bytes.
+        Answers size, blocks, mtime and ctime, and bytes. Raises Stale if who asks has not joined
+        those who write to it; what the operation raises.
+        """
+        ino, name, *args = arguments
+        operation = Operation(name)
+        await self._engine.sure()
+        joined = self._joined.get((asker.session, ino))
+        if operation == Operation.LEAVE:
+            await self._leave(asker.session, ino)
+            return Answer()
+        if joined is None:
+            raise Stale(f"host {asker.name} does not write to inode {ino} here")
+        file = joined.file
+        file.handles += 1
+        try:
+            data = await self._do(file, operation, args, memoryview(body))
+            if operation not in _LOOKS:
+                await self._forget(file)
+            inode = self._io.attributes(file)
+            return Answer(_told(inode), data)
+        finally:
+            await self._io.release(file)
+
+    async def _do(self, file: OpenInode, operation: Operation, args: Any, body: memoryview) -> Body:
+        io = self._io
+        match operation:
+            case Operation.READ:
+                return await io.read(file, *args)
+            case Operation.WRITE:
+                await io.write(file, args[0], body)
+            case Operation.APPEND:
+                await io.append(file, body)
+            case Operation.TRUNCATE:
+                await io.truncate(file, *args)
+            case Operation.ALLOCATE:
+                await ranges.fallocate(io, file, *args)
+            case Operation.SET_MTIME:
+                await io.change(file.inode.ino, _set_mtime, args[0], mtime_ns=args[0])
+            case Operation.SYNC:
+                await io.fsync(file)
+            case Operation.SHOW:
+                await io.show(file)
+        return b""
+
+    async def _forget(self, file: OpenInode) -> None:
+        """The kernel of this host does not know that the file has been changed: what it knows of it
+        is forgotten."""
+        if file.users and not (file.backing or file.uncached):
+            await self._kernel.drop_pages([file.inode.ino])
+        else:
+            await self._kernel.forget([], [file.inode.ino], [])
 
     def _is_written(self, ino: int) -> bool:
         file = self._io.open.get(ino)
         return file is not None and file.may_be_written
+
+
+def _told(inode: Inode) -> list[int]:
+    return [inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns]
+
+
+def _set_mtime(inode: Inode, mtime_ns: int) -> None:
+    inode.mtime_ns = mtime_ns
 
 
 def _has_copy(tx: ReadTransaction, ino: int, place: Copy) -> bool:

@@ -67,6 +67,7 @@ class OpenInode:
         "handles",
         "home",
         "inode",
+        "joined",
         "kept",
         "kin",
         "lease",
@@ -82,7 +83,9 @@ class OpenInode:
         "shown",
         "synced_mtime_ns",
         "trimmed",
+        "uncached",
         "unsaved",
+        "unsynced_there",
         "used",
         "users",
         "was_opened",
@@ -119,6 +122,11 @@ class OpenInode:
         self.home = 0
         """The host that changes the file, or has its newest bytes in its burst directory, if that
         is not this one; 0: none. Then nothing of its bytes changes here."""
+        self.joined = 0
+        """The host that has let us write to the file by way of it, while it has it open for writing
+        itself, or others have by way of it; 0: none has."""
+        self.unsynced_there = False
+        """We have written to it there, and have not synced it since."""
         self.marked = marked
         """The dirty mark is on record: the bytes may change without notice."""
         self.marked_seq = 0
@@ -132,6 +140,9 @@ class OpenInode:
         copy, or the one object. 0 while they are not, and then none of them is."""
         self.on_object = False
         """They are passed through to the one object of a striped file, which it has to stay."""
+        self.uncached = False
+        """Handles of users were made that go past the kernel's page cache, as all do from then on
+        until there are none: what is written there changes nobody's pages."""
         self.outdated = False
         """The users' handles are passed through to what another host has replaced: whoever opens it
         from now on reads by way of the daemon."""
@@ -175,6 +186,11 @@ class OpenInode:
         """``objects`` of a striped file."""
         assert isinstance(self.objects, ObjectSet)
         return self.objects
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it is read and changed by way of its home, which is another host."""
+        return self.home != 0 and self.joined == self.home
 
     def adopt(self, stored: Inode) -> None:
         """Transactions may come here in another order than that in which they count: what is older

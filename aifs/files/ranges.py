@@ -7,6 +7,7 @@ import time
 
 import trio
 
+from aifs.burst.remote import Operation
 from aifs.core.errors import FileTooLarge, Invalid, NoSuchAddress, NotSupported, Unavailable
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
@@ -28,6 +29,9 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
     end = offset + length
     if end > SIZE_MAX:
         raise FileTooLarge()
+    while await io.take_from_home(file):
+        if await io.at_home(file, Operation.ALLOCATE, mode, offset, length):
+            return
     if file.inode.in_burst:
         await _allocate_in_burst(io, file, mode, offset, length)
         return
@@ -62,7 +66,9 @@ async def _allocate_in_burst(
 
 
 async def _punch(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
-    await io.enter_to_change(file, end)
+    if not await io.enter_to_change(file, end):
+        await fallocate(io, file, PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
+        return
     try:
         if file.inode.in_burst:
             await file.own_copy.ensure_open()
@@ -104,6 +110,8 @@ async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
     """
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
+    if file.is_joined:
+        await io.look_at_home(file)
     told = _tells_holes(file)
     if told and file.inode.in_burst:
         return await file.own_copy.seek(offset, whence)
@@ -142,6 +150,9 @@ async def copy(
     """Copy up to ``length`` bytes, in the kernel where both files are in the burst tier. Returns
     how many.
     """
+    for file in (source, target):
+        if file.is_joined:
+            await io.look_at_home(file)
     length = min(length, io.attributes(source).size - offset_in, SIZE_MAX - offset_out)
     if length <= 0:
         return 0
@@ -154,8 +165,8 @@ async def copy(
         await _write_hole(io, target, offset_out, start - offset_in)
         return start - offset_in
     length = end - start
-    if source.inode.in_burst and target.inode.in_burst and not source.home:
-        await io.enter_to_change(target, offset_out + length)
+    in_burst = source.inode.in_burst and target.inode.in_burst and not source.home
+    if in_burst and await io.enter_to_change(target, offset_out + length):
         try:
             sender, receiver = source.own_copy, target.own_copy
             await receiver.ensure_open()

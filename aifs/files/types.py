@@ -120,8 +120,9 @@ LENT = 1 << 63
 class Opened(NamedTuple):
     """An open file: its handle, and the backing id that it is passed through to (0: it is not).
 
-    ``direct``: all the same its reads and writes come to us, uncached; only its mappings are passed
-    through. ``stale``: another host has changed the bytes, of which the kernel may have old pages.
+    ``direct``: its reads and writes come to us, uncached; if there is a backing id, too, only its
+    mappings are passed through. ``stale``: another host has changed the bytes, of which the kernel
+    may have old pages.
     """
 
     handle: int

@@ -62,6 +62,11 @@ WANTED = (
 LOCKS = 1 << 1 | 1 << 10
 """fcntl(2) and flock(2) locks come to us; else the kernel has them, on this host alone."""
 
+WANTED_OF_MANY = (WANTED | LOCKS) & ~DIRECT_IO_ALLOW_MMAP
+"""Of a host that shares its store. What another host changes cannot be mapped with MAP_SHARED: who
+does that, as a WAL of SQLite does, takes what he sees there for what everybody sees.
+"""
+
 _CAP_SYS_ADMIN = 21
 
 # ioctls of /dev/fuse: struct fuse_backing_map to an id, and the end of an id.
@@ -124,6 +129,7 @@ class BridgeState(ctypes.Structure):
         ("sees_all", ctypes.c_bool),
         ("sure_until_ns", ctypes.c_uint64),
         ("kill_privileges", ctypes.c_bool),
+        ("appends", ctypes.c_bool),
         ("uid", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),
         ("nodeid", ctypes.c_uint64),
@@ -178,7 +184,7 @@ class Bridge:
         if extension is not None:
             extension.configure(on_request if wanted else None)
             self._state = BridgeState.from_buffer(extension.state)
-            self._state.wanted = WANTED | (LOCKS if locks else 0)
+            self._state.wanted = WANTED_OF_MANY if locks else WANTED
             self._state.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
             self._state.keeping.absent_ns = int(kernel.negative_timeout_s * 10**9)
             self._state.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)
@@ -274,6 +280,12 @@ class Bridge:
         awaited.
         """
         return bool(self._state.kill_privileges)
+
+    def appends(self) -> bool:
+        """Whether the WRITE read last is of a file that is open with O_APPEND: its offset is where
+        the kernel takes the file's end to be. Ask before anything is awaited.
+        """
+        return bool(self._state.appends)
 
     def last_request(self) -> tuple[int, int, int]:
         """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before

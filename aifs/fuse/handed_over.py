@@ -394,7 +394,8 @@ class HandedOver:
         GETATTR.
         """
         inode = await self._fs.getattr(nodeid)
-        seconds, rest = divmod(self._kernel.attr_timeout_s, 1)
+        kept_s = 0 if self._fs.is_joined(nodeid) else self._kernel.attr_timeout_s
+        seconds, rest = divmod(kept_s, 1)
         times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)
         return b"".join(
             (
@@ -443,6 +444,8 @@ class HandedOver:
             await self._fs.locks.unlock(ino, space, lock.owner, lock.start, lock.end)
         else:
             await self._fs.locks.lock(ino, handle, space, lock, wait)
+            if self._fs.is_joined(ino):  # a listing may have told the kernel of its size
+                self._fs.kernel.drop_attributes(ino)
         return b""
 
     def _lock(self, body: bytes) -> tuple[int, int, Lock]:

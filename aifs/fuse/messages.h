@@ -118,6 +118,7 @@ struct state {
 
     /* Of the request examined last. */
     bool kill_privileges; /* it asks to clear the set-id bits */
+    bool appends;         /* it is a WRITE of a file that is open with O_APPEND */
     uint32_t uid, pid;
     uint64_t nodeid;
 
@@ -276,7 +277,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     bridge->is_sure = is_sure;
     struct fuse_in_header *header = message;
     *answer = (struct answer){0};
-    state->kill_privileges = false;
+    state->kill_privileges = state->appends = false;
     if (size < sizeof *header || header->len != size)
         return PASS; /* libfuse says what it thinks of it */
     state->nodeid = header->nodeid;
@@ -295,6 +296,8 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         memcpy(&flags, (char *)body + kind->flags_at, sizeof flags);
         state->kill_privileges = flags & kind->kill;
     }
+    if (header->opcode == FUSE_WRITE)
+        state->appends = ((const struct fuse_write_in *)body)->flags & O_APPEND;
 
     switch (header->opcode) {
     case FUSE_INIT: {

@@ -170,6 +170,7 @@ class Operations(pyfuse3.Operations):
     ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits,
     where the kernel leaves that to us; so it is called before a handler awaits anything.
     ``note_acl(ino)`` is called for each inode with an ACL before the kernel hears of it.
+    ``appends()``: likewise, whether it is a write with O_APPEND.
     ``last_request()``: inode, uid and pid of that request, for those that name a handle alone.
     ``synchronous``: of a mount with the option sync.
     """
@@ -185,6 +186,7 @@ class Operations(pyfuse3.Operations):
         kill_privileges: Callable[[], bool],
         note_acl: Callable[[int], None],
         last_request: Callable[[], tuple[int, int, int]],
+        appends: Callable[[], bool],
         synchronous: bool = False,
     ) -> None:
         super().__init__()
@@ -195,6 +197,7 @@ class Operations(pyfuse3.Operations):
         self._kill_privileges = kill_privileges
         self._note_acl = note_acl
         self.last_request = last_request
+        self._appends = appends
         self._negative = EntryAttributes()
         self._negative.entry_timeout = kernel.negative_timeout_s
         self._unkept = EntryAttributes()
@@ -213,6 +216,8 @@ class Operations(pyfuse3.Operations):
     def _fill(self, entry: EntryAttributes, inode: Inode) -> EntryAttributes:
         if inode.acl or inode.default_acl:
             self._note_acl(inode.ino)
+        is_joined = self._fs.is_joined(inode.ino)
+        entry.attr_timeout = 0 if is_joined else self._kernel.attr_timeout_s
         return fill(entry, inode)
 
     # names
@@ -348,7 +353,8 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def write(self, handle: int, offset: int, data: bytes) -> int:
-        return await self._fs.write(handle, offset, data, self._kill_privileges())
+        owed, appends = self._kill_privileges(), self._appends()
+        return await self._fs.write(handle, offset, data, owed, appends)
 
     # No flush: a write leaves nothing to do for close(2). The bridge says so for each open file;
     # without it the kernel asks once, is told ENOSYS, and saves a round trip per close from then

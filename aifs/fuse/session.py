@@ -128,6 +128,7 @@ async def _serve(
             bridge.kill_privileges,
             bridge.note_acl,
             bridge.last_request,
+            bridge.appends,
             synchronous,
         )
         with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):

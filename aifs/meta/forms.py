@@ -83,8 +83,10 @@ def put_inline(
     tx: Transaction, opened: Inode, change: Callable[[bytes], bytes]
 ) -> tuple[bytes, int]:
     """As ``put_attributes``, of an empty or inline file whose bytes become what ``change`` makes of
-    them; those, and how many blocks they take."""
+    them; those, and how many blocks they take. Raises ChangedElsewhere."""
     data, record = change(opened.data or b""), _find_record(tx, opened)
+    if record is not None and tx.host:
+        _require_before(tx, decode_inode(opened.ino, record), opened)
     # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
     blocks = (len(data) + 511) // 512
     if record is not None:

@@ -33,6 +33,8 @@ class Attributes:
         await self._engine.sure()
         file = self._io.open.get(ino)
         if file is not None:
+            if file.is_joined:
+                await self._io.look_at_home(file)
             return self._io.attributes(file)
         return self._io.current(await self._engine.view(namespace.get_inode, ino))
 
@@ -44,7 +46,7 @@ class Attributes:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
         if changes.mtime_ns is not None and self._engine.host:
-            await self._io.take_closed_from_home(ino)
+            await self._io.set_mtime_at_home(ino, changes.mtime_ns)
         inode = await self.change(
             ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns
         )

@@ -149,9 +149,6 @@ class Filesystem:
             config, servers, tier, io, ids, collector, containers, handles, upkeep
         )
 
-        if store.peers is not None:
-            Home(engine, servers, tier, io, writeback, drain, store.peers)
-
         # Groups of ranks.
         self.group_drain = group_drain = GroupDrain(
             config, engine, servers, io, ids, collector, containers, drain.movers
@@ -233,7 +230,12 @@ class Filesystem:
             kernel,
             options,
         )
+        self.home: Home | None = None
+        """What is done here for other hosts."""
         if store.peers is not None:
+            self.home = Home(
+                engine, servers, tier, io, writeback, drain, files.changing, kernel, store.peers
+            )
             hosts = PeerHosts(store.peers)
         self.has_locks = hosts is not None
         """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
@@ -357,6 +359,7 @@ class Filesystem:
         self.fsync = files.fsync
         self.flush = files.flush
         self.release = files.release
+        self.is_joined = io.is_joined
         self.sync = files.sync
         self.statfs = attributes.statfs
         self.wait_drained = ioctls.wait_drained

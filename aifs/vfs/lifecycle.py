@@ -82,6 +82,8 @@ async def open_filesystem(
                 background.start_soon(_keep_running, partial(fs.upkeep.run, jobs))
                 if fs.has_locks:
                     background.start_soon(_keep_running, fs.locks.run)
+                if fs.home is not None:
+                    background.start_soon(_keep_running, fs.home.run)
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)

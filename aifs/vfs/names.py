@@ -82,7 +82,9 @@ class Names:
             policy = await self._attributes.policy_of(parent)
             expected = 0 if policy is None else policy.expected
             kin = None if name is None else kin_of(parent, name)
-            if kin is None or not self._io.forecast.is_tiny(kin, expected):
+            # Where there are several hosts, what can be read has a home from its beginning on.
+            needs_home = self._engine.host and flags & os.O_RDWR
+            if kin is None or needs_home or not self._io.forecast.is_tiny(kin, expected):
                 copy = await self._io.burst.new_copy(policy)
         # Others may find the name, and open or remove the file, before we hear that it exists.
         self._io.begin_opening(ino)

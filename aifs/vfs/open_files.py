@@ -150,7 +150,7 @@ class OpenFiles:
             self._io.close_unseen(handle - LENT)  # nobody closes it once more
             raise
         opened = self._handles.remove(handle)
-        if opened.writable and self._engine.host:
+        if opened.writable and self._engine.host and not opened.file.is_joined:
             await self._io.show(opened.file)
         await self._io.release(opened.file)
         self._correct_attributes(opened.file)
@@ -186,20 +186,32 @@ class OpenFiles:
         return await self._io.read(self._handles.readable(handle), offset, length)
 
     async def write(
-        self, handle: int, offset: int, data: bytes | memoryview, kill_privileges: bool = False
+        self,
+        handle: int,
+        offset: int,
+        data: bytes | memoryview,
+        kill_privileges: bool = False,
+        appends: bool = False,
     ) -> int:
         """All of ``data`` is written at ``offset``.
 
         The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not
-        so where it bypasses its cache.
+        so where it bypasses its cache. ``appends``: with O_APPEND; where there are several hosts
+        the kernel may take another offset for the end.
         """
         file = self._handles.writable(handle)
         if file.inode.flags & APPEND_ONLY and offset < file.inode.size:
             raise NotPermitted("the file is append-only (chattr)")
         await self._before_change(file, kill_privileges)
-        await self._io.write(file, offset, data)
-        if file.on_object:
+        if appends and self._engine.host:
+            await self._io.append(file, data)
+        else:
+            await self._io.write(file, offset, data)
+        if file.on_object or file.uncached:
             await self._sync_written(handle)
+        is_misplaced = appends and offset + len(data) != file.inode.size
+        if is_misplaced or (file.uncached and file.users > file.writers):
+            await self._kernel.drop_pages([file.inode.ino])
         return len(data)
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
@@ -292,7 +304,7 @@ class OpenFiles:
         file = self._handles[handle].file
         await self._io.fsync(file)
         self._correct_attributes(file)
-        if self._drain_on_fsync and file.inode.in_burst:
+        if self._drain_on_fsync and file.inode.in_burst and not file.home:
             self._drain.request([file.inode.ino])
 
     def _correct_attributes(self, file: OpenInode) -> None:

@@ -5,19 +5,21 @@ what.
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
+from aifs.burst.remote import CARRY_OUT
 from aifs.core import faults
-from aifs.core.errors import Busy, Stale, Unavailable
+from aifs.core.errors import Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data.reading.blocks import FilledSource
 from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import forms, namespace
 from aifs.meta.keys import ROOT_INO
-from aifs.vfs import SetAttr, recovery
+from aifs.vfs import Filesystem, SetAttr, recovery
 from tests.support import modes, stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
 from tests.support.stores import (
@@ -155,17 +157,235 @@ async def test_who_wants_to_write_gets_the_file_from_its_home(scratch: Path):
         assert await read_file(south, ino) == b"north" + DATA[5:]
 
 
-async def test_a_file_that_is_open_for_writing_is_not_given_up(scratch: Path):
+APPEND = os.O_RDWR | os.O_APPEND
+
+
+async def append(fs: Filesystem, handle: int, data: bytes) -> None:
+    """As programs do whose kernel takes the file for empty."""
+    assert await fs.write(handle, 0, data, False, True) == len(data)
+
+
+async def test_a_file_that_is_open_for_writing_is_changed_at_its_home(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
-        writer, *_ = await north.open(ino, os.O_RDWR)
-        with pytest.raises(Busy, match="north"):
-            await south.open(ino, os.O_RDWR)
-        with pytest.raises(Busy, match="north"):
-            await south.open(ino, os.O_WRONLY | os.O_TRUNC)
-        await north.write(writer, 0, b"x")
-        await north.release(writer)
-        assert await read_file(south, ino) == b"x" + DATA[1:]
+        here, *_ = await north.open(ino, os.O_RDWR)
+        opened = await south.open(ino, os.O_RDWR)
+        there, size = opened.handle, len(DATA)
+        assert opened.direct and not opened.backing
+
+        await south.write(there, 1, b"south")
+        assert bytes(await north.read(here, 0, 8)) == DATA[:1] + b"south" + DATA[6:8]
+        await north.write(here, 2, b"north")
+        assert bytes(await south.read(there, 0, 8)) == DATA[:1] + b"snorth" + DATA[7:8]
+        for number in range(10):  # of either, in turn
+            await append(south, there, b"%03d" % (2 * number))
+            await append(north, here, b"%03d" % (2 * number + 1))
+        size += 60
+        numbers = b"".join(b"%03d" % number for number in range(20))
+        assert bytes(await south.read(there, size - 60, 100)) == numbers
+        assert [(await fs.getattr(ino)).size for fs in (north, south)] == [size, size]
+        assert await south.lseek(there, 0, os.SEEK_HOLE) == size
+
+        await south.fallocate(there, 0, size, 100)
+        await north.fallocate(here, 0, size, 200)
+        assert (await south.getattr(ino)).size == size + 200
+        await south.setattr(ino, SetAttr(size=7), OWNER, there)
+        assert bytes(await north.read(here, 0, 100)) == DATA[:1] + b"snorth"
+        await south.setattr(ino, SetAttr(size=5), OWNER)
+        await south.setattr(ino, SetAttr(mtime_ns=5_000_000_000), OWNER)
+        told = [await fs.getattr(ino) for fs in (north, south)]
+        assert [(inode.size, inode.mtime_ns) for inode in told] == [(5, 5_000_000_000)] * 2
+        await south.fallocate(there, 3, 1, 2)  # a hole
+        source, *_ = await south.open(await write_file(south, b"g", DATA), os.O_RDONLY)
+        assert await south.copy_file_range(source, 10, there, 4, 10) == 10
+        await south.release(source)
+        whole = DATA[:1] + bytes(2) + b"o" + DATA[10:20]
+        assert await read_file(south, ino) == whole
+        await south.fsync(there)
+
+        await north.release(here)  # it stays the home
+        await append(south, there, b"more")
+        assert north.io.open[ino].may_be_written
+        await south.flush(there)
+        assert await read_file(north, ino) == whole + b"more"
+        await south.release(there)
+        assert ino not in north.io.open
+        await rewrite(south, ino, DATA)
+        assert await read_file(north, ino) == DATA
+
+
+async def test_a_file_on_data_servers_has_a_home_while_it_is_open_for_writing(scratch: Path):
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await moved_out(north, ino)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        await north.fsync(here)  # which does not end that
+        for _ in range(5):
+            await append(south, there, b"south")
+            await append(north, here, b"north")
+        await south.write(there, 0, b"written")
+        assert bytes(await north.read(here, 0, 10)) == b"written" + DATA[7:10]
+        await south.fsync(there)
+        await north.release(here)
+        await south.release(there)
+        for fs in (north, south):
+            assert await read_file(fs, ino) == b"written" + DATA[7:] + b"southnorth" * 5
+
+
+async def test_what_two_hosts_write_to_a_tiny_file_is_all_there(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"log", b"begin ")
+        assert (await north.getattr(ino)).data == b"begin "
+        here, *_ = await north.open(ino, APPEND)
+        there, *_ = await south.open(ino, APPEND)
+        await append(north, here, b"north ")
+        await append(south, there, b"south ")
+        await north.release(here)
+        await south.release(there)
+        assert await read_file(south, ino) == b"begin north south "
+
+        # Neither has a burst copy: there is no room for it.
+        async def none(*_: object, **__: object) -> None:
+            return None
+
+        for fs in (north, south):
+            monkeypatch.setattr(fs.io.burst, "new_copy", none)
+        here, *_ = await north.open(ino, APPEND)
+        there, *_ = await south.open(ino, APPEND)
+        for number in range(5):
+            await append(north, here, b"n%d " % number)
+            await south.write(there, number, b"B")
+            await append(south, there, b"s%d " % number)
+        await south.setattr(ino, SetAttr(size=40), OWNER, there)
+        await north.write(here, 39, b"N")
+        expected = b"BBBBB north south " + b"".join(b"n%d s%d " % (n, n) for n in range(5))
+        assert await read_file(north, ino) == expected[:39] + b"N"
+        await south.setattr(ino, SetAttr(size=0), OWNER)
+        for _ in range(1000):  # until it is too large for a record
+            await append(north, here, b"north\n")
+            await append(south, there, b"south\n")
+        await north.release(here)
+        await south.release(there)
+        assert await read_file(north, ino) == b"north\nsouth\n" * 1000
+
+
+async def test_a_tiny_file_that_grows_without_a_copy_gets_a_home(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        monkeypatch.setattr(north.io.forecast, "is_tiny", lambda *_: True)
+        (here, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_WRONLY, OWNER)
+        await append(north, here, b"one ")
+        assert (await south.getattr(inode.ino)).data == b"one "
+        there, *_ = await south.open(inode.ino, APPEND)
+        await append(south, there, b"two ")
+        await append(north, here, b"three ")
+        assert south.io.open[inode.ino].own_copy.is_open, "it is the home"
+        await south.release(there)
+        await north.release(here)
+        assert await read_file(north, inode.ino) == b"one two three "
+        (here, *_), inode = await north.create(ROOT_INO, b"g", 0o644, os.O_RDWR, OWNER)
+        assert inode.in_burst, "who can read it may map it, or rely on what he reads"
+        await north.release(here)
+
+
+async def test_what_is_truncated_is_not_drained_before(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await rewrite(south, ino, b"new" * 2000)
+        assert north.drain.status()["drained_bytes"] == 0
+        assert await read_file(north, ino) == b"new" * 2000
+
+
+async def test_writes_through_a_home_that_is_not_there(scratch: Path):
+    async with two_hosts(scratch / "s", AT_ONCE) as (north, south, cluster):
+        ino = await write_file(north, b"f", DATA)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        cluster.silent.add("north")
+        for change in (
+            lambda: append(south, there, b"x"),
+            lambda: south.write(there, 0, b"x"),
+            lambda: south.read(there, 0, 1),
+            lambda: south.fsync(there),
+            lambda: south.setattr(ino, SetAttr(size=1), OWNER, there),
+        ):
+            with pytest.raises(Unavailable, match=f"inode {ino}: .* host north"):
+                await change()
+        assert (await south.getattr(ino)).size == len(DATA)
+        cluster.silent.clear()
+        await append(south, there, b"x")
+        await north.release(here)
+        cluster.silent.add("north")
+        await south.release(there)  # which north does not hear of
+        cluster.silent.clear()
+        assert await read_file(north, ino) == DATA + b"x"
+
+
+async def test_an_append_is_carried_out_at_most_once(scratch: Path):
+    """The connection breaks when the home has done it, and before it has answered."""
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino = await write_file(north, b"f", DATA)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        carry_out = cluster.calls["north"].services[CARRY_OUT]
+        broken = 0
+
+        async def break_once(*args: Any) -> Any:
+            nonlocal broken
+            answer = await carry_out(*args)
+            if broken < 1:
+                broken += 1
+                raise Unavailable("the connection has ended")
+            return answer
+
+        cluster.calls["north"].services[CARRY_OUT] = break_once
+        with pytest.raises(Unavailable, match="host north"):
+            await append(south, there, b"append")
+        broken = 0
+        await south.write(there, 0, b"write")  # what can be done twice is
+        assert await read_file(north, ino) == b"write" + DATA[5:] + b"append"
+        await north.release(here)
+        await south.release(there)
+
+
+async def test_a_home_that_begins_anew_has_forgotten_who_has_joined(scratch: Path):
+    async with cluster_of(scratch / "s", AT_ONCE) as cluster, cluster.mounted("south") as south:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("north") as north:
+                ino = await write_file(north, b"f", DATA)
+                await north.open(ino, os.O_RDWR)
+                there, *_ = await south.open(ino, APPEND)
+                await append(south, there, b"first")
+                raise SimulatedCrash
+        async with cluster.mounted("north") as north:
+            with pytest.raises(Unavailable, match="new session"):
+                await south.fsync(there)  # it may be lost
+            await south.fsync(there)
+            here, *_ = await north.open(ino, os.O_RDWR)
+            await append(south, there, b"second")
+            await south.release(there)
+            await north.release(here)
+            assert await read_file(north, ino) == DATA + b"firstsecond"
+
+
+async def test_a_host_that_has_gone_is_no_writer_any_more(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                ino = await write_file(north, b"f", DATA)
+                here, *_ = await north.open(ino, os.O_RDWR)
+                there, *_ = await south.open(ino, APPEND)
+                await append(south, there, b"last")
+                raise SimulatedCrash
+        await north.release(here)
+        while ino in north.io.open:
+            await trio.sleep(0.01)
+        async with cluster.mounted("south") as south:
+            assert await read_file(south, ino) == DATA + b"last"
 
 
 async def test_a_home_that_does_not_answer_is_named(scratch: Path):

@@ -4,6 +4,7 @@ somebody follows, trees that move or go while the other host is in them, locks."
 import errno
 import fcntl
 import json
+import mmap
 import os
 import signal
 import sqlite3
@@ -303,24 +304,82 @@ def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster, bot
         remover.join()
 
 
-def test_both_hosts_append_in_turn(two: Cluster, both: Both) -> None:
-    """A file has one writing host at a time; the other one is told so."""
-    here, there = both
-    written = [*range(3000)]  # more than what lies in the record, which has no home
-    (there / "log").write_text("".join(f"{number}\n" for number in written))
-    shown(two[1])
-    for number in range(40):
-        where, other = (here, there) if number % 2 else (there, here)
-        fd = os.open(where / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(fd, b"%d\n" % number)
-        if number % 10 == 0 and number:
-            with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
-                os.open(other / "log", os.O_WRONLY | os.O_APPEND)
+APPEND = """
+import os, sys
+path, host, reopens = sys.argv[1], sys.argv[2], sys.argv[3] == "reopens"
+fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for number in range(20 if reopens else 200):
+    os.write(fd, f"{host} {number}\\n".encode())
+    if reopens:
         os.close(fd)
-        written.append(number)
-        shown(two[0] if where is here else two[1])
-    for where in (here, there):
-        assert list(map(int, (where / "log").read_text().split())) == written
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+os.fsync(fd)
+"""
+COUNT = """
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1], timeout=60)
+for _ in range(15):
+    with database:
+        database.execute("update t set n = n + 1")
+        database.execute("insert into log values (?, randomblob(3000))", (sys.argv[2],))
+"""
+
+
+def at_once(places: Both, code: str, name: str, *arguments: str) -> None:
+    """Both hosts run this with a file."""
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, place / name, host, *arguments])
+        for host, place in zip("ab", places, strict=True)
+    ]
+    assert [process.wait(TIMEOUT_S) for process in running] == [0, 0]
+
+
+def test_both_hosts_write_to_one_file_at_once(two: Cluster, both: Both) -> None:
+    """A log without locks, a database with a rollback journal, and what is open on both."""
+    here, there = both
+    for name, lines in (("stays", 200), ("reopens", 20)):
+        at_once(both, APPEND, name, name)
+        shown(two[0])
+        for place in both:
+            log = (place / name).read_text().splitlines()
+            for host in "ab":
+                numbers = [line.split()[1] for line in log if line.startswith(f"{host} ")]
+                assert numbers == [str(number) for number in range(lines)], (name, host)
+            assert len(log) == 2 * lines
+
+    with sqlite3.connect(here / "data.sqlite") as database:
+        database.execute("create table t (n integer)")
+        database.execute("insert into t values (0)")
+        database.execute("create table log (host text, what blob)")
+    database.close()
+    shown(two[0])
+    at_once(both, COUNT, "data.sqlite")
+    database = sqlite3.connect(there / "data.sqlite")
+    assert database.execute("select n from t").fetchone() == (30,)
+    counts = "select host, count(*) from log group by host order by host"
+    assert database.execute(counts).fetchall() == [("a", 15), ("b", 15)]
+    assert database.execute("pragma integrity_check").fetchone() == ("ok",)
+    database.close()
+
+    with (here / "f").open("w+b", buffering=0) as one:
+        one.write(b"0123456789" * 1000)
+        with (there / "f").open("r+b", buffering=0) as other:
+            other.seek(5000)
+            other.write(b"there")
+            one.seek(5000)
+            assert one.read(10) == b"there56789"
+            os.truncate(there / "f", 6000)
+            assert os.fstat(one.fileno()).st_size == os.fstat(other.fileno()).st_size == 6000
+            one.seek(0, os.SEEK_END)
+            one.write(b"here")
+            assert os.fstat(other.fileno()).st_size == 6004
+            assert other.seek(-4, os.SEEK_END) == 6000
+            assert other.read(10) == b"here"
+            with pytest.raises(OSError, match=os.strerror(errno.ENODEV)):
+                mmap.mmap(other.fileno(), 0)  # nobody keeps such mappings alike
+            with mmap.mmap(other.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapping:
+                assert mapping[5000:5005] == b"there"
+            os.fsync(other.fileno())
 
 
 def test_flock_guards_a_counter_between_hosts(two: Cluster, both: Both) -> None:

@@ -105,7 +105,7 @@ class Calls:
         if host in self._cluster.silent or host not in self._cluster.calls:
             raise Unavailable(f"host {host} is not there")
         answer = await self._cluster.calls[host].services[name](
-            Peer("", self._name, 1), arguments, body
+            Peer("", self._name, self.session), arguments, body
         )
         if isinstance(answer.body, FilePart):
             part = answer.body

@@ -53,6 +53,9 @@ class FakeFilesystem:
         self.pointers: set[tuple[int, bytes]] = set()
         self.operation_log = OperationLog(lambda _: None)
 
+    def is_joined(self, ino: int) -> bool:
+        return False
+
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))
 
@@ -74,6 +77,7 @@ def over(fs: Any, scheduler: Scheduler | None = None, kill_privileges: bool = Fa
         lambda: kill_privileges,
         lambda ino: None,
         lambda: LAST_REQUEST,
+        lambda: False,
     )
 
 
@@ -278,7 +282,7 @@ async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> No
     )
     await ops.setattr(7, pyfuse3.EntryAttributes(), fields, None, CALLER)
     (_, opened), (_, written), (_, set_to) = fs.calls
-    assert (opened, written) == ((7, os.O_WRONLY, owed), (3, 10, b"bytes", owed))
+    assert (opened, written) == ((7, os.O_WRONLY, owed), (3, 10, b"bytes", owed, False))
     assert set_to[1].kill_privileges is owed
 
 
