@@ -3,6 +3,7 @@ is open for writing there is changed by way of it.
 """
 
 import enum
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body
 
 READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
-"""Services of a home: see files/home.py, and vfs/publishing/barrier.py."""
+REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
+"""Services of a home: see files/home.py, and vfs/publishing/barrier.py. The request for a drain is
+pushed."""
 
 
 class Operation(str, enum.Enum):
@@ -49,6 +52,7 @@ class Operation(str, enum.Enum):
 
 
 _AGAIN_S = 0.2
+_DRAINED_AT_ONCE = 1000  # the numbers of so many files fit into a request
 _CALL_S = 600.0
 """How long a home that lives may take."""
 
@@ -108,6 +112,28 @@ class Homes:
 
         return await self._ask(host, ino, call)
 
+    async def name_of(self, host: int) -> str:
+        return await self._engine.view(hosts.name_of, host)
+
+    async def request_drain(self, host: int, inos: Sequence[int]) -> None:
+        """Have ``host`` drain these files, which are in its burst tier alone, before all others, if
+        it can be reached just now."""
+        name = await self.name_of(host)
+        for first in range(0, len(inos) if self._peers else 0, _DRAINED_AT_ONCE):
+            assert self._peers is not None
+            self._peers.tell(name, REQUEST_DRAIN, list(inos[first : first + _DRAINED_AT_ONCE]))
+
+    async def drain(self, host: int, inos: Sequence[int], strict: bool) -> None:
+        """As ``request_drain``; each of them is on the capacity tier, or gone, on return. Raises
+        Unavailable; ``strict``: see Drain.wait."""
+        for first in range(0, len(inos), _DRAINED_AT_ONCE):
+            asked = [inos[first : first + _DRAINED_AT_ONCE], strict]
+
+            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> None:
+                await peers.call(name, DRAIN, asked, timeout_s=math.inf)
+
+            await self._ask(host, inos[first], call)
+
     async def carry_out(
         self, host: int, ino: int, operation: Operation, args: tuple[Any, ...], body: Body
     ) -> Answer:
@@ -150,7 +176,7 @@ class Homes:
         call: Callable[[Peers, str], Awaitable[Result]],
         is_repeated: bool = True,
     ) -> Result:
-        name = await self._engine.view(hosts.name_of, host)
+        name = await self.name_of(host)
         if self._peers is None:
             raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
         until_s = trio.current_time() + self._wait_s

@@ -33,10 +33,13 @@ class Left(NamedTuple):
     open_files: int
     error: str = ""
     """Why draining has to wait, if it does."""
+    hosts: tuple[str, ...] = ()
+    """Other hosts that have some of it."""
 
     def __str__(self) -> str:
         are_open = f", {self.open_files} open for writing" if self.open_files else ""
-        return f"{count(self.files, 'file')} ({describe_size(self.bytes)}{are_open})"
+        elsewhere = f", of host {', '.join(self.hosts)}, too" if self.hosts else ""
+        return f"{count(self.files, 'file')} ({describe_size(self.bytes)}{are_open}{elsewhere})"
 
 
 @click.command(
@@ -79,7 +82,9 @@ def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
     files, size, writers = (
         sum(answer[key] for answer in answers) for key in ("files", "bytes", "open_files")
     )
-    return Left(files, size, writers, next((answer["error"] for answer in answers), ""))
+    hosts = sorted({host for answer in answers for host in answer["hosts"]})
+    error = next((answer["error"] for answer in answers), "")
+    return Left(files, size, writers, error, tuple(hosts))
 
 
 def _pause_s(first: Left, remaining: Left, elapsed_s: float) -> float:

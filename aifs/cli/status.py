@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import scrub
+from aifs.cli import hints, scrub
 from aifs.cli.arguments import PATH
 from aifs.cli.output import count
 
@@ -29,7 +29,10 @@ def status_command(mountpoint: str, as_json: bool) -> None:
         print_json(status)
         return
     facts = [(name, value) for name, value in status.items() if not isinstance(value, list | dict)]
-    print_facts(facts + summaries(status))
+    facts += summaries(status)
+    if status["cluster"]["hosts"]:
+        facts.append(("undrained", _describe_undrained(hints.read(mountpoint, hints.HOSTS))))
+    print_facts(facts)
     print()
     right = ("server", "used", "free")
     rows = [
@@ -155,6 +158,12 @@ def _describe_together(together: dict[str, Any]) -> str:
         f"{_size(together, 'received_bytes')} came from these and {_size(together, 'given_bytes')} "
         "went to them"
     )
+
+
+def _describe_undrained(state: dict[str, Any]) -> str:
+    """Which host has how much in its burst tier alone."""
+    hosts = [f"{host['name']} {_size(host, 'undrained_bytes')}" for host in state["hosts"]]
+    return f"{', '.join(hosts)}; what is undrained can be read as long as its host is there"
 
 
 def _describe_trash(trash: dict[str, Any]) -> str:

@@ -251,6 +251,9 @@ class Collector:
         if not garbage:
             return
         await self._engine.barrier()
+        if any(layout.servers[0] < BURST_FIRST for _, layout in garbage.values()):
+            # A host that has not heard of it yet would look there for bytes that are elsewhere.
+            await self._engine.shown(of_all=True)
         await self._give_way()
         failed = await delete_batch(self._servers, garbage)
         if failed and len(failed) != self._failed:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import CARRY_OUT, GIVE_UP, READ, Operation
+from aifs.burst.remote import CARRY_OUT, DRAIN, GIVE_UP, READ, REQUEST_DRAIN, Operation
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
 from aifs.data.server import DataServer, MissingObject
@@ -76,6 +76,8 @@ class Home:
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
         peers.serve(CARRY_OUT, self._carry_out)
+        peers.serve(DRAIN, self._drain_for)
+        peers.hear(REQUEST_DRAIN, lambda peer, inos, body: drain.request(inos))
 
     async def run(self) -> None:
         """Forget hosts that have gone, until cancelled."""
@@ -123,6 +125,14 @@ class Home:
             await self._writeback.sync_files([ino])
             await self._engine.shown()
             return Answer(False)
+
+    async def _drain_for(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """Files, as [inode numbers, strict], are drained, or gone, which is on record there."""
+        inos, strict = arguments
+        self._drain.request(inos)
+        await self._drain.wait(inos, strict)
+        await self._engine.shown()
+        return Answer()
 
     async def _join(self, session: int, ino: int) -> None:
         """Count another host among those who have a file open for writing, until it leaves, or
@@ -195,10 +205,10 @@ class Home:
     async def _forget(self, file: OpenInode) -> None:
         """The kernel of this host does not know that the file has been changed: what it knows of it
         is forgotten."""
-        if file.users and not (file.backing or file.uncached):
-            await self._kernel.drop_pages([file.inode.ino])
-        else:
+        if file.backing:
             await self._kernel.forget([], [file.inode.ino], [])
+        else:
+            await self._kernel.drop_pages([file.inode.ino])
 
     def _is_written(self, ino: int) -> bool:
         file = self._io.open.get(ino)

@@ -234,10 +234,11 @@ class Engine(ABC):
         Raises Unavailable if the engine has failed before it could make them so.
         """
 
-    async def shown(self) -> None:
+    async def shown(self, of_all: bool = False) -> None:
         """All transactions that have returned are *shown* when this returns: every live host has
         their changes in its replica, and its kernel has forgotten what was there before. At once
-        where there is one host.
+        where there is one host. ``of_all``: so is what other hosts have changed, as far as it is in
+        this one's replica.
 
         Raises Unavailable if the engine has failed. A Cancelled leaves what was changed as it is.
         Call it outside of locks, as other hosts may wait for theirs meanwhile.

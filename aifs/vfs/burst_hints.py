@@ -9,12 +9,15 @@ write to the file, or look up a name in the directory. Whoever wants to know the
 import math
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
 
+from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotSupported, TimedOut
+from aifs.core.tasks import run_all
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
@@ -53,6 +56,8 @@ class Undrained(NamedTuple):
     since_ns: int
     size: int
     writers: int
+    home: int
+    """The host in whose burst tier it is; 0: it is this one."""
 
 
 def state_of(inode: Inode, file: OpenInode | None) -> str:
@@ -75,6 +80,7 @@ class BurstHints:
         needs: Needs,
         evictor: Evictor,
         attributes: Attributes,
+        homes: Homes,
     ) -> None:
         self._engine = engine
         self._tier = tier
@@ -84,6 +90,7 @@ class BurstHints:
         self._needs = needs
         self._evictor = evictor
         self._attributes = attributes
+        self._homes = homes
 
     # --- where the bytes are ---
 
@@ -166,15 +173,21 @@ class BurstHints:
 
     def _undrained(self, inode: Inode, since_ns: int) -> Undrained:
         file = self._io.open.get(inode.ino)
-        return Undrained(inode.ino, since_ns, inode.size, 0 if file is None else file.writers)
+        assert inode.copy is not None  # it is the file
+        home, writers = self._homes.of(inode.copy.server), 0 if file is None else file.writers
+        return Undrained(inode.ino, since_ns, inode.size, writers, home)
 
     async def progress(self, ino: int) -> dict[str, Any]:
         """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
         drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
         request need not be waited for. ``error``: why draining has to wait, anywhere in the store,
-        at present."""
+        at present. ``hosts``: which other hosts have how many of these bytes."""
         undrained = await self.undrained_below(ino)
+        elsewhere = Counter[int]()
+        for file in undrained:
+            elsewhere[file.home] += file.size if file.home else 0
         return {
+            "hosts": {await self._homes.name_of(it): elsewhere[it] for it in elsewhere if it},
             "files": len(undrained),
             "bytes": sum(file.size for file in undrained),
             "open_files": sum(file.writers > 0 for file in undrained),
@@ -182,13 +195,30 @@ class BurstHints:
             "error": self._drain.obstacle,
         }
 
-    async def request_drain(self, ino: int) -> list[int]:
-        """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers."""
-        inos = [file.ino for file in await self.undrained_below(ino)]
-        for first in range(0, len(inos), _REQUESTED_AT_ONCE):
-            self._drain.request(inos[first : first + _REQUESTED_AT_ONCE])
-            await trio.lowlevel.checkpoint()
-        return inos
+    async def request_drain(self, ino: int) -> dict[int, list[int]]:
+        """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers by the
+        host in whose burst tier they are; 0: it is this one."""
+        found: dict[int, list[int]] = {0: []}
+        for file in await self.undrained_below(ino):
+            found.setdefault(file.home, []).append(file.ino)
+        for host, inos in found.items():
+            if host:
+                await self._homes.request_drain(host, inos)
+                continue
+            for first in range(0, len(inos), _REQUESTED_AT_ONCE):
+                self._drain.request(inos[first : first + _REQUESTED_AT_ONCE])
+                await trio.lowlevel.checkpoint()
+        return found
+
+    async def _wait_drained(self, ino: int, strict: bool) -> None:
+        async def wait(host: int, inos: list[int]) -> None:
+            if host:
+                await self._homes.drain(host, inos, strict)
+            else:
+                await self._drain.wait(inos, strict)
+
+        found = await self.request_drain(ino)
+        await run_all(*(partial(wait, host, inos) for host, inos in found.items()))
 
     async def wait_drained(self, ino: int, timeout_s: float | None) -> None:
         """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
@@ -197,7 +227,7 @@ class BurstHints:
         Ending the wait, by time-out or cancellation, does not end the drain.
         """
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
-            await self._drain.wait(await self.request_drain(ino))
+            await self._wait_drained(ino, strict=False)
         if scope.cancelled_caught:
             raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
 
@@ -205,7 +235,7 @@ class BurstHints:
         """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open
         for writing.
         """
-        await self._drain.wait(await self.request_drain(ino), strict=True)
+        await self._wait_drained(ino, strict=True)
 
     # --- stage and evict ---
 

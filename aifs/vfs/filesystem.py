@@ -246,7 +246,7 @@ class Filesystem:
         self.names = names = Names(
             engine, ids, tier, io, drain, groups, trash, kernel, files, attributes, options
         )
-        burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes)
+        burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(
             engine,
             ids,

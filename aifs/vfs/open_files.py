@@ -200,10 +200,11 @@ class OpenFiles:
         the kernel may take another offset for the end.
         """
         file = self._handles.writable(handle)
-        if file.inode.flags & APPEND_ONLY and offset < file.inode.size:
+        appends = appends and self._engine.host != 0
+        if file.inode.flags & APPEND_ONLY and offset < file.inode.size and not appends:
             raise NotPermitted("the file is append-only (chattr)")
         await self._before_change(file, kill_privileges)
-        if appends and self._engine.host:
+        if appends:
             await self._io.append(file, data)
         else:
             await self._io.write(file, offset, data)

@@ -198,6 +198,7 @@ async def test_drain_moves_a_tree_and_nothing_else(directory: Path) -> None:
             "open_files": 0,
             "oldest_since_ns": None,
             "error": "",
+            "hosts": {},
         }
         assert [await state(fs, ino) for ino in inos] == ["cached"] * 10
         assert await state(fs, beside) == "dirty"

@@ -24,10 +24,12 @@ from tests.support import modes, stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
 from tests.support.stores import (
     OWNER,
+    ROOT,
     ask,
     drained,
     moved_out,
     overwrite,
+    put,
     read_file,
     rewrite,
     write_file,
@@ -450,6 +452,42 @@ async def test_a_clean_copy_elsewhere_is_given_up_by_who_writes(scratch: Path):
         assert await read_file(north, ino) == b"new" * 2000
         await north.collector.drain()
         assert copy.id not in await numbers_of(north, b"g")
+
+
+async def test_a_drain_is_asked_of_the_hosts_that_have_the_files(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        top = (await north.mkdir(ROOT_INO, b"top", 0o755, OWNER)).ino
+        for fs, name in ((north, b"north"), (south, b"south"), (south, b"other")):
+            await write_file(fs, name, DATA, top)
+        beside = await write_file(south, b"beside", DATA)
+        told = await ask(north, top, "drain")
+        assert (told["files"], told["hosts"]) == (3, {"south": 2 * len(DATA)})
+        await north.wait_drained(top, None)
+        assert (await ask(north, top, "drain"))["files"] == 0
+        assert [fs.drain.status()["drained_files"] for fs in (north, south)] == [1, 2]
+        await put(north, beside, "drain", caller=ROOT)  # it does not wait
+        while (await north.getattr(beside)).in_burst:
+            await trio.sleep(0.01)
+
+
+async def test_nothing_is_deleted_that_a_host_may_still_look_for(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(south, b"f", DATA)
+        await moved_out(south, ino)
+        oid = (await south.getattr(ino)).oid
+        asked: list[list[int]] = []
+
+        async def shown(of_all: bool = False) -> None:
+            if of_all:
+                asked.append(await numbers_of(north, b"g"))
+
+        monkeypatch.setattr(north.store.engine, "shown", shown)
+        await rewrite(south, ino, b"")
+        await north.collector.drain()
+        assert oid in asked[0]
+        assert oid not in await numbers_of(north, b"g")
 
 
 async def test_a_dead_host_is_named_and_comes_back_to_what_it_had(scratch: Path):

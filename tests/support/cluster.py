@@ -77,7 +77,9 @@ class Calls:
 
     def tell(self, host: str, name: str, arguments: Any = None, body: bytes = b"") -> None:
         if host not in self._cluster.silent and host in self._cluster.calls:
-            self._cluster.calls[host].listeners[name](Peer("", self._name, 1), arguments, body)
+            self._cluster.calls[host].listeners[name](
+                Peer("", self._name, self.session), arguments, body
+            )
 
     def serve(self, name: str, service: Any) -> None:
         self.services[name] = service

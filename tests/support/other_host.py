@@ -61,7 +61,7 @@ class SharedEngine(LmdbEngine):
         self._noted.set()
         self._noted = trio.Event()
 
-    async def shown(self) -> None:
+    async def shown(self, of_all: bool = False) -> None:
         if self._gate is not None:
             self.waiting += 1
             try:

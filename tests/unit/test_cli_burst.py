@@ -61,6 +61,7 @@ class Played:
                 "open_files": writers,
                 "oldest_since_ns": oldest,
                 "error": self.error,
+                "hosts": {},
             }
         assert name == hints.STATE
         sizes, counts = (

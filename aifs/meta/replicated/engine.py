@@ -519,9 +519,9 @@ class ReplicatedEngine(Engine):
                     self._settling.set()
                     self._settling = None
 
-    async def shown(self) -> None:
+    async def shown(self, of_all: bool = False) -> None:
         self._check()
-        await self.session.wait_shown(self._own_row)
+        await self.session.wait_shown(self.session.cursor if of_all else self._own_row)
 
     async def _recover(self) -> None:
         """The database has crashed, and may have lost its last commits: put back those that we
