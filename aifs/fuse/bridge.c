@@ -130,10 +130,11 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
                 drop_attributes(header->nodeid);
             send_reply(header->unique, answer.error, &answer.open, answer.size);
         } else if (verdict == HAND_OVER) {
-            if (hand_over(header))
-                handed_over++;
-            else
+            handed_over++; /* before it: it may be answered at once */
+            if (!hand_over(header)) {
+                handed_over--;
                 send_reply(header->unique, EIO, NULL, 0);
+            }
         }
         uint64_t now_ns = clock_ns(CLOCK_MONOTONIC);
         bool waits = bridge.state.busy_polls && handed_over == 0;

@@ -15,10 +15,10 @@ import trio
 
 from aifs.core import ioctl
 from aifs.core.config import KernelConfig
-from aifs.core.errors import Invalid, NoSuchIoctl, NotSupported
+from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
+from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
-from aifs.files.locks import FCNTL, FLOCK
 from aifs.files.types import Caller
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
@@ -97,6 +97,7 @@ _COPIED_MAX = (
 )  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
 
 
+_MAY_BE_AT_ONCE = frozenset((SETLK, SETLKW, FLUSH))
 _ASKING = (ioctl.AIFS_IOC_GROUP_WAIT, ioctl.AIFS_IOC_GROUP_QUERY)
 """They refuse nothing: an error tells what has become of the group."""
 
@@ -173,12 +174,32 @@ class HandedOver:
         assert self._nursery is not None
         if opcode == RELEASE:
             self._fs.locks.begin_close(nodeid)
+        elif opcode in _MAY_BE_AT_ONCE and self._answer_at_once(opcode, unique, nodeid, body):
+            return True
         self._scheduler.waiting_requests += 1
         self._running[unique] = trio.CancelScope()
         self._nursery.start_soon(
             self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller)
         )
         return True
+
+    def _answer_at_once(self, opcode: int, unique: int, nodeid: int, body: bytes) -> bool:
+        """Whether it could be answered without suspending, as most locks can by their home: a task
+        would cost ten times as much. Who reads the operation log sees the tasks.
+        """
+        if self._fs.operation_log.is_on:
+            return False
+        number = 0
+        try:
+            if opcode == FLUSH:
+                is_done = self._flush_at_once(nodeid, body)
+            else:
+                is_done = self._set_lock_at_once(nodeid, body, opcode == SETLKW)
+        except FsError as error:
+            number, is_done = error.errno, True
+        if is_done:
+            self._reply(unique, number, b"")
+        return is_done
 
     async def _answer(
         self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller
@@ -448,6 +469,13 @@ class HandedOver:
                 self._fs.kernel.drop_attributes(ino)
         return b""
 
+    def _set_lock_at_once(self, ino: int, body: bytes, wait: bool) -> bool:
+        handle, space, lock = self._lock(body)
+        locks = self._fs.locks
+        if _LOCK.unpack_from(body)[4] == fcntl.F_UNLCK:
+            return locks.unlock_at_once(ino, space, lock.owner, lock.start, lock.end)
+        return locks.lock_at_once(ino, handle, space, lock, wait)
+
     def _lock(self, body: bytes) -> tuple[int, int, Lock]:
         """The handle, the space, and the lock that a request is about."""
         handle, owner, start, end, kind, pid, flags = _LOCK.unpack_from(body)
@@ -464,6 +492,11 @@ class HandedOver:
         finally:
             await self._fs.locks.flush(nodeid, self._fs.locks.owner(number))
         return b""
+
+    def _flush_at_once(self, ino: int, body: bytes) -> bool:
+        handle, number = _FLUSH.unpack_from(body)
+        locks = self._fs.locks
+        return self._fs.is_flushed(handle) and locks.flush_at_once(ino, locks.owner(number))
 
     @answers
     async def release(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -25,7 +25,7 @@ from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
-from aifs.files.locks import LockHosts
+from aifs.files.lock_homes import LockHosts
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
 from aifs.fuse.guard import Guard

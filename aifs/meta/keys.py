@@ -48,7 +48,7 @@
                                      bytes): rank that has committed, or file that has been closed;
                                      2^63 + host: what that host has of it (meta/groups.py)
     L ino                            home of the inode's locks: the session of a host (8 bytes
-                                     big-endian); only in a cluster (files/locks.py)
+                                     big-endian); only in a cluster (files/lock_homes.py)
     j name                           where a background job that goes through the store has got to;
                                      its own format
     p host                           host: its name, and how it has left (JSON, see meta/hosts.py)

@@ -218,6 +218,11 @@ class Engine(ABC):
         """
         return
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether ``sure`` returns at once."""
+        return True
+
     def tell_sure(self, tell: Callable[[float], None]) -> None:
         """Now, and whenever it changes, ``tell`` is called with the time, in seconds of
         CLOCK_BOOTTIME, until which ``sure`` returns at once. Never where there is one host. It does

@@ -17,7 +17,8 @@ from aifs.files.file_io import ACCESSES_S, FileIO
 from aifs.files.handles import Handles
 from aifs.files.home import Home
 from aifs.files.kernel import Kernel
-from aifs.files.locks import SERVICE, Alone, LockHosts, Locks, PeerHosts
+from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
+from aifs.files.locks import Locks
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.together import Together
@@ -358,6 +359,7 @@ class Filesystem:
         self.copy_file_range = files.copy_file_range
         self.fsync = files.fsync
         self.flush = files.flush
+        self.is_flushed = files.is_flushed
         self.release = files.release
         self.is_joined = io.is_joined
         self.sync = files.sync

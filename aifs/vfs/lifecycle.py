@@ -14,7 +14,7 @@ from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
-from aifs.files.locks import LockHosts
+from aifs.files.lock_homes import LockHosts
 from aifs.meta import hosts
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem

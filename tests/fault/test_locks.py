@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from aifs.core.errors import Deadlock, WouldBlock
+from aifs.files.lock_homes import FCNTL, FLOCK, IDLE_S
 from aifs.files.lock_table import LAST, Lock, LockOwner
-from aifs.files.locks import FCNTL, FLOCK, IDLE_S
 from tests.support.lock_hosts import LEASE_S, Cluster, Judge, SimulatedHost
 
 INO = 7
@@ -150,6 +150,33 @@ async def test_close_is_over_for_who_asks_after_it(autojump_clock: object) -> No
         assert host.locks.status()["locked"] == 0
 
 
+async def test_a_signal_comes_while_the_grant_is_on_its_way(autojump_clock: object) -> None:
+    """The lock has become free just before who waits for it asked again, so its home has had nobody
+    wait. Its answer is lost, and the lock is not left behind."""
+    async with simulated() as (cluster, nursery):
+        home, waiter = cluster.join(nursery), cluster.join(nursery)
+        await lock(home)
+        serve, signal = home.serve, trio.CancelScope()
+
+        async def grant_and_interrupt(session: int, request: Any) -> Any:
+            begins_to_wait = request[0] == "lock" and request[-1]
+            if begins_to_wait:
+                await unlock(home)
+            answer = await serve(session, request)
+            if begins_to_wait:
+                signal.cancel()
+            return answer
+
+        home.serve = grant_and_interrupt  # type: ignore[method-assign]
+        with signal:
+            await lock(waiter)
+        assert signal.cancel_called and not signal.cancelled_caught  # so it has the lock
+        with pytest.raises(WouldBlock):
+            await lock(home, wait=False)
+        await unlock(waiter)
+        await lock(home, wait=False)
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_nobody_has_a_lock_twice(autojump_clock: object, seed: int) -> None:
     """Programs on hosts lock, wait, give up and close; hosts die, freeze and come; connections end
@@ -197,7 +224,9 @@ async def _use_locks(host: SimulatedHost, judge: Judge, choose: random.Random, n
         wanted = Lock(owner, start, end, choose.random() < 0.6, turn)
         with trio.move_on_after(choose.choice([0.001, 0.02, 1, 1000])):
             try:
-                await locks.lock(ino, number, space, wanted, choose.random() < 0.8)
+                waits = choose.random() < 0.8
+                if not locks.lock_at_once(ino, number, space, wanted, waits):
+                    await locks.lock(ino, number, space, wanted, waits)
             except WouldBlock:
                 continue
             judge.take(ino, space, wanted)
@@ -205,9 +234,10 @@ async def _use_locks(host: SimulatedHost, judge: Judge, choose: random.Random, n
                 await trio.sleep(choose.random() * 0.3)
                 judge.give(ino, space, wanted)
                 if space == FCNTL and choose.random() < 0.3:
-                    await locks.flush(ino, owner)
+                    if not locks.flush_at_once(ino, owner):
+                        await locks.flush(ino, owner)
                 elif choose.random() < 0.3:
                     locks.begin_close(ino)
                     await locks.end_close(ino, number, owner, True)
-                else:
+                elif not locks.unlock_at_once(ino, space, owner, 0, LAST):
                     await locks.unlock(ino, space, owner, 0, LAST)

@@ -8,8 +8,9 @@ import trio
 import trio.testing
 
 from aifs.core.errors import Deadlock, WouldBlock
+from aifs.files.lock_homes import FCNTL, SERVICE, PeerHosts
 from aifs.files.lock_table import LAST, Lock
-from aifs.files.locks import FCNTL, SERVICE, Locks, PeerHosts
+from aifs.files.locks import Locks
 from aifs.peers.peers import PeerAddress, Peers
 from tests.support.memory_engine import MemoryEngine
 

@@ -155,6 +155,10 @@ class SimulatedHost:
         await self._thawed.wait()
         return await self._replica.view(function, *args)
 
+    @property
+    def is_sure(self) -> bool:
+        return self._thawed.is_set() and trio.current_time() - self._beaten_s <= STOP_S
+
     async def _certain(self) -> None:
         """Return while it is certain that the session goes on; never if it is over."""
         while trio.current_time() - self._beaten_s > STOP_S:

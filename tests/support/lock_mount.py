@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from aifs.cli.main import main
-from aifs.files.locks import Alone
+from aifs.files.lock_homes import Alone
 from aifs.fuse import session
 
 if __name__ == "__main__":

@@ -218,6 +218,10 @@ class ReplicatedEngine(Engine):
             await self.renew()
         self._check()
 
+    @property
+    def is_sure(self) -> bool:
+        return not self._failure and self.session.is_sure
+
     def tell_sure(self, tell: Callable[[float], None]) -> None:
         self._tell_sure = tell
         tell(self.session.sure_until_s)

@@ -1,0 +1,386 @@
+"""Who grants the locks of an inode, and how that changes.
+
+The locks of an inode have a *home*: the host that was the first to lock it. It grants them from its
+memory, and ``L ino`` in the map names its session, so that all find it. What others are granted
+they keep in mind; when the home has died, another host takes the record over and asks all for what
+they hold, before it grants anything. docs/hosts.md (Locks) says why nobody has a lock twice.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import trio
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.core.log import logger
+from aifs.files.lock_table import Lock, LockOwner, LockTable
+from aifs.meta import keys
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.peers.peers import Peers
+
+_log = logger(__name__)
+
+FCNTL, FLOCK = 0, 1
+"""The two spaces of locks, which know nothing of each other."""
+
+SERVICE = "locks"
+"""What hosts ask each other for, by this name: see ``Locks.serve``."""
+
+NOT_HOME = "not home"
+"""What a host answers that is not the home of the locks it is asked for."""
+
+Packed = list[Any]
+"""A lock on its way between hosts: its fields, those of its owner first."""
+
+IDLE_S = 30.0
+"""A home gives an inode up when it has had no lock for so long."""
+
+_TICK_S = 0.5  # how often it is looked who is alive
+_RETRY_S = 0.02
+
+
+class LockHosts(Protocol):
+    """The other hosts, as far as locks need them."""
+
+    @property
+    def session(self) -> int:
+        """Our own."""
+
+    def live(self) -> Set[int]:
+        """The sessions that are not known to be over, ours among them, as they were at one
+        moment. One that is missing was over then, or began later."""
+
+    async def ask(self, session: int, request: Sequence[Any]) -> Any:
+        """What ``Locks.serve`` of another host answers, in JSON. Raises Unavailable if it is not
+        known whether it has been carried out, and what it raises. A request that is cancelled here
+        is cancelled there, and so are all when the connection ends, before another one begins."""
+
+
+class PeerHosts:
+    """The hosts of a cluster."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    @property
+    def session(self) -> int:
+        return self._peers.session
+
+    def live(self) -> Set[int]:
+        return self._peers.sessions.keys()
+
+    async def ask(self, session: int, request: Sequence[Any]) -> Any:
+        name = self._peers.sessions.get(session)
+        if name is None:
+            raise Unavailable(f"session {session} is over")
+        # Locks are waited for. Who hangs loses its connection.
+        endless = math.inf
+        answer = await self._peers.call(name, SERVICE, request, session=session, timeout_s=endless)
+        return answer.value
+
+
+class Alone:
+    """There is no other host."""
+
+    session = 1
+
+    def live(self) -> Set[int]:
+        return {self.session}
+
+    async def ask(self, session: int, request: Sequence[Any]) -> Any:
+        raise Unavailable(f"there is no session {session}")
+
+
+class InodeLocks:
+    """What is known of the locks of one inode."""
+
+    def __init__(self) -> None:
+        self.tables = (LockTable(False), LockTable(True))
+        """All locks of either space if we are their home, else those of our own session."""
+        self.is_home = False
+        """We are their home, and know all of them."""
+        self.changing: trio.Event | None = None
+        """We are becoming, or ceasing to be, their home; set when that is over."""
+        self.asked = 0
+        """How often a new home has asked what we hold: what an older one answers afterwards does
+        not count."""
+        self.users = 0
+        """Requests that are under way."""
+        self.used_s = 0.0
+        """When the last one was, of trio's clock."""
+        self.closing = 0
+        """Files of this host that are being closed, which may end locks."""
+        self.closed = trio.Event()
+        """Set when none is being closed any more."""
+        self.by_handle: dict[int, set[LockOwner]] = {}
+        """Owners of fcntl(2) locks by the handle that they were taken by, until a close(2) releases
+        them. Those who are left when the handle is gone are open file descriptions."""
+
+    def note_taken(self, handle: int, space: int, owner: LockOwner) -> None:
+        """An owner of this host has taken a lock by an open file."""
+        if space == FCNTL:
+            self.by_handle.setdefault(handle, set()).add(owner)
+
+
+class Homes:
+    """Of all inodes whose locks this host knows something of. Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hosts: LockHosts,
+        serve: Callable[[int, Sequence[Any]], Awaitable[Any]],
+    ) -> None:
+        """``serve``: how we answer a session, our own, too."""
+        self._engine = engine
+        self._hosts = hosts
+        self._serve = serve
+        self._inodes: dict[int, InodeLocks] = {}
+        """By number, while there is something to know of it."""
+        self._live: Set[int] = frozenset()
+        """The sessions that were live when that was last looked at."""
+
+    @property
+    def me(self) -> int:
+        """Our session."""
+        return self._hosts.session
+
+    def begin_use(self, ino: int) -> InodeLocks:
+        """What is known of the locks of an inode, which is kept until ``end_use``."""
+        inode = self._inodes.setdefault(ino, InodeLocks())
+        inode.users += 1
+        return inode
+
+    def end_use(self, ino: int) -> None:
+        inode = self._inodes[ino]
+        inode.users -= 1
+        inode.used_s = trio.current_time()
+        if not (inode.users or inode.is_home or any(inode.tables)):
+            del self._inodes[ino]
+
+    @contextmanager
+    def using(self, ino: int) -> Iterator[InodeLocks]:
+        """A request about the locks of an inode is under way."""
+        try:
+            yield self.begin_use(ino)
+        finally:
+            self.end_use(ino)
+
+    def known(self, ino: int) -> InodeLocks | None:
+        """What is known of an inode's locks, if anything is."""
+        return self._inodes.get(ino)
+
+    # --- asking hosts ---
+
+    async def ask_home(
+        self, ino: int, inode: InodeLocks, operation: str, *arguments: Any
+    ) -> tuple[Any, int]:
+        """What the home of the inode's locks answers, and its session: whoever that is, and however
+        long it takes to know.
+
+        When this returns, no later home has asked what we hold; so a caller that has to note the
+        answer does it before it awaits anything.
+        """
+        while True:
+            asked, request = inode.asked, [operation, ino, *arguments]
+            home = self.me if inode.is_home else await self.find_home(ino, inode)
+            if home == self.me:
+                answer = await self._serve(self.me, request)
+            else:
+                try:
+                    answer = await self._hosts.ask(home, request)
+                except FsError as error:  # it has died, or hangs, or has too much to do
+                    _log.debug("locks: inode %d at session %d: %s", ino, home, error)
+                    answer = NOT_HOME
+                if inode.asked != asked:
+                    answer = NOT_HOME  # any more
+            if answer != NOT_HOME:
+                return answer, home
+            await trio.sleep(_RETRY_S)
+
+    async def ask(self, session: int, request: list[Any]) -> Any:
+        """What a host answers; None if it does not."""
+        if session == self.me:
+            return await self._serve(session, request)
+        try:
+            return await self._hosts.ask(session, request)
+        except FsError:
+            return None
+
+    # --- who is the home ---
+
+    def at_home(self, ino: int) -> InodeLocks | None:
+        """What grants the locks of an inode, if we are their home and it is certain that our
+        session goes on. Does not suspend."""
+        inode = self._inodes.get(ino)
+        return inode if inode and inode.is_home and self._engine.is_sure else None
+
+    async def recorded(self, ino: int) -> int:
+        """The session of the home on record; 0: there is none. Waits while it is not certain that
+        our own session goes on."""
+        return await self._engine.view(_recorded_home, ino)
+
+    async def find_home(self, ino: int, inode: InodeLocks) -> int:
+        """Its session; if it is ours, nothing has been awaited since that was so."""
+        while True:
+            recorded = await self.recorded(ino)
+            if inode.changing is not None:
+                await inode.changing.wait()
+            elif inode.is_home:
+                return self.me
+            elif recorded and recorded != self.me and self.is_live(recorded):
+                return recorded
+            else:
+                await self._become_home(ino, inode, recorded)
+
+    async def _become_home(self, ino: int, inode: InodeLocks, before: int) -> None:
+        """Unless another host is. ``before``: the session of the home before, which is over; 0:
+        there was none; our own: we were interrupted."""
+        inode.changing = trio.Event()
+        try:
+            is_ours, is_new = await self._engine.transact(_take_over, ino, before, self.me)
+            if is_ours and not is_new:
+                await self._learn(ino, inode)
+            inode.is_home = is_ours
+        finally:
+            inode.changing.set()
+            inode.changing = None
+
+    async def _learn(self, ino: int, inode: InodeLocks) -> None:
+        """What others hold. All that are live and could hold something are asked, until they
+        answer, or are over."""
+        inode.asked += 1
+        for session in self._hosts.live() - {self.me}:
+            held = None
+            while held is None and self.is_live(session):
+                try:
+                    held = await self._hosts.ask(session, ["held", ino])
+                except FsError as error:
+                    _log.debug("locks: what session %d holds of %d: %s", session, ino, error)
+                    await trio.sleep(_RETRY_S)
+            for table, locks in zip(inode.tables, held or ((), ()), strict=True):
+                table.release_session(session)
+                for lock in locks if self.is_live(session) else ():
+                    table.put(unpacked(lock))
+
+    async def _give_up(self, inos: list[int]) -> None:
+        """We are their home no more. Nobody has a lock of them, and nobody asks for one."""
+        if not inos:
+            return
+        for ino in inos:
+            self._inodes[ino].changing, self._inodes[ino].is_home = trio.Event(), False
+        try:
+            await self._engine.transact(_give_up, inos, self.me)
+        finally:
+            for ino in inos:
+                with self.using(ino) as inode:
+                    assert inode.changing is not None
+                    inode.changing.set()
+                    inode.changing = None
+
+    def is_live(self, session: int) -> bool:
+        """Whether it is not known to be over."""
+        live = self._hosts.live()
+        return session in live or session > max(live, default=0)
+
+    async def held(self, session: int, ino: int) -> list[list[Packed]]:
+        """To a new home: what our programs hold. From now on we ask no other."""
+        with self.using(ino) as inode:
+            while await self.recorded(ino) != session:
+                if not self.is_live(session):
+                    raise Unavailable("the session is over")
+                await trio.sleep(_RETRY_S)  # our replica is behind
+            inode.asked += 1
+            return [[packed(lock) for lock in table.held(self.me)] for table in inode.tables]
+
+    # --- in the background ---
+
+    async def run(self) -> None:
+        """Look after them until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                await self._look_who_is_live(nursery)
+                await self.give_up_idle(trio.current_time() - IDLE_S)
+                await trio.sleep(_TICK_S)
+
+    def status(self) -> dict[str, int]:
+        """Of how many inodes we are the home, and how many have locks or waiters here."""
+        return {
+            "homes": sum(inode.is_home for inode in self._inodes.values()),
+            "locked": sum(any(inode.tables) for inode in self._inodes.values()),
+        }
+
+    async def _look_who_is_live(self, nursery: trio.Nursery) -> None:
+        """What sessions held that are over is free."""
+        live = self._hosts.live()
+        if live == self._live:
+            return
+        self._live = live
+        for inode in self._inodes.values():
+            for table in inode.tables:
+                for session in table.sessions():
+                    if not self.is_live(session):
+                        table.release_session(session)
+        if self.me == min(live):
+            nursery.start_soon(self._inherit)
+
+    async def give_up_idle(self, until_s: float) -> None:
+        """Be the home no more of what has no lock, and had no request since then."""
+        await self._give_up(
+            [
+                ino
+                for ino, inode in self._inodes.items()
+                if inode.is_home and inode.used_s <= until_s
+                if not (inode.users or any(inode.tables))
+            ]
+        )
+
+    async def _inherit(self) -> None:
+        """Be the home of what sessions that are over were the home of, so that it is given up when
+        nobody uses it."""
+        for ino, session in await self._engine.view(_all_homes):
+            if not self.is_live(session):
+                with self.using(ino) as inode:
+                    await self.find_home(ino, inode)
+
+
+def packed(lock: Lock) -> Packed:
+    (session, number), *others = lock
+    return [session, number, *others]
+
+
+def unpacked(fields: Packed) -> Lock:
+    session, number, start, end, exclusive, pid = fields
+    return Lock(LockOwner(session, number), start, end, bool(exclusive), pid)
+
+
+# --- transactions ---
+
+
+def _recorded_home(tx: ReadTransaction, ino: int) -> int:
+    """0: nobody's."""
+    return int.from_bytes(tx.get(keys.lock_home(ino)) or b"", "big")
+
+
+def _all_homes(tx: ReadTransaction) -> list[tuple[int, int]]:
+    return [
+        (keys.number(key), int.from_bytes(value, "big"))
+        for key, value in tx.range(*keys.all_of(b"L"))
+    ]
+
+
+def _take_over(tx: Transaction, ino: int, before: int, me: int) -> tuple[bool, bool]:
+    """Whether we are the home now, and whether there was none before, so that nobody holds a
+    lock."""
+    home = _recorded_home(tx, ino)
+    if home in (0, before):
+        tx.put(keys.lock_home(ino), me.to_bytes(8, "big"))
+    return home in (0, before), home == 0
+
+
+def _give_up(tx: Transaction, inos: Iterable[int], me: int) -> None:
+    for ino in inos:
+        if _recorded_home(tx, ino) == me:
+            tx.delete(keys.lock_home(ino))
