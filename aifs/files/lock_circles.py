@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import trio
 
-from aifs.files.lock_homes import FCNTL, Homes
+from aifs.files.lock_homes import FCNTL, LockHomes
 from aifs.files.lock_table import LockOwner
 
 _SUSPECT_S = 0.02  # a wait that takes longer may be one in a circle
@@ -45,7 +45,7 @@ class _Edge(NamedTuple):
 class Circles:
     """The waits of this host's programs, and whether they are in circles."""
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: LockHomes) -> None:
         self._homes = homes
         self._waiting: dict[int, _Waiting] = {}
         """By ticket."""

@@ -124,7 +124,7 @@ class InodeLocks:
             self.by_handle.setdefault(handle, set()).add(owner)
 
 
-class Homes:
+class LockHomes:
     """Of all inodes whose locks this host knows something of. Used from one trio thread."""
 
     def __init__(

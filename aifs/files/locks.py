@@ -15,8 +15,8 @@ from aifs.files.lock_homes import (
     FCNTL,
     FLOCK,
     NOT_HOME,
-    Homes,
     InodeLocks,
+    LockHomes,
     LockHosts,
     Packed,
     packed,
@@ -44,7 +44,7 @@ class Locks:
     """The locks of all files. Used from one trio thread."""
 
     def __init__(self, engine: Engine, hosts: LockHosts) -> None:
-        self._homes = Homes(engine, hosts, self.serve)
+        self._homes = LockHomes(engine, hosts, self.serve)
         self._circles = Circles(self._homes)
         self._tickets = itertools.count(1)
         """Each names one request of ours."""

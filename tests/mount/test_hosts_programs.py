@@ -339,12 +339,13 @@ def test_both_hosts_write_to_one_file_at_once(two: Cluster, both: Both) -> None:
     here, there = both
     for name, lines in (("stays", 200), ("reopens", 20)):
         at_once(both, APPEND, name, name)
-        shown(two[0])
+        for host in two:
+            shown(host)
         for place in both:
             log = (place / name).read_text().splitlines()
-            for host in "ab":
-                numbers = [line.split()[1] for line in log if line.startswith(f"{host} ")]
-                assert numbers == [str(number) for number in range(lines)], (name, host)
+            for who in "ab":
+                numbers = [line.split()[1] for line in log if line.startswith(f"{who} ")]
+                assert numbers == [str(number) for number in range(lines)], (name, who)
             assert len(log) == 2 * lines
 
     with sqlite3.connect(here / "data.sqlite") as database:
@@ -354,6 +355,7 @@ def test_both_hosts_write_to_one_file_at_once(two: Cluster, both: Both) -> None:
     database.close()
     shown(two[0])
     at_once(both, COUNT, "data.sqlite")
+    shown(two[0])
     database = sqlite3.connect(there / "data.sqlite")
     assert database.execute("select n from t").fetchone() == (30,)
     counts = "select host, count(*) from log group by host order by host"
@@ -363,6 +365,7 @@ def test_both_hosts_write_to_one_file_at_once(two: Cluster, both: Both) -> None:
 
     with (here / "f").open("w+b", buffering=0) as one:
         one.write(b"0123456789" * 1000)
+        shown(two[0])
         with (there / "f").open("r+b", buffering=0) as other:
             other.seek(5000)
             other.write(b"there")
