@@ -80,6 +80,7 @@ class HostConfig(_Section):
     listen: Annotated[str, ENDPOINT]
     address: Annotated[str, ENDPOINT_OR_NONE]
     home_wait_s: Annotated[float, duration(0, 3600)] = Field(alias="home_wait")
+    bandwidth: Annotated[int, _ANY_SIZE]
 
 
 class BurstConfig(_Section):

@@ -42,7 +42,9 @@ from aifs.vfs.cluster import Cluster
 from aifs.vfs.following import Following
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_hints import GroupHints
+from aifs.vfs.groups.joint import Joint
 from aifs.vfs.groups.members import Members
+from aifs.vfs.groups.parts import Parts
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.hints import Hints
 from aifs.vfs.ioctls import Ioctls
@@ -156,6 +158,8 @@ class Filesystem:
         )
         members = Members(engine, tier, io, writeback, drain, group_drain)
         barrier = Barrier(engine, servers, io, writeback, homes, self.role, store.peers)
+        parts = Parts(engine, barrier, self.role, servers, store.peers)
+        joint = Joint(engine, parts, members, group_drain.storing, config.host.bandwidth)
         self.groups = groups = Groups(
             engine,
             io,
@@ -167,7 +171,8 @@ class Filesystem:
             upkeep,
             config.burst.drain_deadline_s,
             self.role,
-            servers,
+            parts,
+            joint,
             store.peers,
         )
 

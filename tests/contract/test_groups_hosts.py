@@ -5,6 +5,7 @@ is equal on both is stored once.
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -14,7 +15,7 @@ from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFo
 from aifs.core.faults import SimulatedCrash
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import protocol
+from aifs.vfs.groups import joint, parts, protocol
 from aifs.vfs.groups.protocol import Commit
 from tests.support import stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
@@ -30,9 +31,9 @@ async def make(fs: Filesystem, parent: int, name: bytes, data: bytes) -> int:
     return await stores.write_file(fs, name, data, parent, OWNER)
 
 
-async def begin(fs: Filesystem, text: str) -> int:
+async def begin(fs: Filesystem, text: str, name: bytes = b"step") -> int:
     """A directory with a group, which both hosts know."""
-    ino = (await fs.mkdir(ROOT_INO, b"step", 0o755, OWNER)).ino
+    ino = (await fs.mkdir(ROOT_INO, name, 0o755, OWNER)).ino
     await put(fs, ino, "group", "name=step,ranks=2," + text, ADMIN)
     return ino
 
@@ -166,6 +167,97 @@ async def test_ranks_of_one_job_live_on_both_hosts(scratch: Path):
             await put(north, ino, "group", "name=step,ranks=2,commit=explicit,job=two", OWNER)
         told = (await ask(north, ino, "group"))["members"]
         assert [one["state"] for one in told] == ["missing", "joined"]
+
+
+# --- what is equal on both hosts ---
+
+PART = 64 << 10
+PARTS = [bytes([number]) * 5 + os.urandom(PART - 5) for number in range(16)]
+SAME, MORE = b"".join(PARTS[:12]), b"".join(PARTS[8:])
+
+
+async def saved(
+    north: Filesystem, south: Filesystem, here: bytes, there: bytes, name: bytes = b"step"
+) -> tuple[int, int]:
+    """A group with a file of each host, to which both have committed: its directory, and the file
+    of south."""
+    ino = await begin(north, "commit=explicit,dedup=64KiB", name)
+    await make(north, ino, b"0", here)
+    file = await make(south, ino, b"1", there)
+    await commit(south, ino, 1)
+    await commit(north, ino, 0)
+    return ino, file
+
+
+async def kept_no_more(fs: Filesystem) -> None:
+    """The lists that hosts have made for all are dropped."""
+    while await stores.numbers(fs, b"y"):
+        await trio.sleep(0.005)
+
+
+async def test_what_both_hosts_have_is_stored_once_by_both(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino, there = await saved(north, south, SAME, MORE)
+        told = await durable(north, ino)
+        assert (told["distinct_bytes"], told["duplicate_bytes"]) == (16 * PART, 4 * PART)
+        assert 16 * PART <= told["stored_bytes"] < 16 * PART * 1.01
+        assert sum(told["plan"]["servers"].values()) == told["stored_bytes"]
+        assert not await undrained(north, there)
+        for fs in (north, south):
+            assert fs.group_drain.status()["stored_bytes"] > 2 * PART
+            assert await read_file(fs, there) == MORE
+        await kept_no_more(north)
+        again, _ = await saved(north, south, SAME, SAME, b"again")
+        assert (await durable(south, again))["found_bytes"] == 2 * len(SAME)
+
+
+async def test_a_host_with_a_slow_link_stores_less(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        south.groups._joint._link = 1
+        north.groups._joint._link = 1 << 30
+        ino, there = await saved(north, south, SAME, SAME)
+        assert (await durable(south, ino))["distinct_bytes"] == len(SAME)
+        assert south.group_drain.status()["stored_bytes"] == 0
+        assert await read_file(south, there) == SAME
+
+
+@pytest.mark.parametrize("service", [joint.OFFER, joint.KEEP, parts.STORE])
+async def test_a_host_fails_on_the_way(scratch: Path, monkeypatch, service: str):
+    """Others store what it was to, and it what is its own, as soon as it hears again."""
+    monkeypatch.setattr(protocol, "_ASKED_S", 0.05)
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        real = cluster.calls["south"].services[service]
+
+        async def fail(*args: Any) -> Any:
+            cluster.silent.add("south")
+            if service != joint.OFFER:
+                await real(*args)  # which nobody hears of
+            raise Unavailable("host south is not there")
+
+        monkeypatch.setitem(cluster.calls["south"].services, service, fail)
+        ino, there = await saved(north, south, SAME, MORE)
+        assert (await durable(south, ino))["state"] == "durable"
+        assert not await undrained(north, there)
+        for fs in (north, south):
+            assert await read_file(fs, there) == MORE
+        await kept_no_more(north)
+        cluster.silent.clear()
+
+
+async def test_chunks_that_are_kept_by_a_host_that_dies(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("south") as south:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("north") as north:
+                faults.arm("vfs.group.kept", crash)
+                ino, there = await saved(north, south, SAME, SAME)
+                await trio.sleep_forever()
+        faults.disarm_all()
+        with pytest.raises(Unavailable, match="host north"):
+            await south.groups.wait(ino, 0, True, LIMIT_S)
+        assert not await undrained(south, there)
+        async with cluster.mounted("north") as north:
+            await kept_no_more(north)
+            assert await read_file(north, there) == SAME
 
 
 # --- hosts that die ---

@@ -92,6 +92,12 @@ class Calls:
     def sessions(self) -> dict[int, str]:
         return {self._cluster.number(name): name for name in self._cluster.calls}
 
+    @property
+    def connected(self) -> dict[str, int]:
+        silent = self._cluster.silent
+        there = set() if self._name in silent else self._cluster.calls.keys() - silent
+        return {name: self._cluster.number(name) for name in there if name != self._name}
+
     async def call(
         self,
         host: str,

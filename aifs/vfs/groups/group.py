@@ -86,6 +86,8 @@ class DirectoryGroup:
         """What its drain has met last."""
         self.asked = trio.Event()
         """Set when the host that sees to it has asked for what is here to be stored."""
+        self.kept: set[bytes] = set()
+        """Digests of chunks that hosts have just stored for all of it."""
         self.settling = False
         """Whether its end after the last commit has begun."""
         self.sizes: dict[int, int] = {}

@@ -8,7 +8,7 @@ those of bytes that have changed.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from aifs.store.ids import IdAllocator
 from aifs.vfs.groups.hashing import Hasher
 from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import GroupReport
-from aifs.vfs.groups.sharing import Asked, Cut
+from aifs.vfs.groups.sharing import Asked, Chunks, Cut
 from aifs.vfs.groups.storing import MemberKind, Storing
 
 __all__ = ["DrainOutcome", "GroupDrain", "GroupReport", "Prepared"]
@@ -66,7 +66,10 @@ class GroupDrain:
         self._flips = Flips(io, collector)
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
         self._hasher = Hasher(lanes, movers)
-        self._storing = Storing(
+        self._collector = collector
+        self._kept: dict[int, list[int]] = {}
+        """By id of a group: the lists of what is kept of it for other hosts."""
+        self.storing = Storing(
             config, engine, servers, ids, collector, containers, movers, self._flips
         )
         self._one_group = trio.Lock()
@@ -162,12 +165,70 @@ class GroupDrain:
 
     # --- all members ---
 
-    async def store(self, members: Sequence[Prepared], chunk: int, report: GroupReport) -> None:
+    async def offer(self, members: Sequence[Prepared], report: GroupReport) -> dict[Asked, Chunks]:
+        """By what is asked for: the distinct chunks of these; tiny files have none."""
+        unhashed = [m for m in members if m.outcome is None and not m.is_hashed]
+        if unhashed:
+            await self._hash(unhashed, report, waited_for=True)
+        found: dict[Asked, Chunks] = {}
+        for asked, some in self._kinds(members).items():
+            chunks = found[asked] = {}
+            for member in some:
+                device = member.copy.server
+                for (_, length), digest in zip(member.cut.ranges, member.cut.digests, strict=True):
+                    if not digest:
+                        continue
+                    devices = chunks.get(digest, (length, ()))[1]
+                    if device not in devices:
+                        chunks[digest] = length, tuple(sorted((*devices, device)))
+                await trio.lowlevel.checkpoint()
+        return found
+
+    async def keep(
+        self,
+        group_id: int,
+        members: Sequence[Prepared],
+        chunk: int,
+        report: GroupReport,
+        asked: Asked,
+        wanted: Mapping[bytes, tuple[int, ...]],
+    ) -> set[bytes]:
+        """Store chunks of members that ask for the same, for all who have them: see Storing.keep.
+        They stay until ``let_go``."""
+        some = self._kinds(members).get(asked)
+        if not some:
+            return set()
+        async with self._one_group:
+            kind = MemberKind(asked, some, chunk, report)
+            lists = self._kept.setdefault(group_id, [])
+            return await self.storing.keep(kind, wanted, lists)
+
+    def let_go(self, group_id: int) -> None:
+        """What is kept of a group is kept no more."""
+        for oid in self._kept.pop(group_id, ()):
+            self._collector.add_garbage(oid)
+
+    def _kinds(self, members: Sequence[Prepared]) -> dict[Asked, list[Prepared]]:
+        """Those that can be stored, but for tiny ones, by what they ask for."""
+        kinds: dict[Asked, list[Prepared]] = {}
+        for member in members:
+            is_tiny = member.outcome is None and member.size <= self._layout.inline_limit
+            if member.outcome is None and member.is_hashed and not is_tiny:
+                kinds.setdefault(self._asked(member), []).append(member)
+        return kinds
+
+    async def store(
+        self,
+        members: Sequence[Prepared],
+        chunk: int,
+        report: GroupReport,
+        kept: Collection[bytes] = (),
+    ) -> None:
         """Bring the members of a complete group to the capacity tier; each has its outcome on
         return, and is released.
 
         Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves
-        what is not flipped as it was.
+        what is not flipped as it was. ``kept``: see MemberKind.
         """
         try:
             unhashed = [m for m in members if m.outcome is None and not m.is_hashed]
@@ -182,14 +243,12 @@ class GroupDrain:
             await self._store_tiny(
                 [m for m in alive if m.size <= self._layout.inline_limit], report
             )
-            kinds: dict[Asked, list[Prepared]] = {}
-            for member in alive:
-                if member.size > self._layout.inline_limit:
-                    kinds.setdefault(self._asked(member), []).append(member)
+            kinds = self._kinds(alive)
             async with self._one_group:
                 # The safest first: others can lean on their chunks.
                 for asked in sorted(kinds, key=lambda asked: -asked.redundancy.tolerates):
-                    await self._storing.store(MemberKind(asked, kinds[asked], chunk, report))
+                    kind = MemberKind(asked, kinds[asked], chunk, report, kept)
+                    await self.storing.store(kind)
             drained = [member for member in members if member.outcome is DrainOutcome.DRAINED]
             self._stored_files += len(drained)
             self._stored_bytes += report.stored_bytes - before.stored_bytes

@@ -8,7 +8,7 @@ that many files need has been seen to be right often. What cannot be read is bad
 is protected better than is asked for, others may need that, and the file has its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -47,9 +47,10 @@ async def look_up(
     containers: Containers,
     asked: Asked,
     needs: Mapping[bytes, Need],
+    kept: Collection[bytes] = (),
 ) -> KnownChunks:
-    """Judge those of the chunks that the store has. Raises Unavailable if the metadata cannot be
-    read.
+    """Judge those of the chunks that the store has; those that were ``kept`` just now need not be
+    read. Raises Unavailable if the metadata cannot be read.
     """
     found, doubtful = KnownChunks(), []
     layouts: dict[int, Striped | None] = {}
@@ -74,6 +75,8 @@ async def look_up(
                 found.bad.append(digest)
             elif not sharing.is_allowed(layout, asked.servers):
                 found.own.add(digest)
+            elif digest in kept:
+                found.known.add(digest)
             elif (references + len(need.holders)).bit_length() > references.bit_length():
                 doubtful.append(place)
             else:

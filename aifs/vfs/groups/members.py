@@ -5,7 +5,7 @@ been committed. Whatever does not work out goes back to the usual drain.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import trio
@@ -25,6 +25,7 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_drain import GroupDrain, Prepared
+from aifs.vfs.groups.sharing import Asked, Chunks
 
 _log = logger(__name__)
 
@@ -172,6 +173,7 @@ class Members:
 
     def leave(self, group: DirectoryGroup) -> None:
         """The group has ended."""
+        self._group_drain.let_go(group.record.id)
         self.give_back(group, list(group.files.values()))
         for ino in group.files:
             if self.group_of.get(ino) is group:
@@ -436,6 +438,38 @@ class Members:
             else:
                 return
 
+    async def offer(self, group: DirectoryGroup) -> dict[Asked, Chunks]:
+        """What is ready here of a group that is complete, hashed: see GroupDrain.offer. Of very
+        many files the first ones."""
+        self._group_drain.hurry()
+        while group.is_live:
+            waiting = group.in_states(FileState.BUFFERED)
+            room = _AHEAD - len(group.in_states(FileState.PREPARED))
+            if waiting and room > 0:
+                await self._prepare_all(group, waiting[:room])
+            elif group.in_states(FileState.PREPARING):
+                await group.event.wait()
+            else:
+                break
+        return await self._group_drain.offer(self._ready(group), group.report)
+
+    async def keep(
+        self, group: DirectoryGroup, asked: Asked, wanted: Mapping[bytes, tuple[int, ...]]
+    ) -> set[bytes]:
+        """See GroupDrain.keep."""
+        number, chunk = group.record.id, group.record.options.chunk
+        try:
+            return await self._group_drain.keep(
+                number, self._ready(group), chunk, group.report, asked, wanted
+            )
+        finally:
+            if not group.is_live:
+                self._group_drain.let_go(number)
+
+    def _ready(self, group: DirectoryGroup) -> list[Prepared]:
+        files = group.in_states(FileState.PREPARED)
+        return [file.prepared for file in files if file.prepared is not None]
+
     async def _prepare_all(self, group: DirectoryGroup, files: list[File]) -> None:
         tries = max(file.tries for file in files)
         if tries:
@@ -455,7 +489,8 @@ class Members:
             file.state, file.prepared = FileState.STORING, None
         self._storing.update(prepared)
         try:
-            await self._group_drain.store(prepared, group.record.options.chunk, group.report)
+            chunk = group.record.options.chunk
+            await self._group_drain.store(prepared, chunk, group.report, group.kept)
         except BaseException:
             for file in files:
                 file.state = FileState.BUFFERED

@@ -6,6 +6,7 @@ has all committed knows, by the same transaction, of all parts: none begins late
 """
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -94,23 +95,27 @@ class Parts:
         found: dict[int, File] = {}
 
         async def ask(host: int) -> None:
-            answer = await self._call(group, host, FILES, _FILES_S)
+            answer = await self.call(group, host, FILES, _FILES_S)
             assert not isinstance(answer.body, str)
             for ino, size in json.loads(bytes(answer.body)):
                 found[ino] = File(ino, size, 0.0)
 
-        await run_all(*(lambda host=host: ask(host) for host in self._others(group)))
+        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
         return found
 
-    async def store(self, group: DirectoryGroup) -> list[str]:
+    async def store(
+        self, group: DirectoryGroup, kept: Mapping[int, Collection[bytes]]
+    ) -> list[str]:
         """All other hosts have stored what they have of a group that is committed, or drained it,
-        on return; the names of those that have died before that."""
+        on return; the names of those that have died before that. ``kept``: by host, chunks that it
+        needs and others have just stored."""
         lost: list[str] = []
 
         async def ask(host: int) -> None:
             while True:
                 try:
-                    answer = await self._call(group, host, STORE, _STORE_S)
+                    known = b"".join(kept.get(host, ()))
+                    answer = await self.call(group, host, STORE, _STORE_S, body=known)
                     group.report.add(answer.value)
                     return
                 except FsError as error:
@@ -124,18 +129,30 @@ class Parts:
                         return
                 await trio.sleep(_AGAIN_S)
 
-        await run_all(*(lambda host=host: ask(host) for host in self._others(group)))
+        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
         return sorted(lost)
 
-    def _others(self, group: DirectoryGroup) -> list[int]:
+    def others(self, group: DirectoryGroup) -> list[int]:
+        """The other hosts that have files of it."""
         own = self._engine.host
         return [host for host, part in group.parts.items() if part.has_files and host != own]
 
-    async def _call(
-        self, group: DirectoryGroup, host: int, service: str, timeout_s: float, **more: Any
+    async def call(
+        self,
+        group: DirectoryGroup,
+        host: int,
+        service: str,
+        timeout_s: float,
+        said: Sequence[Any] = (),
+        body: bytes = b"",
     ) -> Answer:
+        """What a host answers of its part of a group. Raises Unavailable, what the service does."""
         name = await self._engine.view(hosts.name_of, host)
         if self._peers is None:
             raise Unavailable(f"host {name} cannot be asked")
-        asked = [group.ino, group.record.id]
-        return await self._peers.call(name, service, asked, timeout_s=timeout_s, **more)
+        asked = [group.ino, group.record.id, *said]
+        return await self._peers.call(name, service, asked, body, timeout_s=timeout_s)
+
+    def hears(self, name: str) -> bool:
+        """Whether there is a connection to a host of this name."""
+        return self._peers is not None and name in self._peers.connected

@@ -31,7 +31,6 @@ from aifs.core.role import Role
 from aifs.core.tasks import run_all
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.patience import giving_up
-from aifs.data.servers import Servers
 from aifs.files import permissions
 from aifs.files.drain import Drain, Undrained
 from aifs.files.file_io import FileIO
@@ -56,6 +55,15 @@ from aifs.vfs import rights
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.group import DirectoryGroup, File, FileState
 from aifs.vfs.groups.group_text import Wanted, format_group
+from aifs.vfs.groups.joint import (
+    KEEP,
+    OFFER,
+    HostOffer,
+    Joint,
+    decode_digests,
+    decode_wanted,
+    encode_digests,
+)
 from aifs.vfs.groups.members import Members
 from aifs.vfs.groups.parts import FILES, STORE, Parts
 from aifs.vfs.groups.report import GroupReport
@@ -124,7 +132,8 @@ class Groups:
         upkeep: Upkeep,
         deadline_s: float,
         role: Role,
-        servers: Servers,
+        parts: Parts,
+        joint: Joint,
         peers: Peers | None,
     ) -> None:
         self._show: Publish | None = None  # while ``run`` runs
@@ -143,7 +152,8 @@ class Groups:
         self._writeback = writeback
         self._barrier = barrier
         self._role = role
-        self._parts = Parts(engine, barrier, role, servers, peers)
+        self._parts = parts
+        self._joint = joint
         self._ids = ids
         self._drain = drain
         self._members = members
@@ -158,6 +168,8 @@ class Groups:
         if peers is not None:
             peers.serve(STORE, self._serve_store)
             peers.serve(FILES, self._serve_files)
+            peers.serve(OFFER, self._serve_offer)
+            peers.serve(KEEP, self._serve_keep)
 
     # --- which group ------------------------------------------------------------------------------
 
@@ -979,23 +991,52 @@ class Groups:
         that have died: their names."""
         await self._engine.shown()  # they know that it is committed
         lost: list[str] = []
+        kept: dict[int, set[bytes]] = {}
+        if self._parts.others(group):
+            kept = await self._joint.spread(group)
+            group.kept = kept.get(self._engine.host, set())
 
         async def others() -> None:
-            lost.extend(await self._parts.store(group))
+            lost.extend(await self._parts.store(group, kept))
 
         await run_all(partial(self._store_own, group), others)
         return lost
 
     async def _serve_store(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """What is here of a group, given as [directory, id], is on the data servers on return."""
-        ino, group_id = arguments
-        group = self.by_directory.get(ino)
-        if group is None or group.record.id != group_id or not group.is_live:
+        group = self._find_asked(arguments)
+        if group is None:
             return Answer({})
-        group.asked.set()
+        group.kept = decode_digests(body)
         with giving_up():
             await self._store_own(group)
         return Answer(group.report.to_json())
+
+    async def _serve_offer(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """What is here of a group, given as [directory, id]: see HostOffer.encode."""
+        group = self._find_asked(arguments)
+        with giving_up():
+            offer = HostOffer((), {}, 0) if group is None else await self._joint.offer(group)
+        return offer.encode()
+
+    async def _serve_keep(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """Chunks of a group, given as [directory, id, ...] and by ``encode_wanted``, are stored for
+        all; the digests of those that are."""
+        group = self._find_asked(arguments[:2])
+        kept: set[bytes] = set()
+        if group is not None:
+            with giving_up():
+                kept = await self._joint.keep(group, *decode_wanted(arguments[2:], body))
+        return Answer(None, encode_digests(kept))
+
+    def _find_asked(self, arguments: Any) -> DirectoryGroup | None:
+        """A group that is live, given as [directory, id], of which another host asks."""
+        ino, group_id = arguments
+        group = self.by_directory.get(ino)
+        if group is None or group.record.id != group_id or not group.is_live:
+            return None
+        group.asked.set()
+        return group
 
     async def _serve_files(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """The files of a group, given as [directory, id], that were closed here, in the body: JSON,
@@ -1007,12 +1048,15 @@ class Groups:
         return Answer(None, json.dumps([[file.ino, file.size] for file in files]).encode())
 
     async def _store_unasked(self, group: DirectoryGroup) -> None:
-        """The host that sees to a group that is committed may hang: its files do not wait for it
-        longer than a lease lasts."""
-        with trio.move_on_after(_ASKED_S):
-            await group.asked.wait()
-        if group.is_live and not group.asked.is_set():
-            await self._members.store(group)
+        """The host that sees to a group that is committed may hang, or be cut off: the files here
+        do not wait for it longer than a lease lasts."""
+        while group.is_live and not group.is_of(self._engine.host):
+            group.asked = trio.Event()
+            with trio.move_on_after(_ASKED_S):
+                await group.asked.wait()
+            name = await self._engine.view(hosts.name_of, group.record.host)
+            if not group.asked.is_set() and not self._parts.hears(name):
+                await self._members.store(group)
 
     async def _watch_hosts(self) -> None:
         """See to what hosts leave that have died."""

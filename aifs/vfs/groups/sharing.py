@@ -23,6 +23,11 @@ Chunk = tuple[int, int]
 """Number of a member, and of a chunk in it."""
 
 
+Chunks = dict[bytes, tuple[int, tuple[int, ...]]]
+"""Distinct chunks of a host, by digest: the length, and the burst devices that have it, ascending.
+"""
+
+
 class Cut(NamedTuple):
     """The chunks of one member in order: (offset, length) and digest of each, b"" of zeros."""
 

@@ -5,7 +5,7 @@ A chunk that has been appended is right if the lease of the file that it was rea
 when that is done. Otherwise the files that it was for wait for another round.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ import trio
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, Stale
+from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Stored
@@ -38,12 +39,17 @@ from aifs.vfs.groups.prepared import Prepared
 from aifs.vfs.groups.report import GroupReport
 from aifs.vfs.groups.sharing import Asked, Assigned, Holder, Need
 
+_log = logger(__name__)
+
 _APPENDED = faults.declare(
     "vfs.group.appended",
     "chunks of a group are durable in containers, no file names them",
 )
 _REPLACED = faults.declare(
     "vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it"
+)
+_KEPT = faults.declare(
+    "vfs.group.kept", "chunks of a group are in the store for other hosts, no file names them"
 )
 _FLIPPED = faults.declare(
     "vfs.group.flipped", "some files of a group are on the capacity tier, others not yet"
@@ -83,6 +89,8 @@ class MemberKind:
     chunk: int
     """Bytes of the largest chunks."""
     report: GroupReport
+    kept: Collection[bytes] = ()
+    """Digests of chunks that hosts have just stored for all of the group."""
     needs: dict[bytes, Need] = field(default_factory=dict)
     """The distinct chunks."""
     known: set[bytes] = field(default_factory=set)
@@ -199,12 +207,18 @@ class MemberKind:
         for member in drained:
             self.known.update(member.cut.digests)
         counted = {d for member in drained for d in member.cut.digests} & work.senders.keys()
-        inos = {member.ino for member in drained}
+        self.count_stored(work, counted, {member.ino for member in drained})
+
+    def count_stored(
+        self, work: _Work, shared: Collection[bytes], inos: Collection[int] = ()
+    ) -> None:
+        """These shared chunks, and those that these files have of their own, count in the
+        report."""
         for slot, some in zip(self.slots, work.pieces, strict=True):
             size = sum(
                 HEADER_BYTES + work.places[key].stored
                 for key, _ in some
-                if (key in counted if isinstance(key, bytes) else key[0] in inos)
+                if (key in shared if isinstance(key, bytes) else key[0] in inos)
             )
             self.report.stored_bytes += size
             for server in slot.servers:
@@ -233,7 +247,8 @@ class Storing:
         self._containers = containers
         self._movers = movers
         self._flips = flips
-        self._bandwidths = Bandwidths(config, servers)
+        self._servers = servers
+        self.bandwidths = Bandwidths(config, servers)
 
     async def store(self, kind: MemberKind) -> None:
         """Each member has its outcome on return."""
@@ -249,15 +264,16 @@ class Storing:
         cuts = [member.cut for member in kind.members]
         kind.needs, amounts = await _work(kind.members[0], sharing.distinct, cuts)
         looked_up = await look_up(
-            self._engine, self._budget, self._containers, kind.asked, kind.needs
+            self._engine, self._budget, self._containers, kind.asked, kind.needs, kind.kept
         )
         kind.known, kind.own = looked_up.known, looked_up.own
         found = sum(kind.needs[digest].length for digest in kind.known)
+        ours = sum(kind.needs[digest].length for digest in kind.known.intersection(kind.kept))
         report = kind.report
         report.verified_chunks += looked_up.verified
         report.zero_bytes += amounts.zero
-        report.duplicate_bytes += amounts.duplicate
-        report.found_bytes += found
+        report.duplicate_bytes += amounts.duplicate + ours
+        report.found_bytes += found - ours
         report.distinct_bytes += amounts.distinct - found
         new = {digest: need for digest, need in kind.needs.items() if digest not in kind.known}
         report.chunks += len(new)
@@ -291,8 +307,8 @@ class Storing:
         begin = trio.current_time()
         report = kind.report
         devices = [member.copy.server for member in kind.members]
-        sources, free = self._bandwidths.of_burst(set(devices)), self._bandwidths.free()
-        rates = self._bandwidths.of_servers()
+        sources, free = self.bandwidths.of_burst(set(devices)), self.bandwidths.free()
+        rates = self.bandwidths.of_servers()
         try:
             known = {number: (rate, free[number]) for number, rate in rates.items()}
             found = await _work(kind.members[0], kind.ask, new, devices, sources, known)
@@ -301,6 +317,71 @@ class Storing:
             found = await _work(kind.members[0], kind.ask, new, devices, sources, known)
         kind.assigned, report.planned_s, report.lower_bound_s = found
         report.plan_s += trio.current_time() - begin
+
+    async def assign(
+        self,
+        asked: Asked,
+        needs: Mapping[bytes, Need],
+        devices: Sequence[int],
+        sources: Mapping[int, int],
+        links: Mapping[int, tuple[int, int]],
+    ) -> tuple[tuple[Striped, ...], dict[bytes, Assigned]]:
+        """The plan for chunks of several hosts: slots, and which of these takes a chunk from which
+        device. See sharing.ask. Raises NoSpace, NotSupported, Unavailable."""
+        slots, free = (
+            self._containers.slots(asked.redundancy, asked.servers),
+            self.bandwidths.free(),
+        )
+        rates = self.bandwidths.of_servers()
+        known = {number: (rate, free[number]) for number, rate in rates.items()}
+
+        def ask() -> dict[bytes, Assigned]:
+            question = sharing.ask(needs, devices, sources, slots, known, links)
+            return sharing.answer(question, planner.plan(question.pattern), sources)
+
+        workers = self._servers[slots[0].servers[0]].workers
+        return slots, (await gather([(workers, ask, ())]))[0]
+
+    # --- for other hosts ---
+
+    async def keep(
+        self, kind: MemberKind, wanted: Mapping[bytes, tuple[int, ...]], lists: list[int]
+    ) -> set[bytes]:
+        """Store these chunks of the members, each in a container on the servers that it names;
+        those that are in the store. They are named by lists that no file has, which are added to
+        ``lists`` before they are made: for the collector."""
+        kept: set[bytes] = set()
+        cuts = [member.cut for member in kind.members]
+        kind.needs, _ = await _work(kind.members[0], sharing.distinct, cuts)
+        try:
+            kind.slots = self._containers.slots(kind.asked.redundancy, kind.asked.servers)
+            number = {slot.servers: index for index, slot in enumerate(kind.slots)}
+            found = {digest: servers for digest, servers in wanted.items() if digest in kind.needs}
+            kind.assigned = {d: Assigned(number.get(s, 0), -1) for d, s in found.items()}
+            for batch in _batches(list(found), kind.needs):
+                lists.append(await self._ids.take())
+                kept |= await self._keep(kind, batch, lists[-1])
+        except FsError as error:
+            _log.info("chunks of a group are not kept for other hosts: %s", error)
+        return kept
+
+    async def _keep(self, kind: MemberKind, digests: list[bytes], oid: int) -> set[bytes]:
+        work, holding = _Work(kind.slots), kind.holding()
+        for digest in digests:
+            kind.add(work, digest, holding)
+        async with self._appended(kind, work):
+            extents_found = [
+                named(kind.needs[digest].length, digest)._replace(place=work.places[digest])
+                for digest in work.right
+            ]
+            await self._containers.list_extents(oid, extents_found, work.right, work.lost)
+        faults.reach(_KEPT)
+        report = kind.report
+        report.distinct_bytes += (size := sum(kind.needs[d].length for d in work.right))
+        report.duplicate_bytes -= size  # each member that has it counts it as one
+        report.chunks += len(work.right)
+        kind.count_stored(work, work.right)
+        return work.right
 
     # --- storing ---
 
@@ -406,6 +487,20 @@ class Storing:
             member.loose = True
             await self._containers.list_extents(member.oid, member.extents, new, lost)
             member.extents = ()
+
+
+def _batches(digests: list[bytes], needs: Mapping[bytes, Need]) -> Iterator[list[bytes]]:
+    """As many at a time as are made to count together."""
+    batch: list[bytes] = []
+    size = 0
+    for digest in digests:
+        batch.append(digest)
+        size += needs[digest].length
+        if size >= _BATCH or len(batch) >= _BATCH_CHUNKS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 async def _work(member: Prepared, function: Callable[..., Any], *args: Any) -> Any:
