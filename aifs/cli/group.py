@@ -58,11 +58,20 @@ def show_command(path: str, as_json: bool) -> None:
             print(f"and {count(told['file_count'] - len(rows), 'file')} more")
 
 
+def _host(told: dict[str, Any]) -> str:
+    has = [f"ranks {', '.join(map(str, told['ranks']))}"] if told["ranks"] else []
+    has += ["files"] if told["has_files"] else []
+    has += ["sees to it"] if told["sees_to_it"] else []
+    return f"{told['name']} ({'; '.join(has)})" if has else told["name"]
+
+
 def _told(told: dict[str, Any]) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
         ("group", f"{told['name']}, {count(told['ranks'], 'rank')}, committed by {told['commit']}"),
         ("state", told["state"] + (f": {told['error']}" if told["error"] else "")),
     ]
+    if told["hosts"]:
+        facts.append(("hosts", ", ".join(map(_host, told["hosts"]))))
     if told["missing"]:
         facts.append(("missing", "ranks " + ", ".join(map(str, told["missing"]))))
     elif told["missing_files"]:

@@ -162,7 +162,10 @@ class MountedGroup:
         ranks, rank = told.get("members", []), self._options.rank
         if told.get("state") != _OPEN:  # another rank has seen to it
             return True
-        if any(one["pid"] for one in ranks) or told["missing_ranks"] == told["ranks"]:
+        if (
+            any(one["pid"] or one.get("host") for one in ranks)
+            or told["missing_ranks"] == told["ranks"]
+        ):
             return False
         shown = {
             one["rank"]: one["state"] for one in ranks

@@ -112,7 +112,7 @@ class Ioctls:
                 record.id,
                 1 + GROUP_STATES.index(record.state),
                 record.options.ranks,
-                len(group.processes),
+                len(group.processes) + len(group.joined_elsewhere),
                 committed,
                 len(group.files),
                 record.dead,

@@ -212,13 +212,13 @@ async def test_what_both_hosts_have_is_stored_once_by_both(scratch: Path):
 
 
 async def test_a_host_with_a_slow_link_stores_less(scratch: Path):
-    async with two_hosts(scratch / "s") as (north, south, _):
-        south.groups._joint._link = 1
-        north.groups._joint._link = 1 << 30
-        ino, there = await saved(north, south, SAME, SAME)
-        assert (await durable(south, ino))["distinct_bytes"] == len(SAME)
-        assert south.group_drain.status()["stored_bytes"] == 0
-        assert await read_file(south, there) == SAME
+    async with cluster_of(scratch / "s") as cluster:
+        cluster.bandwidths = {"north": 1 << 30, "south": 1}
+        async with cluster.mounted("north") as north, cluster.mounted("south") as south:
+            ino, there = await saved(north, south, SAME, SAME)
+            assert (await durable(south, ino))["distinct_bytes"] == len(SAME)
+            assert south.group_drain.status()["stored_bytes"] == 0
+            assert await read_file(south, there) == SAME
 
 
 @pytest.mark.parametrize("service", [joint.OFFER, joint.KEEP, parts.STORE])

@@ -1,5 +1,6 @@
 """What people do on two hosts of one store: shell tools, git, SQLite, checkpoints, logs that
-somebody follows, trees that move or go while the other host is in them, locks."""
+somebody follows, trees that move or go while the other host is in them, locks, grouped
+saves."""
 
 import errno
 import fcntl
@@ -15,8 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from aifs.client import Group, getfile, group_putfile
+from tests.support.group_ranks import Rank
 from tests.support.hosts import Both, Cluster, Host, until
 from tests.support.mounts import TIMEOUT_S, aifs
 
@@ -475,3 +479,54 @@ def test_a_large_file_that_both_hosts_read_is_passed_on(two: Cluster, both: Both
     assert read == [data, data]
     told = [json.loads(os.getxattr(host.path, "user.aifs.status"))["together"] for host in two]
     assert sum(each["received_bytes"] for each in told) > 0
+
+
+# --- grouped saves ---
+
+WORLD = 4
+SAME = np.arange(1 << 20, dtype=np.float32)
+
+
+def shard(rank: int) -> np.ndarray:
+    return np.full(1 << 16, rank + 1, dtype=np.float32) + np.arange(1 << 16, dtype=np.float32)
+
+
+def save_in_group(rank: int, process: Rank, directory: Path) -> None:
+    group = Group("step", rank, WORLD, directory=directory, publish="step-1")
+    state = {"same": SAME, "own": shard(rank)}
+    group_putfile(f"rank{rank}.safetensors", state, group).durable.result(60)
+
+
+def test_ranks_of_two_hosts_save_publish_and_load(two: Cluster, both: Both) -> None:
+    """Each with a part of its own, and what is equal in all: that is stored once."""
+    ranks = [Rank(rank, save_in_group, both[rank % 2] / "tmp") for rank in range(WORLD)]
+    assert [rank.outcome() for rank in ranks] == [None] * WORLD
+    for directory in both:
+        assert os.listdir(directory) == ["step-1"]
+        for rank in range(WORLD):
+            loaded = getfile(directory / "step-1" / f"rank{rank}.safetensors").to_arrays()
+            assert (loaded["same"] == SAME).all() and (loaded["own"] == shard(rank)).all()
+        told = json.loads(aifs("group", "show", directory / "step-1", "--json").stdout)
+        assert (told["state"], told["published"]) == ("durable", True)
+        assert told["distinct_bytes"] < 1.02 * (SAME.nbytes + WORLD * shard(0).nbytes)
+        assert told["stored_bytes"] < 1.02 * (SAME.nbytes + WORLD * shard(0).nbytes)
+        assert sum(told["plan"]["servers"].values()) == told["stored_bytes"]
+
+
+def test_a_rank_that_dies_is_named_on_the_other_host(two: Cluster, both: Both) -> None:
+    def wait(rank: int, process: Rank) -> None:
+        group = Group("step", rank, 2, directory=both[rank] / "tmp", publish="final")
+        if rank == 1:
+            process.reach("joined")
+        group_putfile("file", {"same": SAME}, group).durable.result(60)
+
+    dying = Rank(1, wait)
+    dying.await_phase("joined")
+    other = Rank(0, wait)
+    shown = aifs("group", "show", both[0] / "tmp").stdout
+    assert "b (ranks 1; sees to it)" in shown
+    dying.kill()
+    name, said, rank = other.outcome()
+    assert (name, rank) == ("RankDied", 1), said
+    dying.end()
+    assert not (both[0] / "final").exists()

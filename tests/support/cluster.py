@@ -139,6 +139,8 @@ class Cluster:
         self.silent: set[str] = set()
         """Hosts that do not answer."""
         self.roles: dict[str, Role] = {}
+        self.bandwidths: dict[str, int] = {}
+        """``host.bandwidth`` of hosts that are mounted from now on."""
         self.last = ""
         """The host that was unmounted last."""
         if not directory.exists():
@@ -171,7 +173,8 @@ class Cluster:
 
     def config(self, name: str) -> Config:
         config = modes.config_of(self.directory)
-        host, meta = config.host.model_copy(update={"name": name}), config.meta
+        own_host = {"name": name, "bandwidth": self.bandwidths.get(name, 0)}
+        host, meta = config.host.model_copy(update=own_host), config.meta
         if name != self.names[0]:
             own = str(self.directory / f"meta-{name}")
             meta = meta.model_copy(update={"directory": own})

@@ -3,7 +3,7 @@ one clock, given by the caller; docs/commit.md has the states.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -344,9 +344,11 @@ class DirectoryGroup:
         return [file for file in self.files.values() if file.state in states]
 
 
-def describe_ranks(group: DirectoryGroup, most: int) -> list[dict[str, Any]]:
+def describe_ranks(
+    group: DirectoryGroup, most: int, hosts: Mapping[int, str]
+) -> list[dict[str, Any]]:
     """What is known of the ranks, for people and programs; if they are more than ``most``, of those
-    that have not committed, and of no more of them."""
+    that have not committed, and of no more of them. ``hosts``: names, where there are several."""
     record = group.record
     if not record.options.explicit:
         return []
@@ -364,6 +366,13 @@ def describe_ranks(group: DirectoryGroup, most: int) -> list[dict[str, Any]]:
             return "joined"
         return "away" if rank in group.away else "missing"
 
+    lives = {rank: hosts.get(host) for host, part in group.parts.items() for rank in part.ranks}
     return [
-        {"rank": rank, "state": state(rank), "pid": group.processes.get(rank)} for rank in ranks
+        {
+            "rank": rank,
+            "state": state(rank),
+            "pid": group.processes.get(rank),
+            **({"host": lives.get(rank)} if hosts else {}),
+        }
+        for rank in ranks
     ]

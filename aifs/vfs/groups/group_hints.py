@@ -16,6 +16,7 @@ from aifs.core.json_text import parse_object
 from aifs.files import permissions
 from aifs.files.types import SIZE_MAX, CallerLike
 from aifs.meta import namespace, paths
+from aifs.meta.hosts import read_hosts
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs import rights
 from aifs.vfs.attributes import Attributes
@@ -143,6 +144,7 @@ class GroupHints:
             )
             await trio.lowlevel.checkpoint()
         told = report_of(group)
+        hosts = await self._engine.view(read_hosts) if self._engine.host else {}
         owners = {0, record.asker.uid, (await self._engine.view(_owner, group.ino))}
         wrong = {
             "error": record.error,
@@ -169,7 +171,16 @@ class GroupHints:
             "pending": group.pending is not None,
             "publish": os.fsdecode(options.publish),
             "published": record.published,
-            "members": describe_ranks(group, _SHOWN),
+            "members": describe_ranks(group, _SHOWN, hosts),
+            "hosts": [
+                {
+                    "name": hosts.get(host),
+                    "ranks": list(part.ranks),
+                    "has_files": part.has_files,
+                    "sees_to_it": host == record.host,
+                }
+                for host, part in sorted(group.parts.items())
+            ],
             "missing": missing[:_SHOWN],
             "missing_ranks": len(missing),
             "missing_files": 0
