@@ -86,7 +86,8 @@ def put_inline(
     them; those, and how many blocks they take. Raises ChangedElsewhere."""
     data, record = change(opened.data or b""), _find_record(tx, opened)
     if record is not None and tx.host:
-        _require_before(tx, decode_inode(opened.ino, record), opened)
+        _require_before(tx, stored := decode_inode(opened.ino, record), opened)
+        _discard_cache(tx, stored, opened)
     # Never 0 blocks for a file with bytes: archivers take that for a file that is one hole.
     blocks = (len(data) + 511) // 512
     if record is not None:
@@ -152,8 +153,7 @@ def put_mark(tx: Transaction, inode: Inode) -> bool:
     if tx.host:
         stored = namespace.get_inode(tx, inode.ino)
         _require_before(tx, stored, inode)
-        if stored.copy != inode.copy and stored.copy is not None:
-            namespace.discard_copy(tx, stored.copy)
+        _discard_cache(tx, stored, inode)
     stored = namespace.put_bytes(tx, inode)
     namespace.put_mark(tx, inode.ino)
     if inode.copy is not None and inode.in_burst:  # it was in order, so the copy has been synced
@@ -217,6 +217,12 @@ def _require_before(tx: Transaction, stored: Inode, before: Inode | None) -> Non
         as_before = as_before and stored.copy == before.copy
     if not as_before or (mark is not None and keys.host_of(mark) != tx.host):
         raise ChangedElsewhere(f"inode {stored.ino} has been changed by another host")
+
+
+def _discard_cache(tx: Transaction, stored: Inode, opened: Inode) -> None:
+    """The bytes change, and core does not know of a clean copy on another host."""
+    if stored.copy is not None and stored.copy != opened.copy:
+        namespace.discard_copy(tx, stored.copy)
 
 
 def change_forms(

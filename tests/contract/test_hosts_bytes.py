@@ -454,6 +454,18 @@ async def test_a_clean_copy_elsewhere_is_given_up_by_who_writes(scratch: Path):
         assert copy.id not in await numbers_of(north, b"g")
 
 
+async def test_an_empty_copy_elsewhere_is_given_up_by_who_writes_a_few_bytes(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        reader, *_ = await north.open(ino, os.O_RDONLY)  # so it has its copy as long as it is open
+        await rewrite(north, ino, b"")
+        await drained(north, ino)
+        assert (await south.getattr(ino)).copy is not None
+        await rewrite(south, ino, b"few")
+        await north.release(reader)
+        assert await read_file(north, ino) == b"few"  # and fsck finds no record that is left
+
+
 async def test_a_drain_is_asked_of_the_hosts_that_have_the_files(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         top = (await north.mkdir(ROOT_INO, b"top", 0o755, OWNER)).ino
