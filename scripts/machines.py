@@ -110,7 +110,11 @@ def host_file(name: str, directory: Path, namespace: Namespace, cluster: Mapping
     below ``directory``."""
     own = {
         "meta": {**cluster["meta"], "directory": str(directory / "replica")},
-        "host": {"name": name, "listen": f"{namespace.address}:{PEER_PORT}"},
+        "host": {
+            **cluster.get("host", {}),
+            "name": name,
+            "listen": f"{namespace.address}:{PEER_PORT}",
+        },
         "burst": {**cluster.get("burst", {}), "directories": [str(directory / "burst")]},
         "log": {"file": str(directory / "log" / "aifs.log")},
     }

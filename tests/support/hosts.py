@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -77,8 +78,14 @@ class Cluster:
     """The hosts of a store. Iterable, in the order of their names: a, b, c, ..."""
 
     def __init__(
-        self, directory: Path, network: Network, postgres: Postgres, database: TestDatabase
+        self,
+        directory: Path,
+        network: Network,
+        postgres: Postgres,
+        database: TestDatabase,
+        settings: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """``settings``: sections of the hosts' configuration."""
         self.postgres = postgres
         self.network = network
         self._directory = directory
@@ -91,6 +98,7 @@ class Cluster:
             },
             "servers": [str(directory / "data" / str(number)) for number in range(SERVERS)],
             "data": {"movers": 0},
+            **settings,
         }
 
     def add(self, name: str = "") -> Host:
@@ -124,6 +132,11 @@ class Cluster:
 
     def __getitem__(self, index: int) -> Host:
         return self._hosts[index]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Where they are mounted."""
+        return [host.path for host in self._hosts]
 
     def live(self, host: Host) -> set[str]:
         """The hosts that have a session, as one of them says."""
@@ -166,12 +179,16 @@ def network() -> Iterator[Network]:
 
 @contextmanager
 def many_hosts(
-    directory: Path, postgres: Postgres, count: int = 2, mounted: bool = True
+    directory: Path,
+    postgres: Postgres,
+    count: int = 2,
+    mounted: bool = True,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
     """A new store of many hosts below ``directory``; at the end they are unmounted, and it is
     checked."""
     with network() as made, postgres.new_database() as database:
-        cluster = Cluster(directory, made, postgres, database)
+        cluster = Cluster(directory, made, postgres, database, settings)
         try:
             for _ in range(count):
                 cluster.add()
