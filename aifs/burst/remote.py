@@ -150,7 +150,8 @@ class Homes:
             asked = [ino, operation, *args]
             return await peers.call(name, CARRY_OUT, asked, body, timeout_s=_CALL_S)
 
-        return await self._ask(host, ino, call, is_repeated=operation != Operation.APPEND)
+        is_repeated, waits = operation != Operation.APPEND, operation != Operation.SHOW
+        return await self._ask(host, ino, call, is_repeated, waits)
 
     async def leave(self, host: int, ino: int) -> None:
         """This host writes to the file no more. Raises Stale, Unavailable."""
@@ -158,7 +159,7 @@ class Homes:
         async def call(peers: Peers, name: str) -> None:
             await peers.call(name, CARRY_OUT, [ino, Operation.LEAVE])
 
-        await self._ask(host, ino, call, is_repeated=False)
+        await self._ask(host, ino, call, waits=False)
 
     async def sync(self, host: int, inos: Sequence[int]) -> None:
         """What ``host`` has not synced of these files, or below these directories, is durable on
@@ -175,18 +176,24 @@ class Homes:
         ino: int,
         call: Callable[[Peers, str], Awaitable[Result]],
         is_repeated: bool = True,
+        waits: bool = True,
     ) -> Result:
+        """``is_repeated``: also when the host may have done it. ``waits``: for a host that cannot
+        be asked at present."""
         name = await self.name_of(host)
         if self._peers is None:
             raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
-        until_s = trio.current_time() + self._wait_s
+        until_s = trio.current_time() + (self._wait_s if waits else 0)
         while True:
+            is_asked = name in self._peers.connected
             try:
+                if not is_asked:
+                    raise Unavailable(f"host {name} is not connected")
                 return await call(self._peers, name)
             except Busy:
                 pass  # it has too much to do for us, and has not begun with this
             except Unavailable as error:
-                if not is_repeated or trio.current_time() >= until_s:
+                if (is_asked and not is_repeated) or trio.current_time() >= until_s:
                     raise Unavailable(
                         f"inode {ino}: its newest bytes are on host {name}, which cannot be "
                         f"asked: {error}"

@@ -530,3 +530,60 @@ def test_a_rank_that_dies_is_named_on_the_other_host(two: Cluster, both: Both) -
     assert (name, rank) == ("RankDied", 1), said
     dying.end()
     assert not (both[0] / "final").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_who_appends_by_way_of_a_host_that_fails(two: Cluster, both: Both, how: str) -> None:
+    """What write(2) has told is there, once; what it has not is there at most once."""
+    here = both[0]
+    told, untold, ended = [], [], threading.Event()
+
+    def append(fd: int) -> None:
+        for number in range(10**9):
+            try:
+                os.write(fd, b"%d\n" % number)
+                told.append(number)
+                if how == "killed":  # else it would wait for longer than the lease of c
+                    os.fsync(fd)
+            except OSError as error:
+                assert error.errno == errno.EIO
+                if told[-1:] != [number]:
+                    untold.append(number)
+            if ended.is_set():
+                return
+
+    with two.another(how.split()[0]) as c:
+        c.mount()
+        there = c.path / here.name
+        until(there.is_dir, "what is made is seen")
+        holding = "import sys; file = open(sys.argv[1], 'ab'); sys.stdin.read()"
+        home = subprocess.Popen(
+            [sys.executable, "-c", holding, there / "log"], stdin=subprocess.PIPE
+        )
+        until((here / "log").exists, "what is made is seen")
+        log = os.open(here / "log", os.O_WRONLY | os.O_APPEND)
+        appending = threading.Thread(target=append, args=(log,))
+        appending.start()
+        until(lambda: len(told) > 20, "it appends")
+        if how == "killed":
+            c.kill()
+        else:
+            c.namespace.cut()
+        until(lambda: untold, "it is told that the home does not answer")
+        if how == "killed":
+            home.kill()
+            home.wait()
+            c.mount()
+        else:
+            c.namespace.mend()
+        before = len(told)
+        until(lambda: len(told) > before + 20, "it goes on")
+        ended.set()
+        appending.join()
+        os.close(log)
+        home.communicate()
+        lines = list(map(int, (here / "log").read_text().split()))
+        assert len(lines) == len(set(lines)) and lines == sorted(lines)
+        assert set(told) <= set(lines) <= {*told, *untold}
+        c.expected.append("")
