@@ -2,6 +2,7 @@
 is equal on both is stored once.
 """
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +67,9 @@ async def test_ranks_on_both_hosts_commit_and_all_is_drained(scratch: Path):
             assert told["bytes"] == len(DATA) + len(OTHER)
         assert not await undrained(north, here, there)
         assert await read_file(south, here) == DATA and await read_file(north, there) == OTHER
+        await put(north, ino, "group", "name=next,ranks=2,commit=explicit", OWNER)
+        await south.groups.wait(ino, told["id"], True, LIMIT_S)
+        assert (await ask(south, ino, f"group.{told['id']}"))["state"] == "durable"
 
 
 async def test_files_that_are_closed_on_both_hosts_complete_a_group(scratch: Path):
@@ -277,6 +281,22 @@ async def test_the_files_of_a_host_that_dies_before_all_have_committed(scratch: 
         async with cluster.mounted("south") as south:
             await stores.drained(south, there)
             assert await read_file(north, there) == DATA
+
+
+async def test_what_a_dead_host_has_not_drained_is_not_published(scratch: Path):
+    async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
+        ino = (await north.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        with pytest.raises(SimulatedCrash):
+            async with cluster.mounted("south") as south:
+                there = await make(south, ino, b"1", DATA)
+                await south.writeback.sync_files([there])
+                raise SimulatedCrash
+        with pytest.raises(Unavailable, match="/tmp/1: its newest bytes are on host south"):
+            await put(north, ino, "publish-as", json.dumps({"final": "final"}), ADMIN)
+        await north.rename(ROOT_INO, b"tmp", ROOT_INO, b"other")
+        async with cluster.mounted("south"):
+            await put(north, ino, "publish-as", json.dumps({"final": "final"}), ADMIN)
+            assert (await north.lookup(ROOT_INO, b"final")).ino == ino
 
 
 async def test_a_rank_whose_host_dies_may_come_again_elsewhere(scratch: Path):

@@ -333,7 +333,11 @@ def test_a_rank_that_dies_ends_the_group_at_once() -> None:
         1,
         "rank 1 ended before it committed",
     )
-    assert [rank["state"] for rank in describe_ranks(group, 9)] == ["missing", "dead", "missing"]
+    assert [rank["state"] for rank in describe_ranks(group, 9, {})] == [
+        "missing",
+        "dead",
+        "missing",
+    ]
     with pytest.raises(MemberDied, match="rank 1 ended before it committed"):
         group.require_success()
     with pytest.raises(MemberDied):
@@ -345,7 +349,7 @@ def test_a_rank_may_come_back_within_its_grace() -> None:
     group.join(1, 100)
     group.left(1, 100, 1001.0)
     assert group.overdue(1005.9) is None and group.deadline() == 1006.0
-    assert describe_ranks(group, 9)[1] == {"rank": 1, "state": "away", "pid": None}
+    assert describe_ranks(group, 9, {})[1] == {"rank": 1, "state": "away", "pid": None}
     group.join(1, 101)
     assert group.overdue(1010.0) is None and group.deadline() == 1060.0
     group.left(1, 101, 1010.0)
@@ -358,7 +362,7 @@ def test_a_rank_that_has_committed_may_end() -> None:
     group.join(1, 100)
     group.commit(1)
     group.left(1, 100, 1001.0)
-    assert group.overdue(1001.0) is None and describe_ranks(group, 9)[1]["state"] == "committed"
+    assert group.overdue(1001.0) is None and describe_ranks(group, 9, {})[1]["state"] == "committed"
 
 
 def test_a_rank_that_is_committing_is_not_dead() -> None:

@@ -234,14 +234,19 @@ class Groups:
             before.wake()
         ended = before.record if before is not None else recorded
         if ended is not None and ended.state not in groups.LIVE:
-            followed = self._followed[ended.id] = self._new(ino, ended)
+            followed = self._new(ino, ended)
             followed.publish_failure = None if before is None else before.publish_failure
-        for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
-            del self._followed[group_id]
+            self._remember(followed)
         self.by_directory.pop(ino, None)  # the youngest to the end
         group = self.by_directory[ino] = self._new(ino, record)
         self._look()
         return group
+
+    def _remember(self, followed: DirectoryGroup) -> None:
+        """How a group has ended, for those who ask for it by its id."""
+        self._followed[followed.record.id] = followed
+        for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
+            del self._followed[group_id]
 
     async def _change(self, group: DirectoryGroup, **more: Any) -> DirectoryGroup:
         """More is asked of a group: fields of its record. Whoever calls this is recording. Raises
@@ -667,9 +672,10 @@ class Groups:
 
     async def _reopened(self, group: DirectoryGroup, ino: int, opened_ns: int) -> None:
         """Others count a file no more that was closed here."""
-        await self._engine.transact(
-            groups.remove_closed, group.ino, group.record.id, ino, opened_ns
-        )
+        with suppress(FsError):  # then it counts as it was closed
+            await self._engine.transact(
+                groups.remove_closed, group.ino, group.record.id, ino, opened_ns
+            )
 
     def gone(self, ino: int) -> None:
         """An inode has lost its last name."""
@@ -749,6 +755,9 @@ class Groups:
             self._members.leave(group)
             group.record = group.record._replace(state="cancelled", error=reason, pending=None)
         del self.by_directory[group.ino]
+        followed = self._new(group.ino, group.record)
+        followed.publish_failure = group.publish_failure
+        self._remember(followed)
         group.wake()
         self._look()
 
@@ -1200,7 +1209,8 @@ class Groups:
             await processes.wait_for_end(pidfd)
         group.left(rank, process, trio.current_time())
         if rank is not None and self._engine.host and group.is_open:
-            await self._parts.left(group, rank)
+            with suppress(FsError):  # the mount ends, or the group has
+                await self._parts.left(group, rank)
         group.wake()
         self._look()
 
