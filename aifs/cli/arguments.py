@@ -51,6 +51,6 @@ class _Quantity(click.ParamType):
 
 
 PATH = _PathType()
-MOUNTPOINT = _PathType(may_be_stuck=True)  # of commands that take mounts away
+MOUNTPOINT = _PathType(may_be_stuck=True)  # of commands that see to stuck mounts themselves
 SIZE = _Quantity("size", parse_size)  # bytes
 DURATION = _Quantity("duration", parse_duration)  # seconds

@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aifs.cli import hints
 from aifs.cli.output import print_error
@@ -18,10 +18,16 @@ from aifs.core.errors import MountError, UserError
 from aifs.core.limits import within
 from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
 
+if TYPE_CHECKING:
+    from aifs.store.owner import Owner
+
 ANSWER_S = 30.0
 """How long a daemon may take to answer what it always can. One that works hard takes some
 milliseconds.
 """
+
+_SOON_S = 8.0
+"""In such a time a daemon has noticed that its database is away."""
 
 _END_S = 10.0  # what a process that was killed may take to end
 
@@ -38,16 +44,47 @@ class Stuck(MountError):
     """The daemon of a mount lives, and does not answer."""
 
 
+class AwaitsDatabase(MountError):
+    """The daemon of a mount lives, and answers nobody before its database does. ``owner``: what it
+    says of itself."""
+
+    def __init__(self, path: str, owner: "Owner") -> None:
+        super().__init__(f"{path}: {owner.doing}")
+        self.owner = owner
+
+
+def _require_database(path: str) -> None:
+    """Raises AwaitsDatabase if the daemon of the mount there says so in its owner file, which can
+    be read without asking the mount.
+    """
+    from aifs.core import config
+    from aifs.store.owner import find_holder, read_owner
+
+    mount, owner = mounted_at(path), None
+    with suppress(OSError, UserError):  # it may be out of reach for who is not root
+        loaded = config.load(mount.source, {}) if mount is not None else None
+        if loaded is not None and loaded.is_cluster and find_holder(loaded.meta.directory):
+            owner = read_owner(loaded.meta.directory)
+    if owner is not None and owner.doing:
+        raise AwaitsDatabase(path, owner)
+
+
 def is_dead(path: str) -> bool:
     """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after
-    ANSWER_S.
+    ANSWER_S, AwaitsDatabase.
 
     Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
     and a statvfs wait for a data server.
     """
+    _require_database(path)
     try:
-        within(ANSWER_S, os.getxattr, path, hints.NONE)
+        try:
+            within(_SOON_S, os.getxattr, path, hints.NONE)
+        except TimeoutError:
+            _require_database(path)  # it has noticed meanwhile
+            within(ANSWER_S - _SOON_S, os.getxattr, path, hints.NONE)
     except TimeoutError:
+        _require_database(path)
         raise Stuck(
             f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here "
             "again, or aifs umount --force, ends it, and loses nothing that was acknowledged"
@@ -142,7 +179,7 @@ def read_status(mountpoint: str) -> dict[str, Any]:
     """What the daemon says of itself. Raises MountError if it is dead or stuck."""
     require_answer(mountpoint)
     try:
-        return hints.read(mountpoint, hints.STATUS)
+        return within(ANSWER_S, hints.read, mountpoint, hints.STATUS)
     except OSError as error:
         if is_dead(mountpoint):
             raise MountError(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from aifs.cli import hints, scrub
-from aifs.cli.arguments import PATH
+from aifs.cli.arguments import MOUNTPOINT
 from aifs.cli.output import count
 
 
@@ -15,16 +15,26 @@ from aifs.cli.output import count
     short_help="Show the state of a mount.",
     epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json",
 )
-@click.argument("mountpoint", type=PATH)
+@click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:
     """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its
     drain.
     """
-    from aifs.cli.mounts import read_status, require_aifs
+    from aifs.cli.mounts import AwaitsDatabase, read_status, require_aifs
     from aifs.cli.output import print_facts, print_json, print_table
 
-    status = read_status(require_aifs(mountpoint))
+    path = require_aifs(mountpoint)
+    try:
+        status = read_status(path)
+    except AwaitsDatabase as error:  # nobody else can be asked
+        owner = error.owner
+        known = {"pid": owner.pid, "mountpoint": path, "waits_for": owner.doing}
+        if as_json:
+            print_json(known)
+        else:
+            print_facts(list(known.items()))
+        return
     if as_json:
         print_json(status)
         return

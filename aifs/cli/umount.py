@@ -14,6 +14,7 @@ from aifs.cli.arguments import DURATION, MOUNTPOINT
 from aifs.cli.drain import Left, drain, left
 from aifs.cli.output import print_error
 from aifs.core.errors import MountError, TimeoutReached, UserError
+from aifs.core.limits import within
 
 if TYPE_CHECKING:
     from aifs.store.owner import Owner
@@ -71,7 +72,16 @@ def umount_command(
     in mapped memory and not synced is lost; what was acknowledged is recovered by the next mount.
     That is refused as long as the system cannot end calls to a server.
     """
-    from aifs.cli.mounts import LOCKED, end, is_dead, mounted_at, read_status, require_aifs, unmount
+    from aifs.cli.mounts import (
+        LOCKED,
+        AwaitsDatabase,
+        end,
+        is_dead,
+        mounted_at,
+        read_status,
+        require_aifs,
+        unmount,
+    )
 
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
@@ -80,11 +90,20 @@ def umount_command(
         if mount is not None:  # else it has just been unmounted
             end(mount)
         return
-    if lazy or is_dead(path):
-        unmount(path, lazy=True)
-        return
-    status = read_status(path)
-    undrained = _drain(path) if drain_first else find_undrained(path)
+    begin_s = time.monotonic()
+    try:
+        if lazy or is_dead(path):
+            unmount(path, lazy=True)
+            return
+        status = read_status(path)
+        undrained = _drain(path) if drain_first else find_undrained(path)
+    except AwaitsDatabase as error:
+        mount = mounted_at(path)
+        if drain_first or mount is None:
+            raise
+        owner = error.owner
+        status = {"pid": owner.pid, "mountpoint": owner.mountpoint, "source": mount.source}
+        undrained = Left(0, 0, 0)  # nobody knows
     pid = status["pid"]
     try:
         daemon = os.pidfd_open(pid)
@@ -93,9 +112,10 @@ def umount_command(
             f"{mountpoint}: its daemon (pid {pid}) runs where this process cannot wait for it; "
             "unmount there"
         ) from None
-    until_s = time.monotonic() + timeout_s
+    # Draining has no limit; what else was asked for counts.
+    until_s = (time.monotonic() if drain_first else begin_s) + timeout_s
     try:
-        is_taken = unmount(path, limit_s=timeout_s)
+        is_taken = unmount(path, limit_s=max(until_s - time.monotonic(), _PAUSE_S))
         closed = wait_for_daemon(mountpoint, daemon, status, is_taken, until_s)
     finally:
         os.close(daemon)
@@ -151,7 +171,7 @@ def _drain(mountpoint: str) -> Left:
 
 def find_undrained(mountpoint: str) -> Left:
     try:
-        return left([mountpoint])
+        return within(NOTICE_S, left, [mountpoint])
     except (
         OSError
     ):  # a mount that cannot tell, because its metadata is gone, has to go all the same

@@ -6,8 +6,9 @@ The metadata directory holds this host's replica, which can be made anew at any 
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import trio
@@ -27,7 +28,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated import blocking
 from aifs.meta.replicated.blocking import BlockingDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine
-from aifs.meta.replicated.sessions import Member, Session, taken
+from aifs.meta.replicated.sessions import LEASE_S, STOP_S, Member, Session, taken
 from aifs.meta.servers import decode_server
 from aifs.store import directories
 from aifs.store.hosts import Hosts, enter, own_address
@@ -233,16 +234,24 @@ class ClusterMetadata:
 
     def right(self, owner: OwnerLock, servers: Servers) -> StoreRight:
         assert self._session is not None and self.hosts is not None
-        return SessionRight(self._session, self.hosts, servers)
+        return SessionRight(self._session, self.hosts, servers, owner, self.where)
 
 
 class SessionRight(StoreRight):
     """The right of who has a session, which the engine keeps, and gives back when it is closed."""
 
-    def __init__(self, session: Session, hosts: Hosts, servers: Servers) -> None:
+    def __init__(
+        self, session: Session, hosts: Hosts, servers: Servers, owner: OwnerLock, url: str
+    ) -> None:
+        """``owner``: its file says what is in doubt, to who cannot ask the mount. ``url``: of the
+        database."""
         super().__init__(servers)
         self._session = session
         self._hosts = hosts
+        self._owner = owner
+        self._url = url
+        self._sure_at_s = time.time()
+        """When the lease was last seen to be without doubt."""
 
     async def take(self, force: bool = False) -> None:
         pass
@@ -252,8 +261,30 @@ class SessionRight(StoreRight):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hosts.run)
             while not (why := self._session.ended):
+                self._look()
                 await trio.sleep(_LOOK_S)
             self._end(f"this host's session has ended ({why}); nothing is written any more")
 
+    def _look(self) -> None:
+        doubt = ""
+        if self._session.is_sure:
+            self._sure_at_s = time.time()
+        else:
+            since, until = self._sure_at_s - STOP_S, self._sure_at_s - STOP_S + LEASE_S
+            why = " ".join(self._session.fault.split()) or "it has not been heard for too long"
+            is_over = "ended" if time.time() >= until else "ends"
+            doubt = (
+                f"the database {self._url} does not answer since {_clock(since)}, and all that asks"
+                f" waits for it; the lease of this host {is_over} at {_clock(until)}: {why}"
+            )
+        if doubt != self.doubt:
+            self.doubt = doubt
+            with suppress(OSError):
+                self._owner.tell(doubt)
+
     def give_back(self) -> None:
         pass
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s))

@@ -29,6 +29,8 @@ class StoreRight(ABC):
         """Why there is no right any more."""
         self.over = trio.Event()
         """Set when there is none."""
+        self.doubt = ""
+        """Why nobody can tell whether there is one, so that requests wait; "": it is sure."""
         self._servers = servers
 
     @abstractmethod

@@ -111,7 +111,7 @@ class Store:
     def tell(self) -> None:
         """Say in the owner's file what is waited for, for who unmounts."""
         with suppress(OSError):
-            self.owner.tell(self.servers.describe_waiting())
+            self.owner.tell(self.ownership.doubt or self.servers.describe_waiting())
 
     def abandon(self) -> None:
         """Let go without writing anything, as the death of the process would."""

@@ -4,14 +4,17 @@ What hosts that have it mounted together see of one another is in other files.
 """
 
 import json
+import multiprocessing
 import os
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from tests.support.mounts import aifs
+from tests.support.hosts import until
+from tests.support.mounts import TIMEOUT_S, aifs
 from tests.support.postgres import BOTH, Postgres, TestDatabase, free_port
 
 Host = Callable[..., Path]
@@ -335,3 +338,51 @@ def test_a_mount_that_is_refused_has_written_nothing(
         if source.parent.name != "gamma":  # which has got its replica
             assert sorted(source.parent.rglob("*")) == before
     aifs("umount", path)
+
+
+@pytest.mark.parametrize("away", ["stopped", "killed"])
+def test_a_mount_can_be_left_while_its_database_is_away(
+    host: Host, mounts: Callable[[Path], Path], a_postgres: Postgres, away: str
+) -> None:
+    """What waits is told why. A daemon that is unmounted waits for the database, since nobody but
+    that knows what has become of the last commit; it can be killed."""
+    alpha = host("alpha")
+    aifs("format", alpha)
+    path = mounts(alpha)
+    (path / "before").write_text("acknowledged")
+    pid = json.loads(os.getxattr(path, "user.aifs.status"))["pid"]
+    daemon = os.pidfd_open(pid)
+    making = multiprocessing.get_context("fork").Process(target=(path / "under-way").mkdir)
+    try:
+        a_postgres.pause() if away == "stopped" else a_postgres.kill()
+        if away == "killed":
+            making.start()
+        told: dict[str, str] = {}
+
+        def is_noticed() -> bool:
+            told.update(json.loads(aifs("status", path, "--json").stdout))
+            return "waits_for" in told
+
+        until(is_noticed, "the daemon says what it waits for")
+        assert told["pid"] == pid
+        assert "does not answer since" in told["waits_for"]
+        assert "lease of this host end" in told["waits_for"]
+        assert "waits_for" in aifs("status", path).stdout
+        assert "does not answer since" in refused("umount", "--drain", path, code=6)
+        if away == "killed":
+            aifs("umount", "--force", path)
+            assert select.select([daemon], [], [], TIMEOUT_S)[0]
+            assert not os.path.ismount(path)
+            making.join()
+            return
+        done = aifs("umount", path, "--timeout", "2s", check=False)
+        assert done.returncode == 7 and "does not answer since" in done.stderr, done
+        assert not select.select([daemon], [], [], 0)[0]
+        a_postgres.go_on()
+        assert select.select([daemon], [], [], TIMEOUT_S)[0]
+    finally:
+        a_postgres.go_on() if a_postgres.is_running else a_postgres.restart()
+        os.close(daemon)
+    with open(alpha.parent / "replica" / "owner", "rb") as owner:
+        assert not owner.read(1).strip(b"\0")  # closed in order
+    assert (mounts(alpha) / "before").read_text() == "acknowledged"

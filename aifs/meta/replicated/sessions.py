@@ -207,6 +207,11 @@ class Session:
         """Whether this host has its lease without doubt."""
         return not self.ended and clock_s() < self.sure_until_s
 
+    @property
+    def fault(self) -> str:
+        """Why the database is not reached, as it was seen last; empty: it is."""
+        return self._database.settles.fault
+
     async def end_silent(self) -> bool:
         """End the sessions whose lease is over; whether there was one. Raises Unavailable."""
         ((count,),) = await self._database.settles.repeat(db.END_SILENT)
