@@ -1,6 +1,6 @@
 """The check of what directories are marked with: groups, their members, policies of retention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 from aifs.check import repair
@@ -20,7 +20,13 @@ class MarkCheck:
         view: View,
         table: InodeTable,
         problem: Callable[[str, Subject, str, Fix | None, int], None],
+        hosts: Set[int],
+        host: int,
     ) -> None:
+        """``hosts``: all that the store has; it is complete when groups are looked at. ``host``:
+        this one."""
+        self._hosts = hosts
+        self._host = host
         self._view = view
         self._table = table
         self._report = problem
@@ -37,15 +43,23 @@ class MarkCheck:
                 "stray-record", ino, f"member {number} of a group, but the directory has none", key
             )
             return
+        host = keys.part_host(key) if number is not None else None
+        fix: Fix = partial(repair.delete, key=key)
         try:
             if number is None:
-                groups.decode_group(value)
-            elif keys.part_host(key) is None:
+                group = groups.decode_group(value)
+                host = group.host
+                kept = group._replace(host=self._host).encode()
+                fix = partial(repair.put, key=key, value=kept)
+            elif host is None:
                 groups.decode_member(value)
             else:
                 groups.decode_part(value)
         except FsError as error:
             self._problem("unreadable-record", ino, str(error), key)
+            return
+        if host is not None and host not in self._hosts:
+            self._problem("unknown-host", ino, f"group of host {host}, which is none", key, fix)
 
     async def policy(self, key: bytes, value: bytes) -> None:
         """Which checkpoints a directory keeps."""
@@ -62,8 +76,9 @@ class MarkCheck:
         row = self._table.find(ino)
         return row != NONE and self._table.may_hold_names(row)
 
-    def _problem(self, kind: str, ino: int, detail: str, key: bytes) -> None:
+    def _problem(
+        self, kind: str, ino: int, detail: str, key: bytes, fix: Fix | None = None
+    ) -> None:
         subject = ino if self._table.find(ino) != NONE else f"inode {ino}"
-        self._report(
-            kind, subject, f"inode {ino}: {detail}", partial(repair.delete, key=key), RECORDS
-        )
+        fix = fix or partial(repair.delete, key=key)
+        self._report(kind, subject, f"inode {ino}: {detail}", fix, RECORDS)

@@ -114,7 +114,7 @@ class MetadataScan:
         self._names = NameCheck(view, self.table, self.problems, self._in_use)
         self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
         self._columns = ColumnRecords(view, self._servers, self._problem)
-        self._marks = MarkCheck(view, self.table, self._problem)
+        self._marks = MarkCheck(view, self.table, self._problem, self._hosts, engine.host)
         self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0

@@ -191,8 +191,11 @@ def read_status(mountpoint: str) -> dict[str, Any]:
         ) from None
 
 
-def unmount(mountpoint: str, lazy: bool = False, limit_s: float | None = None) -> bool:
-    """Take the mount away; ``lazy``: now, though its users may go on until they are done.
+def unmount(
+    mountpoint: str, lazy: bool = False, limit_s: float | None = None, answers: bool = True
+) -> bool:
+    """Take the mount away; ``lazy``: now, though its users may go on until they are done. Without
+    ``answers`` who is only seen to wait for one, such as a command that was given up, goes on, too.
     MountError.
 
     By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not
@@ -209,7 +212,10 @@ def unmount(mountpoint: str, lazy: bool = False, limit_s: float | None = None) -
     if done.returncode == 0:
         return True
     if "busy" in done.stderr:
-        raise MountError(f"{mountpoint}: is in use by {_describe_users(mountpoint)}")
+        users = _users_of(mountpoint)
+        if not (users or answers):
+            return unmount(mountpoint, lazy=True)
+        raise MountError(f"{mountpoint}: is in use by {_describe(users)}")
     if "not found in" in done.stderr:  # fusermount3 looks for the caller's own mounts alone
         raise MountError(
             f"{mountpoint}: was mounted by another user; only that user or root can unmount it"
@@ -256,11 +262,14 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _describe_users(mountpoint: str) -> str:
+def _users_of(mountpoint: str) -> list[str]:
     below = [
         mount.mountpoint for mount in all_mounts() if mount.mountpoint.startswith(f"{mountpoint}/")
     ]
-    users = [f"the mount {path}" for path in below] + _processes_using(mountpoint)
+    return [f"the mount {path}" for path in below] + _processes_using(mountpoint)
+
+
+def _describe(users: list[str]) -> str:
     if not users:
         return "a process that cannot be seen from here; fuser -vm shows more"
     more = f" and {len(users) - 3} more" if len(users) > 3 else ""

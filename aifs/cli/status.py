@@ -8,6 +8,7 @@ import click
 from aifs.cli import hints, scrub
 from aifs.cli.arguments import MOUNTPOINT
 from aifs.cli.output import count
+from aifs.core.limits import within
 
 
 @click.command(
@@ -21,7 +22,7 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its
     drain.
     """
-    from aifs.cli.mounts import AwaitsDatabase, read_status, require_aifs
+    from aifs.cli.mounts import ANSWER_S, AwaitsDatabase, read_status, require_aifs
     from aifs.cli.output import print_facts, print_json, print_table
 
     path = require_aifs(mountpoint)
@@ -41,7 +42,11 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     facts = [(name, value) for name, value in status.items() if not isinstance(value, list | dict)]
     facts += summaries(status)
     if status["cluster"]["hosts"]:
-        facts.append(("undrained", _describe_undrained(hints.read(mountpoint, hints.HOSTS))))
+        try:  # the database is asked
+            told = _describe_undrained(within(ANSWER_S, hints.read, path, hints.HOSTS))
+        except OSError as error:
+            told = f"not known: {error.strerror}"
+        facts.append(("undrained", told))
     print_facts(facts)
     print()
     right = ("server", "used", "free")

@@ -90,7 +90,7 @@ def umount_command(
         if mount is not None:  # else it has just been unmounted
             end(mount)
         return
-    begin_s = time.monotonic()
+    begin_s, answers = time.monotonic(), True
     try:
         if lazy or is_dead(path):
             unmount(path, lazy=True)
@@ -103,7 +103,7 @@ def umount_command(
             raise
         owner = error.owner
         status = {"pid": owner.pid, "mountpoint": owner.mountpoint, "source": mount.source}
-        undrained = Left(0, 0, 0)  # nobody knows
+        undrained, answers = Left(0, 0, 0), False  # nobody knows
     pid = status["pid"]
     try:
         daemon = os.pidfd_open(pid)
@@ -115,7 +115,8 @@ def umount_command(
     # Draining has no limit; what else was asked for counts.
     until_s = (time.monotonic() if drain_first else begin_s) + timeout_s
     try:
-        is_taken = unmount(path, limit_s=max(until_s - time.monotonic(), _PAUSE_S))
+        limit_s = max(until_s - time.monotonic(), _PAUSE_S)
+        is_taken = unmount(path, limit_s=limit_s, answers=answers)
         closed = wait_for_daemon(mountpoint, daemon, status, is_taken, until_s)
     finally:
         os.close(daemon)

@@ -9,8 +9,8 @@ class Role:
     """Whether this host has the role. Made before the parts that ask; on a store of one host it is
     always held.
 
-    The live session with the smallest number has it. Numbers only ascend, so nobody loses the role
-    but with its session; then it uses no server any more (Ownership.over), and need not be told to
+    Of the live sessions the one that was the first to join has it. So nobody loses the role but
+    with its session; then it uses no server any more (Ownership.over), and need not be told to
     stop. Used from one trio thread.
     """
 

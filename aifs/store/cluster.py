@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 
-_WATCH_S = 3.0
+WATCH_S = 3.0
 """In such a time a host that reaches the database has renewed its lease."""
 
 _ANSWER_S = 10.0
@@ -204,7 +204,7 @@ class ClusterMetadata:
         """
         assert self._session is not None
         if any(one.lease_left_s <= 0 for one in hosts.members):
-            await trio.sleep(_WATCH_S)
+            await trio.sleep(WATCH_S)
             await self._session.end_silent()
             await hosts.look()
 

@@ -17,7 +17,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine, join
 from aifs.meta.replicated.exchange import Exchange
-from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session
+from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session, holder_of
 from aifs.peers.peers import PeerAddress, Peers
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,11 @@ class Hosts:
         """The sessions that are not known to have ended, our own among them."""
         return frozenset([self.session, *(one.session for one in self.members)])
 
+    @property
+    def holder(self) -> int:
+        """The session that has the role, as far as is known; 0: none."""
+        return holder_of(self.members)
+
     async def look(self) -> None:
         """Ask the database who is there. Raises Unavailable."""
         version = self._session.members
@@ -69,9 +74,8 @@ class Hosts:
         self._exchange.update(
             [PeerAddress(one.name, one.session, one.address) for one in self.members]
         )
-        first = self.members[0].session if self.members else self.session
         hosts = frozenset(one.host for one in self.members)
-        self.role.tell(first == self.session, hosts)
+        self.role.tell(self.holder == self.session, hosts)
 
     async def ask_live(self) -> frozenset[int]:
         """The numbers of the hosts that have a session now. Raises Unavailable."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from aifs.core import files
+from aifs.core import faults, files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
@@ -29,7 +29,7 @@ from aifs.data.servers import Servers
 from aifs.data.storages import below
 from aifs.layout.placement import LOST
 from aifs.meta import keys
-from aifs.meta.hosts import HostRecord, find_host, put_host
+from aifs.meta.hosts import HostRecord, find_host, put_host, put_name
 from aifs.meta.keys import FIRST_FREE_ID, ROOT_INO
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.lmdb_database import BrokenDatabase
@@ -54,6 +54,8 @@ from aifs.store.server_table import (
 
 if TYPE_CHECKING:
     from aifs.store.hosts import Hosts
+
+_MADE = faults.declare("store.format.made", "a new store has its records; nothing is marked")
 
 _BEYOND = b"\xff" * 512
 """Larger than all keys."""
@@ -142,8 +144,23 @@ def format_store(config: Config, force: bool) -> str:
         erased = _store_in_database(config)
         for role, _, path in roles:
             directories.require_erasable(path, erased)
-    with _making(config, force) as make:
-        return _format(config, roles, make)
+    owner: OwnerLock | None = None
+    identity = str(uuid.uuid4())
+    try:
+        with _making(config, force) as put:
+            files.make_dirs(config.meta.directory)
+            owner = OwnerLock(config.meta.directory, "")
+            _format(config, roles, identity, put)
+        faults.reach(_MADE)
+        # The markers come when a database has the store, so that who asks to erase what a crash has
+        # left is told by it that all of it is of that store. That of the metadata directory is the
+        # last one: without it there is no store.
+        for role, number, path in [*_registered(config, roles), roles[0]]:
+            directories.mark(path, identity, role, number, config.meta.url)
+    finally:
+        if owner is not None:
+            owner.release(orderly=True)
+    return identity
 
 
 _Role = tuple[str, int, str]
@@ -171,42 +188,36 @@ def _store_in_database(config: Config) -> str:
     return find_unused(config)
 
 
-def _format(config: Config, roles: list[_Role], put: _Put | None) -> str:
+def _registered(config: Config, roles: list[_Role]) -> list[_Role]:
+    """Those in the table. Of many hosts each adds its own burst directories when it mounts the
+    store."""
+    return [each for each in roles[1:] if each[0] == "data" or not config.is_cluster]
+
+
+def _format(config: Config, roles: list[_Role], identity: str, put: _Put | None) -> None:
+    """All but the markers."""
     meta_role, _, meta = roles[0]
-    files.make_dirs(meta)
-    owner = OwnerLock(meta, "")
+    require_unused(path for _, _, path in roles[1:])
+    for role, _, path in roles:
+        if is_path(path):
+            files.make_dirs(path)
+        directories.erase(role, path)
+    domains = {place.path: place.domain for place in config.places}
+    table = {
+        id_of(role, number): ServerRecord(
+            directories.recorded_path(config, path), domain=domains.get(path, "")
+        )
+        for role, number, path in _registered(config, roles)
+    }
+    engine = LmdbEngine(meta)
     try:
-        require_unused(path for _, _, path in roles[1:])
-        for role, _, path in roles:
-            if is_path(path):
-                files.make_dirs(path)
-            directories.erase(role, path)
-        identity = str(uuid.uuid4())
-        # Of many hosts each adds its own burst directories when it mounts the store.
-        registered = [each for each in roles[1:] if each[0] == "data" or put is None]
-        for role, number, path in registered:
-            directories.mark(path, identity, role, number, config.meta.url)
-        domains = {place.path: place.domain for place in config.places}
-        table = {
-            id_of(role, number): ServerRecord(
-                directories.recorded_path(config, path), domain=domains.get(path, "")
-            )
-            for role, number, path in registered
-        }
-        engine = LmdbEngine(meta)
-        try:
-            trio.run(engine.transact, _write_first_records, identity, table)
-            if put is not None:
-                put(trio.run(engine.view, all_pairs))
-        finally:
-            engine.close()
+        trio.run(engine.transact, _write_first_records, identity, table)
         if put is not None:
-            directories.erase(meta_role, meta)  # the first mount makes the replica
-        # The marker of the metadata directory comes last: without it there is no store.
-        directories.mark(meta, identity, meta_role, 0, config.meta.url)
+            put(trio.run(engine.view, all_pairs))
     finally:
-        owner.release(orderly=True)
-    return identity
+        engine.close()
+    if put is not None:
+        directories.erase(meta_role, meta)  # the first mount makes the replica
 
 
 def all_pairs(tx: ReadTransaction) -> list[tuple[bytes, bytes]]:
@@ -325,6 +336,8 @@ async def open_store(
             named = [below(config.source, record.path) for record in table.values()]
             require_registered(config, [*named, *config.burst.directories], adding)
             await register_burst(config, engine, identity)
+        if engine.host:  # also of a command: what that leaves is this host's
+            await engine.transact(put_name, config.host.name)
         table = await engine.view(read_table)
         elsewhere = {n: row.host for n, row in table.items() if row.host not in (0, engine.host)}
         paths = {

@@ -69,7 +69,6 @@ class Cluster:
 
         others = [one for one in hosts.members if one.session != hosts.session]
         await run_all(*(lambda one=one: ask(one.name, one.session) for one in others))
-        first = hosts.members[0].session
         return {
             "hosts": [
                 {
@@ -83,7 +82,7 @@ class Cluster:
                     "unshown": head - one.shown,
                     "undrained_files": said.get(one.session, {}).get("files"),
                     "undrained_bytes": said.get(one.session, {}).get("bytes"),
-                    "has_role": one.session == first,
+                    "has_role": one.session == hosts.holder,
                     "is_this": one.session == hosts.session,
                 }
                 for one in hosts.members

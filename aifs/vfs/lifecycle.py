@@ -15,7 +15,6 @@ from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import LockHosts
-from aifs.meta import hosts
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.recovery import load_copies, recover, take_over
@@ -114,9 +113,7 @@ async def open_filesystem(
 
 async def _load(fs: Filesystem) -> None:
     """What the parts have to know before anything is asked of them, in an order that matters."""
-    if fs.role.is_shared:
-        await fs.store.engine.transact(hosts.put_name, fs.store.config.host.name)
-    else:
+    if not fs.role.is_shared:
         # What backups there are: whoever gives something up asks from now on what they may refer
         # to.
         await fs.backup.load(fs.options.read_only)

@@ -25,7 +25,7 @@ from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
 from aifs.meta.replicated.engine import ReplicatedEngine, join
 from aifs.meta.replicated.exchange import Exchange
-from aifs.meta.replicated.sessions import end_session
+from aifs.meta.replicated.sessions import end_session, holder_of
 from tests.support import postgres
 from tests.support.memory_engine import MemoryEngine
 from tests.support.points import armed, crash
@@ -675,6 +675,98 @@ async def test_an_answer_that_is_lost_counts_once(cluster, monkeypatch):
     assert await a.view(lambda tx: tx.counter(b"n")) == 1
     await a.transact(lambda tx: tx.add(b"n", tx.counter(b"others")))
     assert await a.view(lambda tx: tx.counter(b"n")) == 3
+
+
+async def test_an_answer_to_begin_that_is_lost_takes_no_name(cluster, monkeypatch):
+    ask, lost = db.Connection.ask, []
+
+    async def lose(connection: Any, statement: Any, parameters: Any) -> Any:
+        answer = await ask(connection, statement, parameters)
+        if statement is db.BEGIN and not lost:
+            lost.append(answer)
+            raise AnswerLost("a test has lost it")
+        return answer
+
+    monkeypatch.setattr(db.Connection, "ask", lose)
+    a = await cluster.join("a")
+    assert lost and [one.session for one in await a.session.live()] == [a.session.number]
+
+
+async def test_a_database_that_takes_no_changes_is_connected_anew(cluster, database, monkeypatch):
+    """A primary that was failed over is read-only, and is waited for as one that is away."""
+    a = await cluster.join("a")
+    connection = await cluster.database.connect()
+    await connection.script("set default_transaction_read_only = on")
+    with pytest.raises(AnswerLost, match="read-only"):
+        await connection.script("insert into aifs.version values (1)")
+    connection.close()
+    primary = await cluster.database.connect()
+    begin = f"alter database {database.name}"
+    connect, refused = db.Connection.open, []
+
+    async def watched(conninfo: str) -> db.Connection:
+        try:
+            return await connect(conninfo)
+        except Unavailable as error:
+            refused.append(str(error))
+            await primary.script(f"{begin} reset default_transaction_read_only")
+            raise
+
+    await primary.script(f"{begin} set default_transaction_read_only = on")
+    await primary.script(
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where datname = current_database() and pid <> pg_backend_pid()"
+    )
+    monkeypatch.setattr(db.Connection, "open", watched)
+    await a.transact(put, b"k", b"1")
+    assert "read-only" in refused[0]
+    primary.close()
+
+
+async def test_who_gives_a_connection_up_leaves_nobody_in_the_database(cluster):
+    given_up, other = [await cluster.database.connect() for _ in range(2)]
+    pid = await given_up.value("select pg_backend_pid()")
+    state = f"select coalesce((select state from pg_stat_activity where pid = {pid}), 'gone')"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(given_up.script, "set statement_timeout = 0; select pg_sleep(600)")
+        while await other.value(state) != "active":
+            await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    given_up.close()
+    with trio.fail_after(60):
+        while await other.value(state) != "gone":
+            await trio.sleep(0.01)
+    other.close()
+
+
+async def test_who_copies_the_map_does_not_have_the_role(cluster, monkeypatch):
+    copy_pairs, begun, gate = db.Connection.copy_pairs, trio.Event(), trio.Event()
+
+    async def held_up(connection: db.Connection, query: str) -> AsyncIterator:
+        if not begun.is_set():
+            begun.set()
+            await gate.wait()
+        async for pair in copy_pairs(connection, query):
+            yield pair
+
+    a = await cluster.join("a")
+    await a.transact(put, b"k", b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(db.Connection, "copy_pairs", held_up)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cluster.join, "early")
+            await begun.wait()
+            b = await cluster.join("b")
+            members = await b.session.live()
+            assert [one.name for one in members] == ["a", "early", "b"]
+            assert holder_of(members) == a.session.number
+            cluster.kill("a")
+            await end_session(cluster.database, a.session.number, "by a test")
+            assert holder_of(await b.session.live()) == b.session.number
+            gate.set()
+    members = await b.session.live()
+    assert all(one.joined for one in members) and len(members) == 2
+    assert holder_of(members) == b.session.number, "nobody loses it to an older session"
 
 
 @pytest.mark.parametrize("kill", [False, True])

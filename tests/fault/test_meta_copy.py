@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 import trio
-import yaml
 
 from aifs.check.fsck import check
 from aifs.cli.main import main
-from aifs.core import config as configuration
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError
-from aifs.data.marker import read_marker
 from aifs.files.types import ROOT
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
@@ -26,54 +23,15 @@ from aifs.meta.records import Copy, Garbage, Inode
 from aifs.store import copying
 from aifs.store.copying import copy_metadata
 from aifs.store.store import Store, format_store, open_store
+from tests.support.places import Places
 from tests.support.points import armed, crash
-from tests.support.postgres import TestDatabase, free_port
+from tests.support.postgres import TestDatabase
 from tests.support.stores import drained, read_file, served, write_file
 
 DATA = bytes(range(256)) * 8192
 """On both servers."""
 
 SMALL = b"packed" * 1000
-
-
-class Places:
-    """Sources of one store below ``scratch``: in directories, and for hosts of the database."""
-
-    def __init__(self, scratch: Path, database: TestDatabase) -> None:
-        self._scratch = scratch
-        self._database = database
-        self.servers = [str(scratch / "servers" / name) for name in "01"]
-
-    def directory(self, name: str = "one", **more: object) -> Config:
-        meta = {"directory": str(self._scratch / name / "meta")}
-        return self._load(name, {"meta": {**meta, "backup_interval": "0"}, **more})
-
-    def host(self, name: str = "many", **more: object) -> Config:
-        meta = {
-            "engine": "postgresql",
-            "url": self._database.url,
-            "secret": self._database.secret_file,
-            "directory": str(self._scratch / name / "replica"),
-        }
-        host = {"name": name, "listen": f"127.0.0.1:{free_port()}"}
-        return self._load(name, {"meta": meta, "host": host, **more})
-
-    def _load(self, name: str, tree: dict[str, object]) -> Config:
-        file = self._scratch / name / "aifs.yaml"
-        file.parent.mkdir(exist_ok=True)
-        burst = {"directories": [str(self._scratch / "burst")], "drain_delay": "0s"}
-        usual = {
-            "servers": self.servers,
-            "burst": burst,
-            "data": {"movers": 0},
-            "log": {"file": str(self._scratch / "log")},
-        }
-        file.write_text(yaml.safe_dump({**usual, **tree}))
-        return configuration.load(str(file), {})
-
-    def named(self) -> set[str]:
-        """The databases that the data servers name."""
-        return {read_marker(server).database for server in self.servers}
 
 
 @pytest.fixture

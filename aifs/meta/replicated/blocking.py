@@ -172,8 +172,8 @@ def find_numbering(cursor: psycopg.Cursor[tuple]) -> Numbering:
 def put_host(cursor: psycopg.Cursor[tuple], name: str) -> None:
     """The first host of a store that was just made has this name, though it is not there yet."""
     cursor.execute(
-        "INSERT INTO aifs.session (name, host, address, lease_end, cursor, ended)"
-        " VALUES (%s, 1, '', clock_timestamp(), 0, 'the store was copied here')",
+        "INSERT INTO aifs.session (asking, name, host, address, lease_end, cursor, ended)"
+        " VALUES ('', %s, 1, '', clock_timestamp(), 0, 'the store was copied here')",
         (name,),
     )
 

@@ -36,9 +36,12 @@ _AGAIN_MIN_S, _AGAIN_MAX_S = 0.02, 0.5
 _SETTINGS = (
     "-c synchronous_commit={} -c enable_seqscan=off -c jit=off"
     " -c plan_cache_mode=force_generic_plan -c statement_timeout=60s -c client_min_messages=warning"
+    # Who is stuck in the database ends when we have given the connection up.
+    " -c client_connection_check_interval=1s"
 )
 _KEPT_ALIVE: dict[str, Any] = {
     "application_name": "aifs",
+    "target_session_attrs": "read-write",  # a standby, or a primary that was one, may be named, too
     "keepalives_idle": 2,
     "keepalives_interval": 1,
     "keepalives_count": 3,
@@ -56,8 +59,10 @@ _TUPLES, _COMMAND_OK = pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK
 _COPY_OUT = pq.ExecStatus.COPY_OUT
 _COPY_HEADER_BYTES, _COPY_END_BYTES = 19, 2
 
-_CONNECTION_STATES = ("08", "57P", "25P03")
-"""SQLSTATEs after which a connection is of no use: its end, and the end of the server."""
+_CONNECTION_STATES = ("08", "57P", "25P03", "25006")
+"""SQLSTATEs after which a connection is of no use: its end, the end of the server, and that it is
+no primary (any more), and takes no changes.
+"""
 _PASSING_STATES = ("40001", "40P01", "53", "55P03", "57014")
 """Of what is asked for again: serialization, deadlocks, a server that is short of something."""
 
@@ -112,7 +117,7 @@ COMMIT = _call(
     *("bytea[]", "bytea[]", "bigint[]", "bytea[]", "int[]", "bytea[]"),
 )
 FETCH = _call("fetch", "bigint", "int")
-BEGIN = _call("begin", "text", "text", "int", "bigint", "float")
+BEGIN = _call("begin", "text", "text", "text", "int", "bigint", "float")
 BEAT = _call("beat", "int", "bigint", "bigint", "float")
 END = _call("end_session", "int", "text")
 END_SILENT = _call("end_silent")

@@ -36,6 +36,7 @@ alter table aifs.feed alter keys set storage external, alter vals set storage ex
 
 create table aifs.session (
     id int generated always as identity primary key,  -- never comes back
+    asking text not null,           -- names the request that has begun it, asked for once or again
     name text not null,             -- of the host
     host int not null,              -- its number, the same for all sessions of this name; from 1 on
     address text not null,          -- where other hosts reach it: address:port
@@ -43,11 +44,12 @@ create table aifs.session (
     lease_end timestamptz not null,
     cursor bigint not null,         -- its replica has the feed up to here
     shown bigint,                   -- so has its kernel; null: it joins, and answers nobody yet
+    joined bigint,                  -- ascends in the order in which sessions have joined; null as ``shown``
     number bigint not null default 0,  -- of the last commit that it asked for
     ended text                      -- why; null: it goes on
 );
 
-create table aifs.membership (version bigint not null);  -- counts beginnings and ends of sessions
+create table aifs.membership (version bigint not null);  -- counts what sessions begin, join and end
 insert into aifs.membership values (0);
 
 -- These two are emptied by a crash of the database (or when a standby takes over): so an empty
@@ -217,9 +219,10 @@ end $$;
 -- if it had none. A session of this name whose lease is over ends, too; one that lives is a
 -- refusal (6), with the address of its host and what is left of its lease. ``base``: what the
 -- replica of the host has of the feed; null: nothing, it copies the map. Nobody waits for the
--- session before its first beat, after which the host hears of all up to the head.
+-- session before its first beat, after which the host hears of all up to the head. ``asking_``: the
+-- same where the answer was lost, and it is asked for again: what was begun then ends.
 create function aifs.begin(
-    name_ text, address_ text, former int, base bigint, lease_s float,
+    asking_ text, name_ text, address_ text, former int, base bigint, lease_s float,
     out status int, out id int, out host int, out head bigint, out address text,
     out lease_left_s float
 ) language plpgsql as $$
@@ -232,7 +235,7 @@ begin
     end if;
     update aifs.session s set ended = 'its host has begun another one'
         where s.name = name_ and s.ended is null
-        and (s.id = former or s.lease_end <= clock_timestamp());
+        and (s.id = former or s.asking = asking_ or s.lease_end <= clock_timestamp());
     select 6, s.address, extract(epoch from s.lease_end - clock_timestamp())
         into status, address, lease_left_s
         from aifs.session s where s.name = name_ and s.ended is null;
@@ -241,8 +244,8 @@ begin
     end if;
     select coalesce(max(s.host) filter (where s.name = name_), coalesce(max(s.host), 0) + 1)
         into host from aifs.session s;
-    insert into aifs.session as s (name, host, address, lease_end, cursor) values (
-        name_, host, address_, clock_timestamp() + make_interval(secs => lease_s),
+    insert into aifs.session as s (asking, name, host, address, lease_end, cursor) values (
+        asking_, name_, host, address_, clock_timestamp() + make_interval(secs => lease_s),
         least(base, head)
     ) returning s.id into id;
     update aifs.membership set version = version + 1;
@@ -264,6 +267,11 @@ begin
         status := 3;
         select s.ended into ended from aifs.session s where s.id = me;
         return;
+    end if;
+    if shown_ is not null and exists (
+            select from aifs.session s where s.id = me and s.joined is null) then
+        update aifs.membership set version = version + 1;
+        update aifs.session s set joined = (select version from aifs.membership) where s.id = me;
     end if;
     select h.seq into head from aifs.head h;
     status := case when found then 0 else 4 end;
@@ -299,10 +307,11 @@ end $$;
 
 -- The sessions that have not ended.
 create function aifs.members() returns table (
-    id int, host int, name text, address text, age_s float, lease_left_s float, cursor bigint, shown bigint
+    id int, host int, name text, address text, age_s float, lease_left_s float, cursor bigint,
+    shown bigint, joined bigint
 ) language sql as $$
     select s.id, s.host, s.name, s.address, extract(epoch from clock_timestamp() - s.began)::float,
-        extract(epoch from s.lease_end - clock_timestamp())::float, s.cursor, s.shown
+        extract(epoch from s.lease_end - clock_timestamp())::float, s.cursor, s.shown, s.joined
         from aifs.session s where s.ended is null order by s.id
 $$;
 

@@ -7,8 +7,9 @@ database's clock. So whoever waits for a lease to end knows that its host says n
 """
 
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -58,6 +59,16 @@ class Member(NamedTuple):
     """Its replica has the feed up to here, as its last beat said."""
     shown: int
     """So has its kernel."""
+    joined: int
+    """Ascends in the order in which sessions have joined; 0: it copies the map, and answers nobody
+    yet."""
+
+
+def holder_of(members: Iterable[Member]) -> int:
+    """The session that has the role, so the one that was the first to join; 0: none has. Nobody
+    loses it to one that comes later."""
+    joined = [(one.joined, one.session) for one in members if one.joined]
+    return min(joined, default=(0, 0))[1]
 
 
 class Session:
@@ -113,10 +124,12 @@ class Session:
 
         Raises StoreBusy if another host has the name; Unavailable.
         """
+        asking = secrets.token_hex(8)
         while True:
             base = db.NULL if cursor is None else db.of_bigint(cursor)
             ((status, number, host, head, other, left_s),) = await database.settles.repeat(
                 db.BEGIN,
+                asking.encode(),
                 name.encode(),
                 address.encode(),
                 db.of_int(former),
@@ -196,8 +209,9 @@ class Session:
                 db.to_float(left_s),
                 db.to_int(cursor),
                 db.to_int(shown),
+                db.to_int(joined),
             )
-            for session, host, name, address, age_s, left_s, cursor, shown in (
+            for session, host, name, address, age_s, left_s, cursor, shown, joined in (
                 await self._database.settles.repeat(db.MEMBERS)
             )
         ]

@@ -1,0 +1,124 @@
+"""A store in a database: a format that dies, and what fsck says of hosts and does with them."""
+
+from pathlib import Path
+
+import psycopg
+import pytest
+import trio
+
+from aifs.check.fsck import check
+from aifs.core import faults
+from aifs.core.errors import StoreBusy, StoreError
+from aifs.layout.striped import Striped
+from aifs.meta import groups, keys
+from aifs.meta.askers import Asker
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import Transaction
+from aifs.meta.records import Garbage
+from aifs.meta.replicated.database import MapDatabase
+from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.sessions import Session
+from aifs.store import cluster
+from aifs.store.store import format_store, open_store
+from tests.support.places import Places
+from tests.support.points import armed, crash
+from tests.support.postgres import TestDatabase
+
+
+@pytest.fixture
+def places(scratch: Path, database: TestDatabase) -> Places:
+    return Places(scratch, database)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one host", "many hosts"])
+def test_a_format_that_dies_is_made_good_by_force(places: Places, many: bool) -> None:
+    config = places.host() if many else places.directory()
+    with armed("store.format.made", crash), pytest.raises(faults.SimulatedCrash):
+        format_store(config, force=False)
+    with pytest.raises(StoreError, match="--force erases it"):
+        format_store(config, force=False)
+    format_store(config, force=True)
+    assert not check(config, repair=False).findings
+
+
+def test_hosts_that_fsck_knows(places: Places) -> None:
+    many = places.host()
+    format_store(many, force=False)
+
+    def leave(tx: Transaction) -> None:
+        left = Garbage(0, Striped(4096, (0,)), tx.host).encode()
+        tx.put(keys.garbage(1 << 20), left)
+        tx.add(keys.COUNTER_IDS, 1 << 21)
+
+    async def administer() -> None:
+        """What a command of another host leaves is a host's that the store has."""
+        store = await open_store(places.host("admin", burst={"directories": []}))
+        await store.engine.transact(leave)
+        store.close()
+
+    trio.run(administer)
+    assert not check(many, repair=False).findings
+    begun = groups.GroupRecord(
+        3, groups.GroupOptions(b"g", 2, 0, True, 0, 0, b""), Asker(0, (0,)), 1, host=99
+    )
+
+    async def begin() -> None:
+        store = await open_store(many)
+        await store.engine.transact(lambda tx: tx.put(keys.group(ROOT_INO), begun.encode()))
+        store.close()
+
+    trio.run(begin)
+    for repair in (False, True):
+        (found,) = check(many, repair=repair).findings
+        assert (found.kind, found.repaired) == ("unknown-host", repair)
+        assert "host 99" in found.detail
+    assert not check(many, repair=False).findings
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_fsck_ends_the_sessions_of_silent_hosts(
+    places: Places, database: TestDatabase, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    """A host whose lease is over must not come back while the store is checked; one that lives
+    has time to say so."""
+    many = places.host()
+    format_store(many, force=False)
+
+    async def begin() -> int:
+        map_database = MapDatabase(database.conninfo)
+        session = await Session.begin(map_database, Exchange(None), "silent", "x:1", 0, None)
+        map_database.close()
+        return session.number
+
+    number = trio.run(begin)
+
+    def let_lease_end_in(seconds: int) -> None:
+        with psycopg.connect(database.conninfo) as connection:
+            connection.execute(
+                "update aifs.session set lease_end = now() + make_interval(secs => %s)"
+                " where id = %s",
+                (seconds, number),
+            )
+
+    async def watched(seconds: float) -> None:
+        if seconds == cluster.WATCH_S and lives:
+            let_lease_end_in(10)
+
+    let_lease_end_in(-1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "WATCH_S", 0.125)
+        sleep = trio.sleep
+
+        async def slept(seconds: float) -> None:
+            await watched(seconds)
+            await sleep(seconds)
+
+        patch.setattr(trio, "sleep", slept)
+        if lives:
+            with pytest.raises(StoreBusy, match="in use by silent"):
+                check(many, repair=False)
+        else:
+            assert not check(many, repair=False).findings
+    with psycopg.connect(database.conninfo) as connection:
+        row = connection.execute("select ended from aifs.session where id = %s", (number,))
+        assert row.fetchone() == (None if lives else "its lease was over",)
