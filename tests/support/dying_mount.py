@@ -12,6 +12,7 @@ import sys
 from aifs.cli.main import main
 from aifs.core import faults
 from aifs.fuse import session
+from aifs.meta.replicated import engine
 
 if __name__ == "__main__":
     point, _, file = os.environ["DIE_AT"].partition(":")
@@ -20,6 +21,6 @@ if __name__ == "__main__":
         if os.path.exists(file):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert session  # which has declared all points
+    assert session and engine  # which have declared all points
     faults.arm(point, die)
     sys.exit(main())

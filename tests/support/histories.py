@@ -255,8 +255,9 @@ class _Search:
         change = self.events[self.changes[place - 1]]
         if change.end >= event.begin or self.states[place] is self.states[place - 1]:
             return False  # what changes nothing is not shown
-        if change.host != event.host or change.kind in _SHOWN:
+        if change.host != event.host:
             return change.kind in _SHOWN
+        # What is before it, of other hosts, the kernel of this one may not have heard of.
         return not self.has_kernel or not set(change.args).isdisjoint(event.args)
 
     def look(self, indices: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
@@ -380,12 +381,14 @@ class _Search:
         looks = [index for index in window if not self.events[index].is_change]
         # Those that have not begun begin later.
         begin = min((self.events[index].begin for index in looks), default=self._now(window))
-        base = len(self.changes)
-        while base:
+        base, hosts = len(self.changes), set()
+        while base:  # of two that others were shown at least one counts, whoever looks
             change = self.events[self.changes[base - 1]]
             is_changed = self.states[base] is not self.states[base - 1]
             if change.end < begin and change.kind in _SHOWN and is_changed:
-                break
+                hosts.add(change.host)
+                if len(hosts) > 1 or not self.has_kernel:
+                    break
             base -= 1
         if self.has_kernel:
             for place in range(base - 1, max(0, base - _AT_ONCE), -1):

@@ -131,7 +131,8 @@ class Player:
         with self._history.doing(self._host, "list", directory) as event:
             fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._at(directory))
             try:
-                event.result = set(map(os.fsencode, os.listdir(fd)))
+                found = set(map(os.fsencode, os.listdir(fd)))
+                event.result = {name for name in found if name[:1] in b"fdt"}  # others are not ours
             finally:
                 os.close(fd)
 
