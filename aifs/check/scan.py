@@ -30,6 +30,7 @@ from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABL
 from aifs.core.errors import FsError
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
+from aifs.meta.delegations import DELEGATE_BYTES
 from aifs.meta.hosts import HostRecord, decode_host
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_garbage, decode_inode
@@ -49,6 +50,7 @@ _TYPES = (
     stat.S_IFCHR,
 )
 _KEY_LENGTHS = {
+    b"D": 9,
     b"L": 9,
     b"a": 9,
     b"b": 9,
@@ -164,6 +166,7 @@ class MetadataScan:
         await names.resolve_dangling()
         await self._each(b"e", names.entry)
         await names.conclude()
+        await self._each(b"D", self._delegation)
         await self._each(b"L", self._lock_home)
         await self._each(b"s", _skip)  # read when the store was opened
         await self._each(b"c", self._counter)
@@ -175,7 +178,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"Labgmopquvwyz":
+            if length and len(key) != length and kind in b"DLabgmopquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -435,12 +438,16 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"LSabcdeghijklmnopqrstuvwxyz":
+        for letter in b"DLSabcdeghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end
         await for_each(self._engine, start, _LAST, self._unknown, self._seen)
         await for_each(self._engine, b"S\0", b"T", self._unknown, self._seen)
+
+    async def _delegation(self, key: bytes, value: bytes) -> None:
+        if len(value) != DELEGATE_BYTES:
+            self._stray(f"record {key.hex()}", "it names no session", key)
 
     async def _lock_home(self, key: bytes, value: bytes) -> None:
         if len(value) != 8:

@@ -21,10 +21,10 @@ from aifs.meta.records import decode_garbage, decode_inode, has_copy
 KEPT = frozenset(b"cdehkloqrtuxz")
 """Kinds of records that stay as they are, of ``o`` the orphans' own: they name no host."""
 
-DROPPED = frozenset(b"Labpvw")
-"""Kinds that stay behind: homes of locks; open containers, which have been sealed; burst copies,
-which are caches; hosts, and their windows of ids, which are used up; marks of files that may differ
-from their records, which none does."""
+DROPPED = frozenset(b"DLabpvw")
+"""Kinds that stay behind: delegations; homes of locks; open containers, which have been sealed;
+burst copies, which are caches; hosts, and their windows of ids, which are used up; marks of files
+that may differ from their records, which none does."""
 
 Pair = tuple[bytes, bytes]
 

@@ -49,6 +49,8 @@
                                      2^63 + host: what that host has of it (meta/groups.py)
     L ino                            home of the inode's locks: the session of a host (8 bytes
                                      big-endian); only in a cluster (files/lock_homes.py)
+    D ino                            delegation of a directory: the session that has it
+                                     (delegations.Delegate); only in a cluster
     j name                           where a background job that goes through the store has got to;
                                      its own format
     p host                           host: its name, and how it has left (JSON, see meta/hosts.py)
@@ -192,6 +194,10 @@ def retention(ino: int) -> bytes:
 
 def lock_home(ino: int) -> bytes:
     return _NUMBER(b"L", ino)
+
+
+def delegation(ino: int) -> bytes:
+    return _NUMBER(b"D", ino)
 
 
 def job(name: bytes) -> bytes:

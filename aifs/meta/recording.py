@@ -2,6 +2,7 @@
 refuse it if others have changed that meanwhile.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from aifs.meta.kv import patched
@@ -41,6 +42,11 @@ class Recording(LeveledTransaction):
     def mark(self) -> None:
         """``undo`` goes back to what is here now."""
         self._before = {}
+
+    @property
+    def changed(self) -> Collection[bytes]:
+        """The keys that have been written since ``mark``."""
+        return self._before
 
     def undo(self) -> None:
         """Take back what has been written since ``mark``. What was read stays."""

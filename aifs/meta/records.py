@@ -53,6 +53,7 @@ IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
 
 INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
+_PLACE = struct.Struct("<4xI8xI44xQ")  # of an inode: mode, nlink, parent
 _OF_BYTES = struct.Struct("<QQqqq")  # of an inode: size, blocks, atime, mtime, ctime
 _OF_BYTES_AT = 24
 _BEHIND = _OF_BYTES_AT + _OF_BYTES.size
@@ -336,6 +337,28 @@ def decode_inode(ino: int, record: bytes) -> Inode:
 def has_copy(record: bytes) -> bool:
     """Whether an inode's record names a copy in the burst tier."""
     return len(record) > 1 and bool(record[1] & _HAS_COPY)
+
+
+class InodePlace(NamedTuple):
+    """Of an inode's record what tells where the inode is."""
+
+    mode: int
+    nlink: int
+    parent: int
+    """As ``Inode.parent``."""
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+
+def place_of(record: bytes) -> InodePlace:
+    """Of an inode's record; of one that is cut off, of no directory."""
+    return (
+        InodePlace._make(_PLACE.unpack_from(record))
+        if len(record) >= _PLACE.size
+        else InodePlace(0, 0, 0)
+    )
 
 
 def with_attributes(record: bytes, opened: Inode, size: int, blocks: int) -> bytes:

@@ -4,24 +4,26 @@ The contract of ``meta/kv.py`` is tested on this engine, too, in test_kv.py.
 """
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import trio
 
 from aifs.core import faults
 from aifs.core.errors import Exists, NoSpace, NotEmpty, NotFound, StoreBusy, StoreError, Unavailable
-from aifs.meta import keys, namespace
+from aifs.meta import forms, keys, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.records import Inode
+from aifs.meta.records import MTIME_AT, Inode
+from aifs.meta.replicated import ahead, sessions
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated import engine as replicated
-from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
 from aifs.meta.replicated.engine import ReplicatedEngine, join
 from aifs.meta.replicated.exchange import Exchange
@@ -45,6 +47,30 @@ def get(tx: ReadTransaction, key: bytes) -> bytes | None:
     return tx.get(key)
 
 
+class Near(Exchange):
+    """Hosts of this process, which answer each other's recalls, and hear nothing else."""
+
+    def __init__(self, hosts: dict[str, ReplicatedEngine]) -> None:
+        super().__init__(None)
+        self.hosts = hosts
+        self.recalls: list[list[bytes]] = []
+        """What was asked for."""
+        self.serving: list[int] = []
+        """Sessions that are being asked."""
+
+    async def recall(self, session: int, delegations: Iterable[bytes]) -> int:
+        self.recalls.append(list(delegations))
+        await trio.lowlevel.checkpoint()
+        for engine in self.hosts.values():
+            if engine.session.number == session:
+                self.serving.append(session)
+                try:
+                    return await engine.give_up(list(delegations))
+                finally:
+                    self.serving.remove(session)
+        raise Unavailable("a test says that it is not there")
+
+
 class Cluster:
     """Hosts of one database, all in this process."""
 
@@ -52,6 +78,7 @@ class Cluster:
         self.conninfo = conninfo
         self._directory = directory
         self.hosts: dict[str, ReplicatedEngine] = {}
+        self.exchange = Near(self.hosts)
         self.database = MapDatabase(conninfo)
         """A connection of the tests' own."""
 
@@ -59,6 +86,7 @@ class Cluster:
         directory = self._directory / name
         directory.mkdir(exist_ok=True)
         local = LmdbEngine(str(directory))
+        options = {"exchange": self.exchange, **options}
         try:
             engine = await join(local, MapDatabase(self.conninfo), name, f"{name}:7947", **options)
         except BaseException:
@@ -81,6 +109,8 @@ class Cluster:
 
     async def check(self) -> None:
         """All replicas end equal to the database's map."""
+        for engine in self.hosts.values():
+            await engine.barrier()
         async with trio.open_nursery() as nursery:
             for engine in self.hosts.values():
                 nursery.start_soon(caught_up, engine)
@@ -236,7 +266,7 @@ async def test_names_in_one_directory_do_not_conflict(cluster):
         await engine.transact(change, namespace.create, ROOT_INO, b"%d" % number, inode)
     for number in range(0, 20, 2):
         await a.transact(change, namespace.unlink, ROOT_INO, b"%d" % number, 6)
-    assert len(runs) == 30
+    assert len(runs) == 30 + len(cluster.exchange.recalls)
     await caught_up(b)
     assert await b.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 20
 
@@ -618,7 +648,8 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "point", sorted(name for name in faults.POINTS if name.startswith("hosts."))
+    "point",
+    [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, replicated.COPYING],
 )
 async def test_a_host_that_dies_anywhere_comes_back_whole(cluster, monkeypatch, point):
     monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
@@ -947,6 +978,251 @@ async def test_what_a_crash_takes_from_the_database_hosts_put_back(cluster):
     assert int.from_bytes(found[b"n"], "little") == 10
 
 
+# --- delegations ----------------------------------------------------------------------------------
+
+
+def has(engine: ReplicatedEngine, ino: int) -> bool:
+    return keys.delegation(ino) in engine.delegated
+
+
+async def in_database(cluster: Cluster, key: bytes) -> bool:
+    return key in await cluster.everything()
+
+
+async def test_names_in_a_directory_of_ones_own_wait_for_no_commit(cluster):
+    a, b = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    rows = a.session.cursor
+    for number in range(20):
+        await create(a, b"%d" % number, 100 + number, parent=10)
+        inode = await a.view(namespace.lookup, 10, b"%d" % number)
+        assert inode.seq >= inode.ino - 100
+    await a.transact(namespace.create, 10, b"sub", new(11, 0o040755))
+    await create(a, b"f", 200, parent=11)
+    with pytest.raises(Exists):
+        await create(a, b"f", 201, parent=11)
+    assert a.session.cursor == rows and has(a, 10) and has(a, 11)
+    await a.barrier()
+    assert a.session.cursor == rows + 1, "all that waited is one commit"
+    await caught_up(b)
+    assert (await b.view(namespace.lookup, 11, b"f")).ino == 200
+    assert await b.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 23
+    assert not cluster.exchange.recalls, "views recall nothing"
+
+
+async def test_what_is_ahead_is_shipped_soon_and_shown_when_that_is_waited_for(cluster):
+    a, b = await two_with_root(cluster)
+    b.follow(lambda writes: b.note_shown(b.seq))
+    async with running(a, b):
+        await create(a, b"f", 10)
+        while not await in_database(cluster, keys.inode(10)):
+            await trio.testing.wait_all_tasks_blocked(0.001)
+        await a.transact(namespace.unlink, ROOT_INO, b"f", 6)
+        await a.shown()
+        with pytest.raises(NotFound):
+            await b.view(namespace.lookup, ROOT_INO, b"f")
+
+
+async def test_who_changes_names_in_anothers_directory_has_it_given_up(cluster, monkeypatch):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    with pytest.raises(Exists):
+        await create(b, b"f", 11)
+    assert len(cluster.exchange.recalls) == 1 and not has(a, ROOT_INO)
+    for number in range(2 * replicated.GRANT_AFTER):
+        await create(b, b"%d" % number, 20 + number)
+    assert not has(b, ROOT_INO), "several hosts have needed it"
+    monkeypatch.setattr(replicated, "clock_s", lambda: sessions.clock_s() + replicated.REST_S)
+    for engine in (a, b):  # who is alone for some time gets it
+        engine.session.sure_until_s += 2 * replicated.REST_S
+    for number in range(replicated.GRANT_AFTER):
+        await create(b, b"b%d" % number, 30 + number)
+    assert has(b, ROOT_INO)
+    await create(a, b"a", 40)
+    assert not has(b, ROOT_INO) and len(cluster.exchange.recalls) == 2
+
+
+async def test_a_directory_is_removed_or_gets_a_name_that_is_ahead_but_not_both(cluster):
+    a, b = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await a.barrier()
+    await caught_up(b)
+    await create(a, b"f", 20, parent=10)
+    with pytest.raises(NotEmpty):
+        await b.transact(namespace.rmdir, ROOT_INO, b"d", 6)
+    await caught_up(a)
+    await a.transact(namespace.create, 10, b"sub", new(11, 0o040755))
+    await a.transact(namespace.rmdir, 10, b"sub", 6)
+    await a.barrier()
+    assert not has(a, 11) and not await in_database(cluster, keys.delegation(11))
+
+
+async def test_attributes_of_a_file_that_is_ahead_are_changed_by_one_host(cluster):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    await a.barrier()
+    await caught_up(b)
+
+    def set_mode(inode: Inode, mode: int) -> None:
+        inode.mode = mode
+
+    rows = a.session.cursor
+    await a.transact(forms.change_attributes, 10, set_mode, 0o100600)
+    assert a.session.cursor == rows
+    changed = await b.transact(forms.change_attributes, 10, lambda inode, _: None, None)
+    assert changed.mode == 0o100600
+
+
+async def test_adds_ahead_count_over_those_of_others(cluster):
+    a, b = await two_with_root(cluster)
+    told: list[int] = []
+    count = keys.COUNTER_INODES
+    a.follow(lambda writes: told.append(int.from_bytes(writes.get(count) or b"", "little")))
+    await create(a, b"f", 10)
+    await b.transact(lambda tx: tx.add(count, 5))
+    await create(a, b"g", 11)
+    await caught_up(a)
+    assert await a.view(lambda tx: tx.counter(count)) == 7 and told[-1] == 7
+    await a.transact(lambda tx: tx.add(count, 1))
+    await a.barrier()
+    await caught_up(b)
+    assert await b.view(lambda tx: tx.counter(count)) == 8
+
+
+async def test_a_host_has_so_many_delegations_and_so_much_ahead(cluster, monkeypatch):
+    monkeypatch.setattr(replicated, "MAX_DELEGATIONS", 4)
+    a, _ = await two_with_root(cluster)
+    for number in range(10):
+        await a.transact(namespace.create, ROOT_INO, b"%d" % number, new(10 + number, 0o040755))
+    assert len(a.delegated) == 4 and has(a, 19)
+    await a.barrier()
+    found = [key for key in await cluster.everything() if key[:1] == b"D"]
+    assert sorted(found) == sorted(a.delegated)
+    monkeypatch.setattr(ahead, "MAX_SETS", 8)
+    rows = a.session.cursor
+    for number in range(30):
+        await create(a, b"%d" % number, 100 + number, parent=19)
+    assert a.session.cursor >= rows + 3
+
+
+@pytest.mark.parametrize(
+    "point", [replicated.AHEAD, replicated.BEFORE_COMMIT, replicated.COMMITTED]
+)
+async def test_a_host_that_dies_with_changes_ahead_ships_them_when_it_is_back(
+    cluster, monkeypatch, point
+):
+    monkeypatch.setattr(replicated, "REST_S", 0.0)
+    a, b = await two_with_root(cluster)
+    for number in range(5):
+        await create(b, b"%d" % number, 100 + number)
+    assert has(b, ROOT_INO)
+    with armed(point, crash), pytest.raises(faults.SimulatedCrash):
+        await create(b, b"f", 10)
+        await b.barrier()
+    cluster.kill("b")
+    b = await cluster.join("b")
+    assert (await b.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
+    assert not has(b, ROOT_INO) and not await in_database(cluster, keys.delegation(ROOT_INO))
+    await create(a, b"g", 11)
+    assert await a.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 7
+
+
+async def test_a_replica_that_a_power_cut_sets_back_ships_nothing_twice(cluster, tmp_path):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    await create(a, b"g", 11)
+    await a.barrier()
+    await create(b, b"h", 12)
+    cluster.kill("a")
+    shutil.rmtree(tmp_path / "a")
+    copy.rename(tmp_path / "a")
+    a = await cluster.join("a")
+    assert await a.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 3
+    await create(a, b"i", 13)
+    await a.barrier()
+    cluster.kill("a")
+    await cluster.join("a")
+
+
+async def test_a_directory_of_a_host_that_has_died_is_taken_and_what_is_lost_is_told(
+    cluster, caplog
+):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    await a.barrier()
+    await create(a, b"lost", 11)
+    number = a.session.number
+    cluster.kill("a")
+
+    async def end() -> None:
+        while not cluster.exchange.recalls:
+            await trio.lowlevel.checkpoint()
+        assert await end_session(cluster.database, number, "dead")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(end)
+        await create(b, b"g", 12)
+    a = await cluster.join("a")
+    assert "lost" in caplog.text and "of these names: d 1 'lost'" in caplog.text
+    caplog.clear()
+    with pytest.raises(NotFound):
+        await a.view(namespace.lookup, ROOT_INO, b"lost")
+    await create(a, b"lost", 13)
+
+
+async def test_a_host_that_dies_when_it_has_given_a_directory_up_holds_up_nobody(
+    cluster, monkeypatch
+):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    give_up = a.give_up
+
+    async def die(delegations: list[bytes]) -> int:
+        with armed(replicated.GIVEN_UP, crash), pytest.raises(faults.SimulatedCrash):
+            await give_up(delegations)
+        cluster.kill("a")
+        raise Unavailable("a test has killed it")
+
+    monkeypatch.setattr(a, "give_up", die)
+    await create(b, b"g", 11)
+    assert (await b.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
+
+
+async def test_who_is_fenced_tells_what_is_not_in_the_database(cluster, caplog):
+    a, _ = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    assert await end_session(cluster.database, a.session.number, "fenced by a test")
+    with pytest.raises(Unavailable, match="fenced by a test"):
+        await a.barrier()
+    cluster.hosts.pop("a").close()
+    assert "not in the database yet are 1 changes, of these names: d 1 'f'" in caplog.text
+    caplog.clear()
+    a = await cluster.join("a")
+    assert (await a.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
+
+
+async def test_a_recall_that_fails_is_asked_for_again(cluster, monkeypatch):
+    monkeypatch.setattr(replicated, "ASK_AGAIN_S", 0.0)
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    give_up = a.give_up
+    asked: list[int] = []
+
+    async def refuse(delegations: list[bytes]) -> int:
+        asked.append(len(delegations))
+        if len(asked) < 3:
+            raise Unavailable("a test cuts it off")
+        return await give_up(delegations)
+
+    monkeypatch.setattr(a, "give_up", refuse)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(create, b, b"g", 11)
+        await b.transact(put, b"other", b"1")  # which waits for nobody
+        await trio.lowlevel.checkpoint()
+    assert len(asked) == 3
+
+
 # --- histories ------------------------------------------------------------------------------------
 
 
@@ -979,6 +1255,95 @@ async def test_histories_of_three_hosts_are_serializable(cluster, seed):
     assert not history
     await cluster.check()
     assert await model.view(lambda tx: dict(tx.range(LOW, HIGH))) == await cluster.everything()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_histories_of_hosts_with_delegations_are_serializable(cluster, seed):
+    """As above, mostly with what is delegated, while hosts are killed and come back: what they have
+    told stays."""
+    draw = random.Random(seed)
+    engines = {name: await cluster.join(name) for name in "abc"}
+    history: dict[bytes, tuple[list[tuple], list[Any] | None]] = {}
+    first: dict[bytes, bytes] = {}
+    for number, engine in enumerate(engines.values()):
+        inode = new(_DIRECTORIES[number], 0o040755)
+        first[keys.inode(inode.ino)] = inode.encode()
+        await engine.transact(put, keys.inode(inode.ino), inode.encode())
+        assert has(engine, inode.ino)
+    is_shipping = seed % 2 == 1
+
+    async def work(name: str, mark: bytes, chance: random.Random) -> None:
+        own = _DIRECTORIES["abc".index(name)]
+        for step in range(15):
+            near = own if chance.random() < 0.8 else chance.choice(_DIRECTORIES)
+            key = keys.dentry(near, mark + b"%d" % step)
+            operations = [
+                drawn_name(chance, near if chance.random() < 0.9 else chance.choice(_DIRECTORIES))
+                for _ in range(chance.randint(1, 4))
+            ]
+            history[key] = operations, None
+            history[key] = operations, await engines[name].transact(play, key, operations)
+            if chance.random() < 0.3:
+                await trio.lowlevel.checkpoint()
+            elif chance.random() < 0.1:
+                await caught_up(engines[name])
+
+    async def live(name: str, chance: random.Random) -> None:
+        for life in range(3):
+            async with trio.open_nursery() as nursery:
+                if is_shipping:
+                    nursery.start_soon(engines[name].run)
+                async with trio.open_nursery() as working:
+                    for number in range(2):
+                        mark = b"%s%d.%d." % (name.encode(), life, number)
+                        working.start_soon(work, name, mark, random.Random(chance.random()))
+                nursery.cancel_scope.cancel()
+            if chance.random() < 0.7:
+                while engines[name].session.number in cluster.exchange.serving:
+                    await trio.lowlevel.checkpoint()
+                cluster.kill(name)
+                engines[name] = await cluster.join(name)
+
+    with resting_shortly():
+        async with trio.open_nursery() as nursery:
+            for name in engines:
+                nursery.start_soon(live, name, random.Random(draw.random()))
+    await cluster.check()
+    model = MemoryEngine()
+    for key, value in first.items():
+        await model.transact(put, key, value)
+    for row in await feed(cluster.database):
+        for key in row.keys:
+            if key in history:
+                operations, found = history.pop(key)
+                played = await model.transact(play, key, operations)
+                assert found in (None, played)
+    assert all(found is None for _, found in history.values())
+    expected = await model.view(lambda tx: dict(tx.range(LOW, HIGH)))
+    held = await cluster.everything()
+    assert expected == {key: value for key, value in held.items() if key[:1] != b"D"}
+
+
+_DIRECTORIES = [100, 101, 102]
+
+
+@contextmanager
+def resting_shortly() -> Iterator[None]:
+    """A directory that was needed is delegated again soon."""
+    with patch.object(replicated, "REST_S", 0.0):
+        yield
+
+
+def drawn_name(chance: random.Random, directory: int) -> tuple:
+    kind = chance.choice(["get", "put", "delete", "add", "patch", "patch", "range", "loosely"])
+    key = keys.dentry(directory, b"%d" % chance.randrange(4))
+    if kind in ("patch", "loosely"):
+        return kind, keys.inode(directory), b"", MTIME_AT + chance.randint(1, 7)
+    if kind == "add":
+        return kind, b"c", b"", 2 * chance.randint(1, 4)
+    if kind == "range":
+        return kind, keys.dentry(directory, b""), keys.dentry(directory, b"\xff"), 0
+    return kind, key, b"", chance.randint(1, 9)
 
 
 async def feed(database: MapDatabase) -> list[Row]:
@@ -1022,5 +1387,5 @@ def play(tx: Transaction, mark: bytes, operations: list[tuple]) -> list[Any]:
         elif (value := tx.get_loosely(key)) is not None:
             found.append(len(value))
             if kind == "patch":
-                tx.patch(key, number % 8, b"%d" % number)
+                tx.patch(key, number if number > 9 else number % 8, b"%d" % (number % 10))
     return found

@@ -18,7 +18,7 @@ The order of things, which all methods keep:
 import logging
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
@@ -26,15 +26,25 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.meta import journal
-from aifs.meta.kv import Engine, Follower, ReadTransaction, Result, Tap, patched
+from aifs.meta import journal, keys
+from aifs.meta.delegations import Covered, Delegate, decode_delegate, find_covered
+from aifs.meta.kv import Engine, Follower, Result, Tap, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledView, Writes
 from aifs.meta.recording import Recording
 from aifs.meta.replicated import database as db
+from aifs.meta.replicated.ahead import (
+    END_KEY,
+    FIRST_KEY,
+    Ahead,
+    Changes,
+    ChangeSet,
+    changes_of,
+    decode_change_set,
+)
 from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase, Row
 from aifs.meta.replicated.exchange import Exchange
-from aifs.meta.replicated.sessions import REOPEN_S, STOP_S, Session, clock_s, reopen
+from aifs.meta.replicated.sessions import BEAT_S, REOPEN_S, STOP_S, Session, clock_s, reopen
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +65,36 @@ TRIM_S = 60.0
 GAP_S = 0.005
 """How long rows that are missing between others are waited for before the database is asked."""
 
+GRANT_AFTER = 4
+"""A directory is delegated to a host that has changed names in it so many times, and no other host
+meanwhile.
+"""
+
+MAX_DELEGATIONS = 256
+"""That a host has; the oldest one is given up for another."""
+
+MAX_USES = 1024
+"""Of so many directories it is kept in mind how often a host has used them."""
+
+REST_S = 30.0
+"""A directory that another host has needed is not delegated for so long."""
+
+MISSES = 8
+"""Of transactions that cannot be put ahead, after so many in a row, as many are not tried to be
+between two that are: each is run twice.
+"""
+
+SHIP_S = 0.01
+"""What is ahead is shipped at once, and then as often, unless somebody waits for it: a commit for
+each change would cost all hosts more than the change.
+"""
+
+ASK_AGAIN_S = 0.1
+"""Between two questions to a host that has a directory and does not answer."""
+
+MAX_TOLD = 10
+"""How many names the log tells of what is lost."""
+
 _OLD = "the database lacks changes that this host has; was it restored from an old copy?"
 
 _NUMBER_GAP = 1 << 24
@@ -65,7 +105,7 @@ numbered behind all that is read meanwhile.
 _CURSOR_KEY = b"\0cursor"
 _FIRST_KEY = _CURSOR_KEY + b"\0"
 """No key of the map is below: so ranges leave the cursor out."""
-_CURSOR = struct.Struct("<QIQI")
+_CURSOR = struct.Struct("<QIQIQ")
 
 BEFORE_COMMIT = faults.declare("hosts.commit.before", "a commit is about to be sent")
 COMMITTED = faults.declare(
@@ -73,6 +113,12 @@ COMMITTED = faults.declare(
 )
 APPLIED = faults.declare(
     "hosts.commit.applied", "the replica has its own change; nobody has been told"
+)
+AHEAD = faults.declare(
+    "hosts.ahead.applied", "a change is in the replica alone; nobody has been told"
+)
+GIVEN_UP = faults.declare(
+    "hosts.recall.given", "a delegation is given up; who needs the directory has not been told"
 )
 COPYING = faults.declare("hosts.copy.part", "part of the map has been copied")
 
@@ -88,13 +134,15 @@ class Cursor(NamedTuple):
     """Up to where a replica has the feed: the record of ``_CURSOR_KEY``, which no other store has.
 
     Little-endian: u64 number of the row, u32 session and u64 number of its commit (both 0: the feed
-    was empty), u32 session of the host.
+    was empty), u32 session of the host, u64 number up to which the feed has what was ahead
+    (ahead.py).
     """
 
     seq: int
     session: int
     number: int
     own: int
+    shipped: int
 
     def encode(self) -> bytes:
         return _CURSOR.pack(*self)
@@ -103,13 +151,15 @@ class Cursor(NamedTuple):
 class _Call:
     """A transaction that somebody waits for."""
 
-    __slots__ = ("args", "error", "function", "is_done", "result", "turn")
+    __slots__ = ("args", "error", "foreign", "function", "is_done", "result", "turn")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
         self.result: Any = None
         self.error: BaseException | None = None
+        self.foreign: dict[bytes, bytes] = {}
+        """Delegations of other hosts that it needs, and their records: it has not run."""
         self.is_done = False
         self.turn = trio.Event()
         """Set when it is done, or when it is its waiter's turn to commit what waits."""
@@ -139,6 +189,10 @@ class _View(LeveledView):
 class _Attempt(Recording):
     __slots__ = ()
 
+    def begin(self) -> None:
+        """What is read from now on is that of another function."""
+        self.reads, self.loose, self.ranges = set(), set(), []
+
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
         return super().range(max(start, _FIRST_KEY), end, limit)
 
@@ -167,10 +221,26 @@ class ReplicatedEngine(Engine):
         self._database = database
         """The truth."""
         self._exchange = exchange
+        self._me = Delegate(session.number, session.host).encode()
+        """Of the record of a delegation that this session has."""
+        self.delegated: dict[bytes, None] = {}
+        """The keys of these, the oldest first."""
+        self._uses: dict[bytes, int] = {}
+        """Of delegations that nobody has, how often this host alone has used the directory."""
+        self._resting: dict[bytes, float] = {}
+        """Until when directories are not delegated, by ``clock_s``."""
+        self._ahead = Ahead(0)
+        """What the replica has, and the feed has not yet."""
+        self._pure = 0
+        """The number of the commit that is under way, if it has nothing but what is ahead."""
+        self._misses = 0
+        """How many transactions before could not be put ahead."""
+        self._shippable = trio.Event()
+        """Set when something has been put ahead."""
+        self._behind = 0
+        """Transactions that wait for the database: nothing is put ahead past them."""
         self._own_row = 0
         """Number of the last row of the feed that is ours and applied."""
-        self._commits = 0
-        """Number of the last commit that was asked for."""
         self._waiting: deque[_Call] = deque()
         """Transactions that no commit has taken yet."""
         self._is_led = False
@@ -197,7 +267,7 @@ class ReplicatedEngine(Engine):
         """Of who renews the lease."""
         self._failure = ""
         """Why nothing goes on."""
-        exchange.begin(session.number, self.hear, session.hear_shown)
+        exchange.begin(session.number, self.hear, session.hear_shown, self.give_up)
 
     @property
     def short_of_space(self) -> bool:  # type: ignore[override]
@@ -247,7 +317,24 @@ class ReplicatedEngine(Engine):
         self._check()
         if self.local.short_of_space and getattr(function, "grows", False):
             raise NoSpace("the filesystem of the metadata replica is full")
-        call = _Call(function, args)
+        while True:
+            call = _Call(function, args)
+            if self.delegated and self._put_ahead(call):
+                break
+            self._behind += 1
+            try:
+                await self._take_turn(call)
+            finally:
+                self._behind -= 1
+            if not call.foreign:
+                break
+            await self._recall(call.foreign)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    async def _take_turn(self, call: _Call) -> None:
+        """Until it is done."""
         self._waiting.append(call)
         if self._is_led:
             try:
@@ -271,9 +358,6 @@ class ReplicatedEngine(Engine):
                 if not call.is_done:
                     self._waiting.remove(call)
                 self._hand_over()
-        if call.error is not None:
-            raise call.error
-        return call.result
 
     def _hand_over(self) -> None:
         """Whoever waits longest commits next."""
@@ -297,12 +381,16 @@ class ReplicatedEngine(Engine):
                     self._waiting.appendleft(taken.pop())
                 self._check()  # not before: somebody has to be told
                 attempt = self._run_all(taken)
+                for call in taken:
+                    if call.foreign:
+                        call.end()
+                taken = [call for call in taken if not call.foreign]
+                if (attempt.writes or self._ahead) and not await self._commit(attempt):
+                    conflicts += 1
+                    continue
                 if not attempt.writes:
                     self._run_as_views(taken)
-                    break
-                if await self._commit(attempt):
-                    break
-                conflicts += 1
+                break
         except BaseException as error:
             fault = error
         for call in taken:
@@ -313,9 +401,20 @@ class ReplicatedEngine(Engine):
     def _run_all(self, calls: Iterable[_Call]) -> _Attempt:
         """Each sees what those before it have done. Does not suspend."""
         attempt = _Attempt(*self.local.begin(), self.seq + _NUMBER_GAP, host=self.host)
+        reads: set[bytes] = set()
+        loose: set[bytes] = set()
+        ranges: list[list[bytes]] = []
         for call in calls:
             attempt.seq += 1
+            attempt.begin()
             call.run(attempt)
+            if attempt.changed or call.error is not None:
+                self._respect(attempt, call)
+            if not call.foreign:
+                reads |= attempt.reads
+                loose |= attempt.loose
+                ranges += attempt.ranges
+        attempt.reads, attempt.loose, attempt.ranges = reads, loose, ranges
         self._in_flight = attempt.seq
         return attempt
 
@@ -331,16 +430,24 @@ class ReplicatedEngine(Engine):
         """Have the database commit it, and apply it; False if it is refused, as others have changed
         what it has read: their changes are applied then. Raises Unavailable.
         """
-        self._commits += 1
-        number, changes = self._commits, _Changes(attempt)
+        number, changes = self._ahead.next_number(), self._ahead.merged()
+        # Nobody else can have changed what is ahead: but that is the database's to say.
+        reads, loose, ranges = self._ahead.delegations(), attempt.loose, attempt.ranges
+        if attempt.writes:
+            changes.merge(changes_of(attempt))
+            reads |= attempt.reads
+            self._pure = 0
+        else:
+            loose, ranges = set(), []
+            self._pure = number
         parameters = (
             db.of_int(self.session.number),
             db.of_bigint(number),
             db.of_bigint(self.session.cursor),
-            db.of_keys(list(attempt.reads)),
-            db.of_keys(list(attempt.loose - attempt.reads)),
-            db.of_keys([start for start, _ in attempt.ranges]),
-            db.of_keys([end for _, end in attempt.ranges]),
+            db.of_keys(list(reads)),
+            db.of_keys(list(loose - reads)),
+            db.of_keys([start for start, _ in ranges]),
+            db.of_keys([end for _, end in ranges]),
             *changes.encode(),
         )
         while True:
@@ -370,13 +477,191 @@ class ReplicatedEngine(Engine):
                     # so it is asked for again then.
                     await self.catch_up(seq - 1)
         if status == db.CONFLICT:
+            if self._pure:
+                self._fail("another host has changed what is delegated to this one")
             return False
         if self.session.cursor < seq:
-            row = changes.row(seq, self.session.number, number, _View(*self.local.begin(), 0))
+            before = self._before(changes)
+            row = changes.row(seq, self.session.number, number, before)
             self.hear([row])
             faults.reach(APPLIED)
             self._exchange.announce(row)
         return True
+
+    def _before(self, changes: Changes) -> Writes:
+        """What the feed has of what they add to or patch."""
+        now = _View(*self.local.begin(), 0)
+        before: Writes = {}
+        for key, change in changes.relative.items():
+            if self._pure and not isinstance(change, int):
+                before[key] = changes.writes[key]  # patched again it is the same
+            else:
+                before[key] = self._ahead.feed_value(key, now)
+        return before
+
+    # --- delegations ------------------------------------------------------------------------------
+
+    def _put_ahead(self, call: _Call) -> bool:
+        """Run it, and apply it to the replica alone, if no other host can change what it has
+        touched, and nothing stands before it. Whether that is done. Does not suspend.
+        """
+        if self._behind or not self._ahead.has_room or clock_s() >= self.session.sure_until_s:
+            return False
+        self._misses += 1
+        if self._misses > MISSES and self._misses % MISSES:
+            return False
+        attempt = _Attempt(*self.local.begin(), self.seq + 1, host=self.host)
+        call.run(attempt)
+        covered = find_covered(attempt, loosely=True)
+        needed = covered.delegations.difference(covered.made)
+        if not covered.is_all or not needed <= self.delegated.keys():
+            return False
+        self._misses = 0
+        if call.error is not None:
+            return True
+        if not attempt.writes:
+            return False
+        self._delegate(attempt, covered, covered.made)
+        number = self._ahead.next_number()
+        changes = changes_of(attempt)
+        one = ChangeSet(number, self.session.number, attempt.seq, [*needed], changes)
+        key, record = one.encode()
+        self.local.apply({**attempt.writes, key: record})
+        faults.reach(AHEAD)
+        self.seq = attempt.seq
+        self._ahead.append(one)
+        self._note_delegations(attempt.writes)
+        self._shippable.set()
+        return True
+
+    def _respect(self, attempt: _Attempt, call: _Call) -> None:
+        """Nothing is changed that is delegated to another host: ``call.foreign`` says what is then.
+        Reads the records that say so: a delegation that is made meanwhile is a conflict.
+        """
+        try:
+            covered = find_covered(attempt, loosely=False)
+            vacant: list[bytes] = []
+            for key in covered.delegations:
+                record = attempt.get(key)
+                if record is None:
+                    vacant.append(key)
+                elif record != self._me:
+                    call.foreign[key] = record
+        except Unavailable as error:  # a damaged record
+            attempt.undo()
+            call.error = call.error or error
+            return
+        if call.foreign:
+            attempt.undo()
+        elif call.error is None:
+            made = [key for key in covered.made if key in vacant]
+            used = [key for key in vacant if key not in covered.ended and self._is_used(key)]
+            self._delegate(attempt, covered, {*made, *used})
+
+    def _is_used(self, key: bytes) -> bool:
+        """Whether this host alone has used the directory for some time."""
+        if clock_s() < self._resting.get(key, 0.0):
+            return False
+        if len(self._uses) > MAX_USES:
+            self._uses.clear()
+        self._uses[key] = self._uses.get(key, 0) + 1
+        return self._uses[key] >= GRANT_AFTER
+
+    def _delegate(self, attempt: _Attempt, covered: Covered, more: Collection[bytes]) -> None:
+        """The transaction delegates ``more`` to this host, and gives up others for that."""
+        for key in covered.ended:
+            if key in self.delegated:
+                attempt.delete(key)
+        for key in more:
+            attempt.put(key, self._me)
+        surplus = len(self.delegated) + len(more) - MAX_DELEGATIONS
+        for key in list(self.delegated) if surplus > 0 else ():
+            if surplus > 0 and key not in covered.delegations:
+                attempt.delete(key)
+                surplus -= 1
+
+    def _note_delegations(self, writes: Writes) -> None:
+        """This host has made these changes."""
+        for key, value in writes.items():
+            if key[:1] == b"D":
+                self._uses.pop(key, None)
+                if value == self._me:
+                    self.delegated[key] = None
+                else:
+                    self.delegated.pop(key, None)
+
+    def _rest(self, delegations: Iterable[bytes]) -> None:
+        """Several hosts need these directories."""
+        now_s = clock_s()
+        self._resting = {key: at_s for key, at_s in self._resting.items() if at_s > now_s}
+        self._resting.update(dict.fromkeys(delegations, now_s + REST_S))
+
+    async def give_up(self, delegations: list[bytes]) -> int:
+        """Another host needs these directories: they are not delegated to this session on return,
+        and all that it has changed in them is in the feed up to the number that is returned.
+        """
+        self._rest(delegations)
+        await self.transact(_give_up, delegations, self._me)
+        faults.reach(GIVEN_UP)
+        return self.session.cursor
+
+    async def _recall(self, foreign: dict[bytes, bytes]) -> None:
+        """Have other hosts give up what is delegated to them; of those that are no more, take it.
+        If that fails who needs it finds out.
+        """
+        self._rest(foreign)
+        for record in set(foreign.values()):
+            delegations = [key for key, value in foreign.items() if value == record]
+            owner = decode_delegate(record)
+            try:
+                await self.catch_up(await self._exchange.recall(owner.session, delegations))
+            except Unavailable:
+                self._check()
+                # A host that has come back gives up itself what its last session had.
+                if any(one.host == owner.host for one in await self.session.live()):
+                    await trio.sleep(ASK_AGAIN_S)
+                    await self.catch_up()
+                else:
+                    await self.transact(_give_up, delegations, record)
+
+    async def _ship(self) -> None:
+        """What is ahead now is in the database on return. Raises Unavailable."""
+        call = _Call(_change_nothing, ())
+        await self._take_turn(call)
+        if call.error is not None:
+            raise call.error
+
+    async def _keep_shipped(self) -> None:
+        while True:
+            await self._shippable.wait()
+            self._shippable = trio.Event()
+            try:
+                await self._ship()
+                await trio.sleep(SHIP_S)
+            except Unavailable as error:
+                if not self._failure and not self.session.ended:
+                    log.warning("metadata: %s", error)
+                    await trio.sleep(BEAT_S)
+                    self._shippable.set()
+
+    async def _take_up(self) -> list[ChangeSet]:
+        """Ship what the last session of this host has left ahead, as far as the directories are
+        still delegated to it, and give them up. What is lost, which the replica has still. Nobody
+        uses the engine yet. Raises Unavailable.
+        """
+        lost: list[ChangeSet] = []
+        while True:
+            attempt = _Attempt(*self.local.begin(), self.seq + 1, host=self.host)
+            for one in self._ahead:
+                owner = Delegate(one.session, self.host).encode()
+                if any(attempt.get(key) != owner for key in one.delegations):
+                    lost = self._ahead.cut(one.number) + lost
+                    break
+            for key, record in attempt.range(*keys.all_of(b"D")):
+                if decode_delegate(record).host == self.host:
+                    attempt.delete(key)
+            if not attempt.writes or await self._commit(attempt):
+                return lost
 
     # --- the feed ---------------------------------------------------------------------------------
 
@@ -398,8 +683,15 @@ class ReplicatedEngine(Engine):
 
     def _apply(self, row: Row) -> None:
         session = self.session
-        writes: Writes = dict(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
-        writes[_CURSOR_KEY] = Cursor(row.seq, row.session, row.number, session.number).encode()
+        is_own = row.session == session.number
+        self._ahead.hear(row.session, row.number, is_own)
+        writes: Writes = {}
+        if not is_own or row.number != self._pure:  # else the replica has it already
+            writes = dict(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
+            self._ahead.put_over(writes)
+        writes[_CURSOR_KEY] = Cursor(
+            row.seq, row.session, row.number, session.number, self._ahead.shipped
+        ).encode()
         try:
             self.local.apply(writes)
         except (NoSpace, Unavailable) as error:
@@ -407,14 +699,20 @@ class ReplicatedEngine(Engine):
             return
         session.cursor = row.seq
         self._unsettled.append(row)
-        if row.session == session.number:
-            # Views from now on are numbered behind what these transactions have been told.
-            self.seq = max(self.seq + 1, self._in_flight)
+        del writes[_CURSOR_KEY]
+        if is_own:
+            if writes:
+                # Views from now on are numbered behind what these transactions have been told.
+                self.seq = max(self.seq + 1, self._in_flight)
+                self._note_delegations(writes)
             self._own_row = row.seq
         else:
             self.seq += 1
+            if self._uses:
+                for key in writes:
+                    if key[:1] == b"d":
+                        self._uses.pop(b"D" + key[1:9], None)
             if self._follower is not None:
-                del writes[_CURSOR_KEY]
                 self._unshown.append((self.seq, row.seq))
                 self._follower(writes)
         if not self._unshown:
@@ -492,7 +790,8 @@ class ReplicatedEngine(Engine):
         """Renew the lease, and hear what is new. What has been applied before is durable then.
         Raises AnswerLost, Unavailable.
         """
-        began_s, seq, cursor = clock_s(), self.seq, self.session.cursor
+        began_s, cursor = clock_s(), self.session.cursor
+        seq = self._ahead.first_seq - 1 if self._ahead else self.seq
         if await self.session.beat() == db.RECOVERING:
             await self._recover()
             return
@@ -512,7 +811,9 @@ class ReplicatedEngine(Engine):
         target = self.seq if seq is None else seq
         while self.durable_seq < target:
             self._check()
-            if self._settling is not None:
+            if self._ahead and self._ahead.first_seq <= target:
+                await self._ship()
+            elif self._settling is not None:
                 await self._settling.wait()  # perhaps begun too early for us
             else:
                 self._settling = trio.Event()
@@ -525,6 +826,8 @@ class ReplicatedEngine(Engine):
 
     async def shown(self, of_all: bool = False) -> None:
         self._check()
+        if self._ahead:
+            await self._ship()
         await self.session.wait_shown(self.session.cursor if of_all else self._own_row)
 
     async def _recover(self) -> None:
@@ -567,10 +870,21 @@ class ReplicatedEngine(Engine):
 
     # --- life -------------------------------------------------------------------------------------
 
+    async def go_on(self, cursor: Cursor, ahead: Ahead) -> list[ChangeSet]:
+        """Begin where the replica is: at this cursor, with what is ahead. What of that is lost, as
+        ``take_up``. Raises Unavailable.
+        """
+        self.local.apply({_CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
+        self.session.cursor = self.session.shown = cursor.seq
+        self._ahead = ahead
+        await self.renew()
+        return await self._take_up()
+
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.local.run)
             nursery.start_soon(self.session.keep, self._keep_renewed)
+            nursery.start_soon(self._keep_shipped)
             nursery.start_soon(self._fill_gaps)
             nursery.start_soon(self._keep_trimmed)
 
@@ -587,6 +901,12 @@ class ReplicatedEngine(Engine):
         on stable storage.
         """
         self._database.close()
+        if self._ahead:
+            log.warning(
+                "metadata: %s; the next mount puts into the database what was done in directories "
+                "that no other host has needed since",
+                _told("not in the database yet", self._ahead),
+            )
         try:
             if not self.session.ended:
                 self._database.end_now(self.session.number, "unmounted")
@@ -604,51 +924,22 @@ class ReplicatedEngine(Engine):
         self.local.abandon()
 
 
-class _Changes:
-    """What a commit changes, in the order of the feed."""
+def _change_nothing(tx: Transaction) -> None:
+    """What is ahead goes with it."""
 
-    def __init__(self, attempt: _Attempt) -> None:
-        relative = attempt.relative
-        absolute = [item for item in attempt.writes.items() if item[0] not in relative]
-        self._puts = [item for item in absolute if item[1] is not None]
-        self._keys = [key for key, _ in self._puts]
-        self._keys += [key for key, value in absolute if value is None]
-        self._values = [value for _, value in self._puts]
-        self._values += [None] * (len(self._keys) - len(self._values))
-        self._adds = [(key, one) for key, one in relative.items() if isinstance(one, int)]
-        self._patches = [
-            (key, *patch)
-            for key, patches in relative.items()
-            if not isinstance(patches, int)
-            for patch in patches
-        ]
 
-    def encode(self) -> tuple[bytes, ...]:
-        """The parameters of ``commit`` from ``puts`` on."""
-        return (
-            db.of_int(len(self._puts)),
-            db.of_keys(self._keys),
-            db.of_keys(self._values),
-            db.of_keys([key for key, _ in self._adds]),
-            db.of_bigints([delta for _, delta in self._adds]),
-            db.of_keys([key for key, _, _ in self._patches]),
-            db.of_ints([offset for _, offset, _ in self._patches]),
-            db.of_keys([part for _, _, part in self._patches]),
-        )
+def _give_up(tx: Transaction, delegations: Iterable[bytes], owner: bytes) -> None:
+    """These directories are not delegated to that session any more."""
+    for key in delegations:
+        if tx.get(key) == owner:
+            tx.delete(key)
 
-    def row(self, seq: int, session: int, number: int, now: ReadTransaction) -> Row:
-        """The row that the database has made of it, from what the map was before: ``now``."""
-        made: dict[bytes, bytes] = {}
-        keys: list[bytes | None] = [*self._keys]
-        values: list[bytes | None] = [*self._values]
-        for key, delta in self._adds:
-            keys.append(key)
-            values.append((now.counter(key) + delta).to_bytes(8, "little", signed=True))
-        for key, offset, part in self._patches:
-            made[key] = patched(made.get(key) or now.get(key), offset, part)
-            keys.append(key)
-            values.append(made[key])
-        return Row(seq, session, number, len(self._keys), keys, values)
+
+def _told(what: str, sets: Iterable[ChangeSet]) -> str:
+    """For the log: which names they change."""
+    names = {key for one in sets for key in one.changes.writes if key[:1] == b"d"}
+    first = ", ".join(keys.describe(key) for key in sorted(names)[:MAX_TOLD])
+    return f"{what} are {len(list(sets))} changes, of these names: {first}"
 
 
 # --- joining --------------------------------------------------------------------------------------
@@ -675,16 +966,34 @@ async def join(
     session = await Session.begin(database, exchange, name, address, former, base)
     engine = ReplicatedEngine(local, database, session, exchange)
     try:
-        if found is None or await _look_up(database, found) != db.DONE:
-            found = await _copy_map(local, database, session)
-        local.apply({_CURSOR_KEY: found._replace(own=session.number).encode()})
-        session.cursor = session.shown = found.seq
-        await engine.renew()
+        ahead = await _load_ahead(local, found.shipped) if found else Ahead(0)
+        if found is not None and await _look_up(database, found) != db.DONE:
+            _lose([*ahead])
+            found, ahead = None, Ahead(0)
+        lost = await engine.go_on(found or await _copy_map(local, database, session), ahead)
+        if lost:
+            local.apply({_CURSOR_KEY: None})
+            await session.end("its replica is made anew")
     except BaseException:
         with trio.CancelScope(shield=True), trio.move_on_after(ANSWER_S), suppress(Unavailable):
             await session.end("it could not join")
         raise
+    if lost:  # the replica has it
+        _lose(lost)
+        return await join(local, database, name, address, exchange)
     return engine
+
+
+async def _load_ahead(local: LmdbEngine, shipped: int) -> Ahead:
+    """What the replica has that the feed had not, as far as is known."""
+    records = await local.view(lambda tx: [value for _, value in tx.range(FIRST_KEY, END_KEY)])
+    sets = sorted(map(decode_change_set, records), key=lambda one: one.number)
+    return Ahead(shipped, [one for one in sets if one.number > shipped])
+
+
+def _lose(sets: Collection[ChangeSet]) -> None:
+    if sets:
+        log.warning("metadata: %s: another host has gone on without them", _told("lost", sets))
 
 
 async def _cursor_of(local: LmdbEngine) -> Cursor | None:
@@ -725,7 +1034,7 @@ async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) 
             if end:
                 await _copy_pairs(local, connection, session)
                 seq, author, number = map(int, end)
-                return Cursor(seq, author, number, session.number)
+                return Cursor(seq, author, number, session.number, 0)
         except AnswerLost as error:
             log.info("metadata: copying is begun anew: %s", error)
         finally:

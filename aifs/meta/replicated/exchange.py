@@ -7,15 +7,19 @@ missing, and what a host has shown is in its beats.
             for a frame is not pushed
     ask     to all: the sender waits until this number is shown
     shown   to who asks: what the sender has shown
+    recall  a request: the host gives up what is delegated to its session of these directories; the
+            number of the row that says so, or of a later one
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from aifs.core.errors import Unavailable
+from aifs.meta import keys
 from aifs.meta.replicated.database import Row, of_keys, to_keys
 from aifs.peers.peers import PeerAddress, Peers
-from aifs.peers.transport import MAX_BODY, Body, Peer
+from aifs.peers.transport import MAX_BODY, Answer, Body, Peer
 
 _LENGTH = struct.Struct("<I")
 
@@ -39,9 +43,11 @@ class Exchange:
         session: int,
         hear_rows: Callable[[Iterable[Row]], None],
         hear_shown: Callable[[int, int], None],
+        give_up: Callable[[list[bytes]], Awaitable[int]],
     ) -> None:
         """From now on, and in the name of ``session``: ``hear_rows`` is called with rows that
-        others have committed, ``hear_shown`` with a session and what it has shown.
+        others have committed, ``hear_shown`` with a session and what it has shown, ``give_up`` with
+        the keys of delegations that others need.
         """
         if self._peers is None:
             return
@@ -51,9 +57,13 @@ class Exchange:
             seq, author, number, absolute = map(int, fields)
             (length,) = _LENGTH.unpack_from(body)
             content = bytes(body[_LENGTH.size :])
-            keys, values = to_keys(content[:length]), to_keys(content[length:])
-            hear_rows([Row(seq, author, number, absolute, keys, values)])
+            names, values = to_keys(content[:length]), to_keys(content[length:])
+            hear_rows([Row(seq, author, number, absolute, names, values)])
 
+        async def serve_recall(peer: Peer, directories: Any, body: Body) -> Answer:
+            return Answer(await give_up([keys.delegation(int(ino)) for ino in directories]))
+
+        self._peers.serve("recall", serve_recall)
         self._peers.hear("row", hear_row)
         self._peers.hear("ask", self._hear_ask)
         self._peers.hear("shown", lambda peer, seq, body: hear_shown(peer.session, int(seq)))
@@ -67,10 +77,21 @@ class Exchange:
         """This host has committed a row."""
         if self._peers is None or self._peers.is_alone:
             return
-        keys, values = of_keys(row.keys), of_keys(row.values)
-        if len(keys) + len(values) <= MAX_BODY - _LENGTH.size:
+        names, values = of_keys(row.keys), of_keys(row.values)
+        if len(names) + len(values) <= MAX_BODY - _LENGTH.size:
             fields = (row.seq, row.session, row.number, row.absolute)
-            self._peers.push("row", fields, b"".join((_LENGTH.pack(len(keys)), keys, values)))
+            self._peers.push("row", fields, b"".join((_LENGTH.pack(len(names)), names, values)))
+
+    async def recall(self, session: int, delegations: Iterable[bytes]) -> int:
+        """Have another session give up these (keys of their records): the number of a row of the
+        feed, by which it has. Raises Unavailable if that is not known.
+        """
+        name = self._peers.sessions.get(session) if self._peers is not None else None
+        if self._peers is None or name is None:
+            raise Unavailable(f"session {session} is not there")
+        directories = [keys.number(key) for key in delegations]
+        answer = await self._peers.call(name, "recall", directories, session=session)
+        return int(answer.value)
 
     def ask(self, seq: int) -> None:
         """Somebody here waits until all have shown ``seq``."""
