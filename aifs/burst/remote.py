@@ -10,11 +10,11 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.core.errors import Busy, Unavailable
+from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.servers import Servers
-from aifs.meta import hosts
-from aifs.meta.kv import Engine, Result
+from aifs.meta import hosts, namespace
+from aifs.meta.kv import Engine, ReadTransaction, Result
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body
@@ -95,7 +95,7 @@ class Homes:
                 memory[: len(got)] = got
             return len(got)
 
-        return await self._ask(self.of(copy.server), copy.ino, call)
+        return await self._ask(self.of(copy.server), copy.ino, call, place=copy.place)
 
     async def give_up(self, host: int, ino: int, is_emptied: bool) -> bool:
         """Whether a file that ``host`` changes, or keeps in its burst directory, is on the data
@@ -105,12 +105,13 @@ class Homes:
 
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
+        place = await self._engine.view(_find_copy, ino)
 
         async def call(peers: Peers, name: str) -> bool:
             asked = [ino, is_emptied]
             return not (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
 
-        return await self._ask(host, ino, call)
+        return await self._ask(host, ino, call, place=place)
 
     async def name_of(self, host: int) -> str:
         return await self._engine.view(hosts.name_of, host)
@@ -146,12 +147,14 @@ class Homes:
         raises there.
         """
 
+        place = await self._engine.view(_find_copy, ino)
+
         async def call(peers: Peers, name: str) -> Answer:
             asked = [ino, operation, *args]
             return await peers.call(name, CARRY_OUT, asked, body, timeout_s=_CALL_S)
 
         is_repeated, waits = operation != Operation.APPEND, operation != Operation.SHOW
-        return await self._ask(host, ino, call, is_repeated, waits)
+        return await self._ask(host, ino, call, is_repeated, waits, place)
 
     async def leave(self, host: int, ino: int) -> None:
         """This host writes to the file no more. Raises Stale, Unavailable."""
@@ -177,9 +180,11 @@ class Homes:
         call: Callable[[Peers, str], Awaitable[Result]],
         is_repeated: bool = True,
         waits: bool = True,
+        place: Copy | None = None,
     ) -> Result:
         """``is_repeated``: also when the host may have done it. ``waits``: for a host that cannot
-        be asked at present."""
+        be asked at present. ``place``: raises Stale if the host does not answer, and the file has
+        another copy than this one by now: who had a mirror is its home then."""
         name = await self.name_of(host)
         if self._peers is None:
             raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
@@ -193,12 +198,19 @@ class Homes:
             except Busy:
                 pass  # it has too much to do for us, and has not begun with this
             except Unavailable as error:
+                if place is not None and await self._engine.view(_find_copy, ino) != place:
+                    raise Stale(f"inode {ino} has another home") from None
                 if (is_asked and not is_repeated) or trio.current_time() >= until_s:
                     raise Unavailable(
                         f"inode {ino}: its newest bytes are on host {name}, which cannot be "
                         f"asked: {error}"
                     ) from error
             await trio.sleep(_AGAIN_S)
+
+
+def _find_copy(tx: ReadTransaction, ino: int) -> Copy | None:
+    inode = namespace.find_inode(tx, ino)
+    return None if inode is None else inode.copy
 
 
 class RemoteCopy(BurstCopy):

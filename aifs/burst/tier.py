@@ -82,6 +82,8 @@ class BurstTier:
         """Sizes of the files that wait for room, as they can change nowhere else."""
         self._change = trio.Event()
         """Set, and replaced, when there may be room for one of them."""
+        self._mirrors: set[int] = set()
+        """Ids of copies that are mirrors of other hosts' copies."""
         self._waiting = 0
         """How many writers wait for room."""
         self.rate = 0.0
@@ -267,8 +269,20 @@ class BurstTier:
     def dirty(self, copy_id: int, server: int, length: int) -> None:
         """It has the newest bytes of a file, ``length`` of them, or as many as it has now."""
         self._new.pop(copy_id, None)
+        self._mirrors.discard(copy_id)
         self._sole[copy_id] = self.sole_span(copy_id)[0], None
         self._ledger.dirty(copy_id, server, length)
+
+    def mirrors(self, copy_id: int, server: int, length: int) -> None:
+        """It is a mirror of what another host has in its burst tier; it stays until that is drained
+        there."""
+        self.dirty(copy_id, server, length)
+        self._mirrors.add(copy_id)
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Of mirrors of other hosts' copies."""
+        return sum(map(self.bytes_of, self._mirrors))
 
     def clean(self, copy_id: int, server: int, length: int) -> None:
         """It is a copy of what lies on the data servers, by transactions that have returned."""
@@ -305,6 +319,7 @@ class BurstTier:
         self._open.pop(copy_id, None)
         self._sole.pop(copy_id, None)
         self._new.pop(copy_id, None)
+        self._mirrors.discard(copy_id)
         for device in self.devices.values():
             device.left(copy_id)
         self._relieve()
@@ -437,6 +452,7 @@ class BurstTier:
             "throttled_writers": self._waiting + len(self._lacking),
             "pause_s": self.pause_s if self.pressure else 0.0,
             "drain_bytes_per_s": round(self.rate),
+            "mirror_bytes": self.mirror_bytes,
         }
 
 

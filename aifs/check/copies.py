@@ -1,7 +1,8 @@
 """The check of burst copies and of checksums against the inodes. Part of the metadata scan.
 
 An inode says which burst copy it has; the copy's record, by which mounts find it, follows the
-inode. A file can do without checksums, so all of them go where one cannot be right.
+inode. The record of a mirror and that of the copy that it is of name each other. A file can do
+without checksums, so all of them go where one cannot be right.
 """
 
 from collections.abc import Callable, Collection
@@ -96,6 +97,17 @@ class CopyCheck:
         except (FsError, ValueError) as error:
             await self._unreadable(copy_id, ino, str(error))
             return
+        if record.of is not None:
+            home = await self._view(_find_record, record.of.id)
+            if home is None or home.mirror != (record.server, copy_id):
+                detail = f"the burst copy {record.of.id} does not have this mirror"
+                self._problem("stray-record", where, detail, partial(repair.delete, key=key))
+            return
+        if record.mirror is not None:
+            mirror = await self._view(_find_record, record.mirror.id)
+            if mirror is None or mirror.of is None or mirror.of.id != copy_id:
+                detail = f"inode {record.ino}: its burst copy {copy_id} has no such mirror"
+                self._rewrite("copy-record", record.ino, detail)
         if ino is not None:
             inode = await self._view(namespace.get_inode, ino)
             told = (record.ino, record.server, record.undrained)
@@ -156,6 +168,14 @@ class CopyCheck:
             self._problem(
                 "stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage
             )
+
+
+def _find_record(tx: ReadTransaction, copy_id: int) -> BurstRecord | None:
+    """None also for one that cannot be read, which is named by itself."""
+    try:
+        return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"")
+    except FsError:
+        return None
 
 
 def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value: bytes) -> str:

@@ -158,7 +158,9 @@ class ObjectCheck:
         return True
 
     async def _match_copy(self, server: DataServer, found: StoredObject) -> bool:
-        """Whether it is, or may be, the burst copy of a file."""
+        """Whether it is, or may be, the burst copy of a file, or a mirror of one."""
+        if await self._view(_is_mirror, found.oid, server.id):
+            return True
         ino = self._scan.user_of_copy(found.oid)
         row = self._table.find(await self._view(_recorded_user, found.oid) if ino is None else ino)
         if ino is None or self._table.flags[row] & UNREADABLE:
@@ -291,6 +293,15 @@ def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:
         return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"").ino
     except FsError:
         return 0
+
+
+def _is_mirror(tx: ReadTransaction, copy_id: int, server: int) -> bool:
+    """Whether a copy is on record as a mirror, there."""
+    try:
+        record = decode_burst(tx.get(keys.burst_copy(copy_id)) or b"")
+    except FsError:
+        return False
+    return record.of is not None and record.server == server
 
 
 def _is_dirty(tx: ReadTransaction, ino: int) -> bool:

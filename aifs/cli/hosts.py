@@ -31,7 +31,8 @@ def hosts_command(mountpoint: str, as_json: bool, fenced: str) -> None:
 
     A host that is silent has not renewed its lease. It is ended soon, and others go on without it.
     Its lag is how many changes of others it has not heard of. What is undrained is in its burst
-    tier alone. The host with the role does the background work of the whole store.
+    tier alone, but for the mirrors of it that other hosts keep; its own mirrors are of theirs. The
+    host with the role does the background work of the whole store.
 
     A host that is fenced changes nothing any more, wherever it hangs: its mount ends as soon as it
     notices. What it has not drained is there again when it mounts the store again.
@@ -51,23 +52,37 @@ def hosts_command(mountpoint: str, as_json: bool, fenced: str) -> None:
         print_json(state)
         return
     print_table(
-        ("host", "session", "state", "lease left", "lag", "undrained", "role", "address"),
+        (
+            "host",
+            "session",
+            "state",
+            "lease left",
+            "lag",
+            "undrained",
+            "mirrors",
+            "role",
+            "address",
+        ),
         [_row_of(host) for host in state["hosts"]],
-        right=("session", "lease left", "lag", "undrained"),
+        right=("session", "lease left", "lag", "undrained", "mirrors"),
     )
 
 
 def _row_of(host: dict[str, Any]) -> tuple[object, ...]:
     from aifs.core.units import describe_size
 
-    undrained = host["undrained_bytes"]
+    undrained, mirrors = (
+        "unknown" if host[which] is None else describe_size(host[which])
+        for which in ("undrained_bytes", "mirror_bytes")
+    )
     return (
         f"{host['name']}{' (this one)' if host['is_this'] else ''}",
         host["session"],
         host["state"],
         f"{host['lease_left_s']:.1f} s",
         host["lag"],
-        "unknown" if undrained is None else describe_size(undrained),
+        undrained,
+        mirrors,
         "yes" if host["has_role"] else "",
         host["address"],
     )

@@ -14,6 +14,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import MakingTools
+from aifs.burst.mirrors import Mirrors
 from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
@@ -80,6 +81,7 @@ class FileIO:
         upkeep: Upkeep,
         pool: Pool,
         homes: Homes,
+        mirrors: Mirrors,
         together: Together | None,
     ) -> None:
         """``together``: None where the store has one host."""
@@ -96,6 +98,8 @@ class FileIO:
         self._collector = collector
         self._pool = pool
         self._homes = homes
+        self.mirrors = mirrors
+        """The copies of undrained files on other hosts."""
         self._join = None if together is None else together.join
         """Tells other hosts what large files are read here; None: there are none."""
         self.transitions = Transitions(engine, tier, collector, damage, self.objects_of, homes)
@@ -989,6 +993,8 @@ class FileIO:
                 pass  # what was read here is not ours to sync
             elif file.inode.in_burst:
                 await self.burst.sync(file)
+                if file.inode.in_burst:
+                    await self.mirrors.keep(file.inode, file.own_copy)
             else:
                 await self.capacity.sync(file)
         except FsError:

@@ -10,10 +10,10 @@ load it. Of another one, which may have read it before they met, it takes only w
 comes from the servers.
 """
 
-from hashlib import blake2b
 from typing import Any
 
 from aifs.core.errors import FsError, Unavailable
+from aifs.core.rendezvous import weight
 from aifs.data.checking.digests import HASHED
 from aifs.data.checking.together import Giver, find_kept
 from aifs.data.reading.patterns import WINDOW_MAX
@@ -27,8 +27,6 @@ _JOIN, _LEAVE, _MET, _GIVE = "together.join", "together.leave", "together.met", 
 _WAIT_S = 0.5
 """How long a host is waited for; then it counts as one that does not read the file."""
 
-_MASK = (1 << 64) - 1
-
 
 class Together:
     """What this host reads together with others. Used from one trio thread."""
@@ -40,8 +38,6 @@ class Together:
         """What is read here, by the file's objects."""
         self._readers: dict[Key, set[str]] = {}
         """The hosts that read what has its meeting place here."""
-        self._seeds: dict[str, int] = {}
-        """Of hosts, by name: see ``weight``."""
         self.received_bytes = 0
         """That others have given since the mount."""
         self.given_bytes = 0
@@ -70,18 +66,8 @@ class Together:
         del self._readings[key]
         self._tell(self._meeting_place(key), _LEAVE, [*key])
 
-    def weight(self, name: str, number: int) -> int:
-        """Of a host, for one of many things with these numbers: the largest one is chosen."""
-        seed = self._seeds.get(name)
-        if seed is None:
-            digest = blake2b(name.encode(), digest_size=8).digest()
-            seed = self._seeds[name] = int.from_bytes(digest, "little")
-        mixed = (seed + number * 0x9E3779B97F4A7C15) & _MASK
-        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-        return mixed ^ mixed >> 31
-
     def _meeting_place(self, key: Key) -> str:
-        return max(self._peers.sessions.values(), key=lambda name: self.weight(name, key[1]))
+        return max(self._peers.sessions.values(), key=lambda name: weight(name, key[1]))
 
     def _tell(self, host: str, name: str, arguments: list[Any]) -> None:
         own = self.own
@@ -173,13 +159,10 @@ class _Reading:
     async def fetch(self, offset: int, part: memoryview) -> bool:
         together, number = self._together, offset // HASHED
 
-        def weight(name: str) -> int:
-            return together.weight(name, number)
-
         if not self.hosts:
             return False
         own = together.own
-        host = max([own, *self.hosts], key=weight)
+        host = max([own, *self.hosts], key=lambda name: weight(name, number))
         load = host != own
         if not load:
             host = max(self.hosts, key=lambda name: self.hosts[name])

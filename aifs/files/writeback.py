@@ -3,11 +3,12 @@ somebody asks for it.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 
 import trio
 
-from aifs.burst.copy import sync_copies
+from aifs.burst.copy import BurstCopy, sync_copies
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, NotFound
 from aifs.core.log import logger
@@ -18,7 +19,7 @@ from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import LostBytes
-from aifs.meta import forms
+from aifs.meta import forms, namespace
 from aifs.meta.kv import Engine
 
 _log = logger(__name__)
@@ -157,6 +158,9 @@ class WriteBack:
                 errors.append(error)
         try:
             outcomes = await sync_copies(list(copies.values()))
+            if self._engine.host:
+                synced = [i for i, outcome in zip(copies, outcomes, strict=True) if outcome is None]
+                await run_all(*(partial(self._mirror, ino, copies[ino]) for ino in synced))
         finally:
             for copy in copies.values():
                 copy.close()
@@ -171,6 +175,11 @@ class WriteBack:
             elif outcome is not None:
                 raise outcome
         return left
+
+    async def _mirror(self, ino: int, copy: BurstCopy) -> None:
+        inode = await self._engine.view(namespace.find_inode, ino)
+        if inode is not None and inode.copy == copy.place:  # else it has been drained meanwhile
+            await self._io.mirrors.keep(inode, copy)
 
     async def sync_inode(self, ino: int) -> None:
         """One file, open or not, is on stable storage when this returns; nothing happens if it is

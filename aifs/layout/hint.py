@@ -23,6 +23,7 @@ _ZSTD_LEVEL = 3
 KINDS = ("", *LAYOUT_KINDS)
 TIERS = ("", "burst", "capacity", "pinned")
 PUBLISHES = ("", "capacity")
+MIRRORS_MAX = 1
 
 
 class Policy(NamedTuple):
@@ -42,6 +43,7 @@ class Policy(NamedTuple):
     publish: str = (
         ""  # one of PUBLISHES: where bytes must be before a rename into the directory shows them
     )
+    mirror: int = 0  # other hosts that keep a copy of what is in the burst tier alone
 
     def redundancy(self, default: Redundancy) -> Redundancy:
         """What protects the files, if ``default`` counts where the policy says nothing."""

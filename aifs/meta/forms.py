@@ -266,6 +266,8 @@ def change_forms(
         elif copy is not None and (was_in_burst or had != copy):
             if had != copy:
                 tx.delete(keys.garbage(copy.id))
+            elif tx.host:
+                namespace.drop_mirror(tx, copy.id)
             namespace.put_copy(tx, stored.ino, copy, undrained=False, durable=change.durable, now=0)
         if change.marked:
             namespace.put_mark(tx, stored.ino)
@@ -312,10 +314,10 @@ def _put_burst(tx: Transaction, ino: int, copy: Copy, durable: bool, now: int) -
     durable.
     """
     found = tx.get(keys.burst_copy(copy.id))
-    since_ns = now
+    since_ns, mirror = now, None
     if found is not None and (record := decode_burst(found)).undrained:
-        since_ns, durable = record.since_ns, durable or record.durable
-    namespace.put_copy(tx, ino, copy, undrained=True, durable=durable, now=since_ns)
+        since_ns, durable, mirror = record.since_ns, durable or record.durable, record.mirror
+    namespace.put_copy(tx, ino, copy, undrained=True, durable=durable, now=since_ns, mirror=mirror)
 
 
 def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:

@@ -36,6 +36,7 @@ from aifs.meta.records import (
     Dentry,
     Garbage,
     Inode,
+    decode_burst,
     decode_dentry,
     decode_inode,
     encode_change,
@@ -413,12 +414,17 @@ def put_mark(tx: Transaction, ino: int) -> None:
 
 
 def put_copy(
-    tx: Transaction, ino: int, copy: Copy, undrained: bool, durable: bool, now: int
+    tx: Transaction,
+    ino: int,
+    copy: Copy,
+    undrained: bool,
+    durable: bool,
+    now: int,
+    mirror: Copy | None = None,
 ) -> None:
-    """Record that the inode has this burst copy."""
-    tx.put(
-        keys.burst_copy(copy.id), BurstRecord(ino, copy.server, undrained, durable, now).encode()
-    )
+    """Record that the inode has this burst copy. ``mirror``: its own, if it has one."""
+    record = BurstRecord(ino, copy.server, undrained, durable, now, mirror)
+    tx.put(keys.burst_copy(copy.id), record.encode())
 
 
 def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
@@ -436,10 +442,25 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
 
 
 def discard_copy(tx: Transaction, copy: Copy) -> int:
-    """Turn a burst copy into garbage; its id."""
+    """Turn a burst copy, and its mirror, into garbage; its id. The mirror is its host's to
+    delete."""
+    if tx.host:
+        drop_mirror(tx, copy.id)
     tx.delete(keys.burst_copy(copy.id))
     tx.put(keys.garbage(copy.id), _garbage_on(copy.server))
     return copy.id
+
+
+def drop_mirror(tx: Transaction, copy_id: int) -> list[int]:
+    """The mirror of a burst copy, if it has one, is garbage; its id. The caller puts or deletes the
+    copy's record."""
+    record = tx.get(keys.burst_copy(copy_id))
+    mirror = None if record is None else decode_burst(record).mirror
+    if mirror is None:
+        return []
+    tx.delete(keys.burst_copy(mirror.id))
+    tx.put(keys.garbage(mirror.id), _garbage_on(mirror.server))
+    return [mirror.id]
 
 
 @lru_cache(maxsize=256)

@@ -22,12 +22,15 @@ garbage
     it does not matter any more)
 burst copy
     u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2
-    durable: it has been synced since it was made), i64 since (ns, undrained since)
+    durable: it has been synced since it was made; 4 mirrored; 8: it is a mirror), i64 since (ns,
+    undrained since), [u16 server, u64 id of its mirror], [u64 id of the copy that it is a mirror
+    of, u64 size and i64 mtime (ns) that this one had] The parts in brackets where flags say so.
 policy (what new files of a directory get)
     u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier,
-    u64 expected size, [u8 replicas, u8 data columns, u8 parity columns, u8 publish,]] servers (u16
-    each; none: any) The parts in brackets are left out where all of them is the default: the outer
-    one, which makes the length odd, and the inner one; where that is there, 128 is added to kind.
+    u64 expected size, [u8 replicas, u8 data columns, u8 parity columns, u8 publish (16 is added
+    for mirror=1),]] servers (u16 each; none: any) The parts in brackets are left out where all of
+    them is the default: the outer one, which makes the length odd, and the inner one; where that is
+    there, 128 is added to kind.
 degraded
     u64 ino (0: a container), u32 mask of columns
 """
@@ -40,7 +43,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from aifs.core.errors import NotPermitted, Unavailable
-from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
+from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.kinds import chunks_of, objects_of
 from aifs.layout.striped import Striped
@@ -71,6 +74,9 @@ _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
 _BURST = struct.Struct("<QHBq")
+_MIRROR_OF = struct.Struct("<QQq")
+_MIRRORED, _IS_MIRROR = 4, 8
+_MIRROR_POLICY = 16
 _COMPRESS_DEFAULT = 255
 _HAS_REDUNDANCY = 128
 _REDUNDANCY = struct.Struct("<BBBB")
@@ -440,25 +446,55 @@ def decode_garbage(record: bytes) -> Garbage:
         raise Unavailable("a garbage record is damaged") from None
 
 
+class MirrorOf(NamedTuple):
+    """The burst copy that another one is a mirror of, as it was when that was made."""
+
+    id: int
+    size: int
+    mtime_ns: int
+
+
 class BurstRecord(NamedTuple):
     """Whose copy it is (the key has its id), on which burst device, and what a crash may have done
     to it.
     """
 
     ino: int
+    """The inode that has it."""
     server: int
+    """Which device."""
     undrained: bool
+    """It holds the newest bytes, which no data server has."""
     durable: bool
+    """It has been synced since it was made."""
     since_ns: int
+    """Since when it is undrained."""
+    mirror: Copy | None = None
+    """Where another host has a copy of it, as it was at the last fsync."""
+    of: MirrorOf | None = None
+    """It is such a copy itself, and no copy that the inode has."""
 
     def encode(self) -> bytes:
-        return _BURST.pack(self.ino, self.server, self.undrained | self.durable << 1, self.since_ns)
+        flags = self.undrained | self.durable << 1
+        tail = b""
+        if self.mirror is not None:
+            flags, tail = flags | _MIRRORED, _COPY.pack(*self.mirror)
+        if self.of is not None:
+            flags, tail = flags | _IS_MIRROR, tail + _MIRROR_OF.pack(*self.of)
+        return _BURST.pack(self.ino, self.server, flags, self.since_ns) + tail
 
 
 def decode_burst(record: bytes) -> BurstRecord:
     try:
-        ino, server, flags, since_ns = _BURST.unpack(record)
-        return BurstRecord(ino, server, bool(flags & 1), bool(flags & 2), since_ns)
+        ino, server, flags, since_ns = _BURST.unpack_from(record)
+        mirror, of, end = None, None, _BURST.size
+        if flags & _MIRRORED:
+            mirror, end = Copy._make(_COPY.unpack_from(record, end)), end + _COPY.size
+        if flags & _IS_MIRROR:
+            of, end = MirrorOf._make(_MIRROR_OF.unpack_from(record, end)), end + _MIRROR_OF.size
+        if len(record) != end:
+            raise struct.error
+        return BurstRecord(ino, server, bool(flags & 1), bool(flags & 2), since_ns, mirror, of)
     except struct.error:
         raise Unavailable("the record of a burst copy is damaged") from None
 
@@ -491,9 +527,9 @@ def encode_policy(policy: Policy) -> bytes:
         return _POLICY.pack(policy.unit, policy.count) + servers
     kind, tier = KINDS.index(policy.kind), TIERS.index(policy.tier)
     compress = _COMPRESS_DEFAULT if policy.compress is None else policy.compress
-    if policy.replicas or policy.data or policy.parity or policy.publish:
+    if policy.replicas or policy.data or policy.parity or policy.publish or policy.mirror:
         kind |= _HAS_REDUNDANCY
-        publish = PUBLISHES.index(policy.publish)
+        publish = PUBLISHES.index(policy.publish) | policy.mirror * _MIRROR_POLICY
         servers = _REDUNDANCY.pack(policy.replicas, policy.data, policy.parity, publish) + servers
     return (
         _LONG_POLICY.pack(policy.unit, policy.count, kind, compress, tier, policy.expected)
@@ -512,6 +548,9 @@ def decode_policy(record: bytes) -> Policy:
     if kind & _HAS_REDUNDANCY:
         replicas, data, parity, publish = _REDUNDANCY.unpack_from(record, end)
         kind, end = kind & ~_HAS_REDUNDANCY, end + _REDUNDANCY.size
+    mirror, publish = divmod(publish, _MIRROR_POLICY)
+    if mirror > MIRRORS_MAX:
+        raise struct.error
     if kind >= len(KINDS) or tier >= len(TIERS) or publish >= len(PUBLISHES):
         raise struct.error
     level = None if compress == _COMPRESS_DEFAULT else compress
@@ -528,6 +567,7 @@ def decode_policy(record: bytes) -> Policy:
         data,
         parity,
         PUBLISHES[publish],
+        mirror,
     )
 
 

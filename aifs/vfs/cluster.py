@@ -7,6 +7,7 @@ user.aifs.fence   root, set: the name of a host, whose session ends
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, NotSupported
 from aifs.core.tasks import run_all
 from aifs.peers.transport import Answer, Body, Peer
@@ -23,10 +24,13 @@ _SERVICE = "status"
 class Cluster:
     """Used from one trio thread."""
 
-    def __init__(self, hosts: "Hosts | None", drain: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, hosts: "Hosts | None", drain: Callable[[], dict[str, Any]], tier: BurstTier
+    ) -> None:
         """``hosts``: None where the store has one. ``drain``: what Drain.status says."""
         self._hosts = hosts
         self._drain = drain
+        self._tier = tier
         if hosts is not None:
             hosts.peers.serve(_SERVICE, self._serve)
 
@@ -34,9 +38,9 @@ class Cluster:
         return Answer(self._undrained())
 
     def _undrained(self) -> dict[str, int]:
-        """What is in this host's burst tier alone."""
-        state = self._drain()
-        return {"files": state["files"], "bytes": state["bytes"]}
+        """What is in this host's burst tier alone, and what it keeps for others."""
+        state, mirrored = self._drain(), self._tier.mirror_bytes
+        return {"files": state["files"], "bytes": state["bytes"], "mirrored": mirrored}
 
     def status(self) -> dict[str, Any]:
         """What this host knows without asking anybody."""
@@ -82,6 +86,7 @@ class Cluster:
                     "unshown": head - one.shown,
                     "undrained_files": said.get(one.session, {}).get("files"),
                     "undrained_bytes": said.get(one.session, {}).get("bytes"),
+                    "mirror_bytes": said.get(one.session, {}).get("mirrored"),
                     "has_role": one.session == hosts.holder,
                     "is_this": one.session == hosts.session,
                 }

@@ -2,6 +2,7 @@
 operations.
 """
 
+from aifs.burst.mirrors import Mirrors
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
@@ -19,6 +20,7 @@ from aifs.files.home import Home
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
 from aifs.files.locks import Locks
+from aifs.files.mirror_host import MirrorHost
 from aifs.files.needs import Needs
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.together import Together
@@ -142,6 +144,7 @@ class Filesystem:
             upkeep,
             pool,
             homes,
+            Mirrors(engine, peers),
             together,
         )
         self.writeback = writeback = WriteBack(
@@ -238,9 +241,14 @@ class Filesystem:
         )
         self.home: Home | None = None
         """What is done here for other hosts."""
+        self.mirror_host: MirrorHost | None = None
+        """The same, with mirrors."""
         if store.peers is not None:
             self.home = Home(
                 engine, servers, tier, io, writeback, drain, files.changing, kernel, store.peers
+            )
+            self.mirror_host = MirrorHost(
+                engine, servers, tier, homes, collector, io, drain, kernel, self.role, store.peers
             )
             hosts = PeerHosts(store.peers)
         self.has_locks = hosts is not None
@@ -269,7 +277,7 @@ class Filesystem:
             refusals,
             options,
         )
-        cluster = Cluster(store.hosts, drain.status)
+        cluster = Cluster(store.hosts, drain.status, tier)
         self.status = MountStatus(
             store,
             io,

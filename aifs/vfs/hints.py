@@ -15,6 +15,8 @@ files.
                              lies below (trash.py)
     user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a
                              rename into it shows them
+    user.aifs.mirror         directory or file: get and set 1 or 0, whether another host keeps a
+                             copy of what is fsynced or published, until it is drained
     user.aifs.pending        directory: JSON, who has committed; set 'ranks=8,step=100,job=NAME' to
                              mark it, '' to abandon
     user.aifs.commit         pending directory, set: a rank, or JSON (groups/group_hints.py)
@@ -45,9 +47,9 @@ files.
                              (server_hints.py)
 
 ``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
-They are not listed, so that copying tools leave them alone. Policies (the first three, and publish)
-are stored in the inode, and what is made in a directory inherits its. They, ``pending``, ``keep``
-and ``group`` can be removed.
+They are not listed, so that copying tools leave them alone. Policies (the first three, publish and
+mirror) are stored in the inode, and what is made in a directory inherits its. They, ``pending``,
+``keep`` and ``group`` can be removed.
 """
 
 import json

@@ -74,6 +74,8 @@ async def open_filesystem(
                         _keep_running, partial(fs.groups.run, fs.publishing.publish_group)
                     )
                 jobs = fs.jobs()
+                if fs.mirror_host is not None and not read_only:
+                    background.start_soon(_keep_running, fs.mirror_host.run)
                 if fs.role.is_shared:
                     background.start_soon(_keep_running, partial(_serve_role, fs))
                 else:

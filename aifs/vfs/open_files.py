@@ -311,7 +311,8 @@ class OpenFiles:
         file = self._handles[handle].file
         await self._io.fsync(file)
         self._correct_attributes(file)
-        if self._drain_on_fsync and file.inode.in_burst and not file.home:
+        lacks_mirror = file.inode.ino in self._io.mirrors.lacking
+        if (self._drain_on_fsync or lacks_mirror) and file.inode.in_burst and not file.home:
             self._drain.request([file.inode.ino])
 
     def _correct_attributes(self, file: OpenInode) -> None:

@@ -12,6 +12,7 @@ from aifs.data.servers import Servers
 from aifs.files.types import SIZE_MAX
 from aifs.layout.hint import (
     DEFAULT_POLICY,
+    MIRRORS_MAX,
     PUBLISHES,
     TIERS,
     format_layout_hint,
@@ -24,12 +25,14 @@ from aifs.vfs.attributes import Attributes
 
 DEFAULT_TIER = "default"
 DEFAULT_PUBLISH = "burst"
+DEFAULT_MIRROR = "0"
 
 DEFAULTS = {
     b"user.aifs.layout": "count=0",
     b"user.aifs.tier": DEFAULT_TIER,
     b"user.aifs.expected_size": "0",
     b"user.aifs.publish": DEFAULT_PUBLISH,
+    b"user.aifs.mirror": DEFAULT_MIRROR,
 }
 """What each of these hints is where nothing has been said."""
 
@@ -46,6 +49,7 @@ class PolicyHints:
             b"user.aifs.tier": self._set_tier,
             b"user.aifs.expected_size": self._set_expected_size,
             b"user.aifs.publish": self._set_publish,
+            b"user.aifs.mirror": self._set_mirror,
         }
 
     async def get(self, ino: int, name: bytes) -> str:
@@ -76,7 +80,7 @@ class PolicyHints:
                 f"layout: {least} data servers are needed; the store has {usable} for new files"
             )
         fields = policy._asdict()
-        del fields["tier"], fields["expected"], fields["publish"]
+        del fields["tier"], fields["expected"], fields["publish"], fields["mirror"]
         await self._attributes.change(ino, _change_policy_of_new, fields)
 
     async def _set_tier(self, ino: int, text: str) -> None:
@@ -100,6 +104,12 @@ class PolicyHints:
             ino, _change_policy, {"publish": "" if text == DEFAULT_PUBLISH else text}
         )
 
+    async def _set_mirror(self, ino: int, text: str) -> None:
+        known = [str(count) for count in range(MIRRORS_MAX + 1)]
+        if text not in known:
+            raise Invalid(f"mirror {text!r} is unknown; there are {' and '.join(known)}")
+        await self._attributes.change(ino, _change_policy, {"mirror": int(text)})
+
     async def _set_expected_size(self, ino: int, text: str) -> None:
         try:
             size = parse_size(text)
@@ -118,12 +128,14 @@ def _text(inode: Inode, name: bytes) -> str:
         return policy.tier or DEFAULT_TIER
     if name == b"user.aifs.expected_size" and policy.expected:
         return format_size(policy.expected)
+    if name == b"user.aifs.mirror":
+        return str(policy.mirror)
     if name == b"user.aifs.publish" and inode.is_dir:
         return policy.publish or DEFAULT_PUBLISH
     if name == b"user.aifs.layout":
         if inode.layout is not None:
             return format_layout_hint(policy_of(inode.layout))
-        if policy._replace(tier="", expected=0, publish="") != DEFAULT_POLICY:
+        if policy._replace(tier="", expected=0, publish="", mirror=0) != DEFAULT_POLICY:
             return format_layout_hint(policy)
     return ""
 

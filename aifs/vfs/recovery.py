@@ -335,6 +335,9 @@ def _read_settling(tx: ReadTransaction, ino: int) -> tuple[Inode | None, bool]:
 
 
 def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
+    stored = namespace.find_inode(tx, ino) if tx.host else inode
+    if inode is not None and stored is not None and not namespace.has_form_of(stored, inode):
+        return  # a host that had a mirror has taken the file over meanwhile
     tx.delete(keys.dirty(ino))
     if inode is not None:
         namespace.put_inode(tx, inode)
@@ -447,6 +450,10 @@ async def load_copies(
     while batch := await store.engine.view(_read_copies, start, end):
         for copy_id, record, inode in batch:
             start = keys.burst_copy(copy_id + 1)
+            if record.of is not None:
+                if record.server in store.servers:
+                    tier.mirrors(copy_id, record.server, record.of.size)
+                continue
             if (
                 inode is None
                 or inode.copy != (record.server, copy_id)

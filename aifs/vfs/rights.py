@@ -85,6 +85,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.tier": Right(reader, owner),
     b"user.aifs.expected_size": Right(reader, owner),
     b"user.aifs.publish": Right(reader, owner),
+    b"user.aifs.mirror": Right(reader, owner),
     b"user.aifs.state": Right(reader, unchangeable),
     b"user.aifs.drain": Right(reader, writer),
     b"user.aifs.stage": Right(unreadable, owner),

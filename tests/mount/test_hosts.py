@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.support.hosts import Both, Cluster, until
 from tests.support.mounts import aifs, mounted_store
 
 ROUNDS = 100
+CONTENT = b"what was synced" * 100_000
 
 
 def rounds(request: pytest.FixtureRequest) -> int:
@@ -162,13 +163,21 @@ def test_others_go_on_without_a_host(two: Cluster, both: Both, how: str) -> None
         with working(there / "shared") as count:
             goes_on(count, "b")
             if how == "killed":
+                file = os.open(of_c / "synced", os.O_WRONLY | os.O_CREAT)
+                os.setxattr(of_c / "synced", "user.aifs.mirror", b"1")
+                os.write(file, CONTENT)
+                os.fsync(file)
                 c.kill()
+                with suppress(OSError):  # its mount has gone
+                    os.close(file)
             elif how == "stopped":
                 c.signal(signal.SIGSTOP)
             else:
                 c.namespace.cut()
             until(lambda: two.live(two[1]) == {"a", "b"}, "the session of c is over")
             goes_on(count, "b")
+        if how == "killed":
+            assert (there / "synced").read_bytes() == CONTENT  # it has a mirror
         (there / "after").write_bytes(b"by b")
         (there / "shared").rmdir()
         if how == "killed":

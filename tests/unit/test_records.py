@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from aifs.core.errors import Unavailable
-from aifs.layout.hint import KINDS, PUBLISHES, TIERS, Policy
+from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
@@ -31,6 +31,7 @@ POLICIES = some.builds(
     U8,
     U8,
     some.sampled_from(PUBLISHES),
+    some.integers(0, MIRRORS_MAX),
 )
 PLAIN_LAYOUTS = some.builds(Striped, U32, SOME_SERVERS, some.just(1), some.just(0))
 

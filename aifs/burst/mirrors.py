@@ -1,0 +1,79 @@
+"""Mirrors: copies that other hosts keep of burst copies of this one (docs/hosts.md)."""
+
+import time
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.core.errors import FsError, Stale
+from aifs.core.log import logger
+from aifs.core.rendezvous import weight
+from aifs.layout.hint import DEFAULT_POLICY
+from aifs.meta import mirrors
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.peers.peers import Peers
+
+KEEP = "burst.keep"
+"""Service of a host that keeps mirrors: see files/mirror_host.py."""
+
+_log = logger(__name__)
+
+_KEEP_S = 600.0
+_TICK_S = 0.01
+"""Of the clock of file times at most: what is written within one has the same mtime."""
+
+
+class Mirrors:
+    """Those of the files that have their home here. Used from one trio thread."""
+
+    def __init__(self, engine: Engine, peers: Peers | None) -> None:
+        """``peers``: None where the store has one host."""
+        self._engine = engine
+        self._peers = peers
+        self.lacking: set[int] = set()
+        """Inodes of files that no other host has taken a mirror of, when they were synced last."""
+        self._has_said = False
+
+    def wants(self, inode: Inode) -> bool:
+        """Whether the file is to have a mirror while it is undrained."""
+        policy = inode.policy or DEFAULT_POLICY
+        return policy.mirror > 0 and self._peers is not None and inode.in_burst
+
+    async def keep(self, inode: Inode, copy: BurstCopy) -> None:
+        """A copy that has been synced has a mirror on return, durably, of all that was written to
+        it before; or the file has left it meanwhile; or it is in ``lacking``, as no other host
+        takes it, which is logged once. Raises Unavailable where the copy fails.
+        """
+        if not self.wants(inode) or self._peers is None:
+            return
+        await copy.ensure_open()
+        rest_s = _TICK_S - (time.time_ns() - copy.stat().st_mtime_ns) / 1e9
+        if 0 < rest_s <= _TICK_S:
+            await trio.sleep(rest_s)  # what is written from now on shows
+        state = copy.stat()
+        now = (copy.id, state.st_size, state.st_mtime_ns)
+        names = self._peers.sessions
+        own = names[self._peers.session]
+        there = sorted(
+            set(names.values()) - {own}, key=lambda name: weight(name, inode.ino), reverse=True
+        )
+        found = await self._engine.view(mirrors.find_mirror, copy.id)
+        if found is not None and found[1] == now and inode.ino not in self.lacking:
+            return
+        why = "no other host has the store mounted"
+        for name in there:
+            try:
+                arguments = [copy.server, inode.ino, *now]
+                await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)
+            except Stale:
+                return
+            except FsError as error:
+                why = f"host {name}: {error}"
+            else:
+                self.lacking.discard(inode.ino)
+                return
+        self.lacking.add(inode.ino)
+        if not self._has_said:
+            self._has_said = True
+            _log.warning("inode %d has no mirror until it is drained: %s", inode.ino, why)

@@ -1,0 +1,236 @@
+"""Mirrors: second copies, on other hosts, of what is in a burst tier alone; what is there when the
+home dies, when it comes back, and when the mirror's host dies."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from aifs.burst.mirrors import KEEP
+from aifs.core.errors import Unavailable
+from aifs.core.faults import SimulatedCrash
+from aifs.layout.hint import Policy
+from aifs.meta import mirrors
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.records import (
+    BurstRecord,
+    Copy,
+    MirrorOf,
+    decode_burst,
+    decode_policy,
+    encode_policy,
+)
+from aifs.vfs import Filesystem
+from tests.support.cluster import Cluster, cluster_of
+from tests.support.points import armed, crash, once
+from tests.support.stores import OWNER, drained, overwrite, read_file, write_file
+
+DATA = bytes(range(256)) * 1000
+
+
+def test_records_and_policies_are_read_as_they_were_written() -> None:
+    plain = BurstRecord(7, 0x8000, undrained=True, durable=False, since_ns=5)
+    for record in (
+        plain,
+        plain._replace(mirror=Copy(0x8001, 9)),
+        plain._replace(of=MirrorOf(8, 100, -1)),
+        plain._replace(mirror=Copy(0x8001, 9), of=MirrorOf(8, 100, 3)),
+    ):
+        assert decode_burst(record.encode()) == record
+    for policy in (Policy(mirror=1), Policy(mirror=1, publish="capacity"), Policy(replicas=2)):
+        assert decode_policy(encode_policy(policy)) == policy
+
+
+class Hosts:
+    """A cluster whose hosts begin, and die, in any order."""
+
+    def __init__(self, cluster: Cluster, nursery: trio.Nursery) -> None:
+        self.cluster, self._nursery = cluster, nursery
+        self._ends: dict[str, trio.Event] = {}
+        self._over: dict[str, trio.Event] = {}
+        self._killed: set[str] = set()
+
+    async def begin(self, name: str) -> Filesystem:
+        self._ends[name], self._over[name] = trio.Event(), trio.Event()
+        return await self._nursery.start(self._serve, name)
+
+    async def _serve(self, name: str, task_status: trio.TaskStatus[Filesystem]) -> None:
+        with suppress(SimulatedCrash):
+            async with self.cluster.mounted(name) as fs:
+                task_status.started(fs)
+                await self._ends[name].wait()
+                if name in self._killed:
+                    raise SimulatedCrash(name)
+        self._over[name].set()
+
+    async def kill(self, name: str) -> None:
+        """Its session has ended when this returns."""
+        self._killed.add(name)
+        await self.end(name)
+        self._killed.discard(name)
+
+    async def end(self, name: str) -> None:
+        self._ends.pop(name).set()
+        await self.until_over(name)
+
+    async def until_over(self, name: str) -> None:
+        await self._over[name].wait()
+
+    async def end_all(self) -> None:
+        for name in list(self._ends):
+            await self.end(name)
+
+
+@asynccontextmanager
+async def hosts(directory: Path) -> AsyncIterator[Hosts]:
+    async with cluster_of(directory) as cluster, trio.open_nursery() as nursery:
+        made = Hosts(cluster, nursery)
+        yield made
+        await made.end_all()
+
+
+async def synced_file(fs: Filesystem, name: bytes, data: bytes = DATA) -> int:
+    """A file that is to have a mirror, closed and synced."""
+    (handle, *_), inode = await fs.create(ROOT_INO, name, 0o644, os.O_RDWR, OWNER)
+    await fs.setxattr(inode.ino, b"user.aifs.mirror", b"1")
+    await fs.write(handle, 0, data)
+    await fs.fsync(handle)
+    await fs.release(handle)
+    return inode.ino
+
+
+async def mirror_of(fs: Filesystem, ino: int) -> Copy | None:
+    found = await fs.store.engine.view(mirrors.look_up, ino)
+    return None if found is None else found.mirror
+
+
+async def until_home(fs: Filesystem, ino: int) -> None:
+    """The host has taken the file over."""
+    own = [server.id for server in fs.store.servers.burst()]
+    while (copy := (await fs.getattr(ino)).copy) is None or copy.server not in own:
+        await trio.sleep(0.001)
+
+
+async def test_what_was_synced_survives_its_home(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        ino = await synced_file(north, b"f")
+        assert south.tier.mirror_bytes == len(DATA)
+        await overwrite(north, ino, len(DATA), b"and more, not synced")
+        await two.kill("north")
+        await until_home(south, ino)
+        assert await read_file(south, ino) == DATA
+        assert south.tier.mirror_bytes == 0
+        await overwrite(south, ino, 0, b"new")
+        north = await two.begin("north")
+        assert await read_file(north, ino) == b"new" + DATA[3:]
+        await north.collector.drain()
+        await drained(south, ino)
+        assert await read_file(north, ino) == b"new" + DATA[3:]
+
+
+async def test_a_mirror_goes_with_what_it_is_of(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        inos = [await synced_file(north, name) for name in (b"a", b"b", b"c")]
+        assert south.tier.mirror_bytes == 3 * len(DATA)
+        await drained(north, inos[0])
+        assert await mirror_of(north, inos[0]) is None
+        await north.unlink(ROOT_INO, b"b")
+        north.forget([inos[1]])
+        await north.collector.drain()
+        first = await mirror_of(north, inos[2])
+        handle = (await north.open(inos[2], os.O_RDWR)).handle
+        await north.write(handle, 0, b"new")
+        await north.fsync(handle)
+        second = await mirror_of(north, inos[2])
+        await north.fsync(handle)
+        assert await mirror_of(north, inos[2]) == second != first
+        await north.release(handle)
+        await south.collector.drain()
+        assert south.tier.mirror_bytes == len(DATA)
+
+
+async def test_without_a_second_host_publishing_drains(scratch: Path, caplog):
+    async with hosts(scratch / "s") as two:
+        north = await two.begin("north")
+        ino = await synced_file(north, b"f")
+        assert "has no mirror" in caplog.text
+        caplog.clear()
+        assert north.io.mirrors.lacking == {ino}
+        await north.rename(ROOT_INO, b"f", ROOT_INO, b"g")
+        assert not (await north.getattr(ino)).in_burst
+        south = await two.begin("south")
+        south.tier.admit = lambda *_: None  # type: ignore[method-assign,assignment]
+        other = await synced_file(north, b"h")
+        assert other in north.io.mirrors.lacking
+        assert await mirror_of(north, other) is None
+
+
+async def test_what_has_lost_its_mirror_is_drained(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, _ = await two.begin("north"), await two.begin("south")
+        ino = await synced_file(north, b"f")
+        await two.kill("south")
+        await north.drain.wait([ino])
+        assert not (await north.getattr(ino)).in_burst
+        await two.begin("south")
+
+
+@pytest.mark.parametrize("point", ["hosts.mirror.copied", "hosts.mirror.kept"])
+async def test_a_mirror_host_that_dies_while_it_copies(scratch: Path, point: str, caplog):
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        services = two.cluster.calls["south"].services
+        keep = services[KEEP]
+
+        async def dies(*args: Any) -> Any:
+            try:
+                return await keep(*args)
+            except SimulatedCrash:
+                raise Unavailable("the connection to host south has ended") from None
+
+        services[KEEP] = dies
+        with armed(point, crash):
+            ino = await synced_file(north, b"f")
+        assert "has no mirror" in caplog.text
+        caplog.clear()
+        await two.kill("south")
+        south = await two.begin("south")
+        assert await read_file(south, ino) == DATA
+        await drained(north, ino)
+        await south.collector.drain()
+        assert south.tier.mirror_bytes == 0
+
+
+async def test_whole_directories_have_mirrors(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        made = await north.mkdir(ROOT_INO, b"step", 0o755, OWNER)
+        await north.setxattr(made.ino, b"user.aifs.mirror", b"1")
+        assert await north.getxattr(made.ino, b"user.aifs.mirror") == b"1"
+        inos = [await write_file(north, name, DATA, made.ino) for name in (b"a", b"b")]
+        await north.rename(ROOT_INO, b"step", ROOT_INO, b"shown")
+        assert south.tier.mirror_bytes == 2 * len(DATA)
+        await two.kill("north")
+        for ino in inos:
+            await until_home(south, ino)
+            assert await read_file(south, ino) == DATA
+        await two.begin("north")
+
+
+async def test_a_mirror_host_that_dies_when_it_has_taken_over(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, _ = await two.begin("north"), await two.begin("south")
+        ino = await synced_file(north, b"f")
+        assert not once("hosts.mirror.taken", crash)
+        await two.kill("north")
+        await two.until_over("south")
+        south, north = await two.begin("south"), await two.begin("north")
+        await until_home(south, ino)
+        assert await read_file(north, ino) == DATA
+        await drained(south, ino)
