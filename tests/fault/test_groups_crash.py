@@ -36,9 +36,12 @@ MODES = {
     "coded": modes.ON | modes.CODED,
 }
 OWN = sorted(
-    name for name in faults.POINTS if name.startswith("vfs.group.") and name != "vfs.group.replaced"
+    name
+    for name in faults.POINTS
+    if name.startswith("vfs.group.") and name not in ("vfs.group.replaced", "vfs.group.kept")
 )
-"""The points of groups; ``replaced`` needs a bad chunk (test_group_drain)."""
+"""The points of groups; ``replaced`` needs a bad chunk (test_group_drain), ``kept`` another host
+(contract/test_groups_hosts)."""
 
 OTHERS = [
     "vfs.drain.flipped",
