@@ -531,20 +531,12 @@ class FileIO:
         try:
             if file.is_joined and await self.at_home(file, Operation.SHOW):
                 return
-            if not self._is_recorded(file):
+            if file.inode.in_burst and file.own_copy.is_open:
+                self.burst.look(file)
+            if file.unsaved:
                 await self.transitions.save(file)
         except FsError as error:
             _log.info("inode %d is not on record as it is: %s", file.inode.ino, error)
-
-    def is_shown(self, file: OpenInode) -> bool:
-        """Whether ``show`` has nothing to do. Does not suspend."""
-        return not file.is_joined and self._is_recorded(file)
-
-    def _is_recorded(self, file: OpenInode) -> bool:
-        """Whether what core knows of a file is on record, also what was written past us."""
-        if file.inode.in_burst and file.own_copy.is_open:
-            self.burst.look(file)
-        return not file.unsaved
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was

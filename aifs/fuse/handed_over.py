@@ -19,7 +19,7 @@ from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
 from aifs.core.ioctl import Command
 from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
-from aifs.files.types import Caller
+from aifs.files.types import WRITABLE, Caller
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
@@ -496,7 +496,7 @@ class HandedOver:
     def _flush_at_once(self, ino: int, body: bytes) -> bool:
         handle, number = _FLUSH.unpack_from(body)
         locks = self._fs.locks
-        return self._fs.is_flushed(handle) and locks.flush_at_once(ino, locks.owner(number))
+        return not handle & WRITABLE and locks.flush_at_once(ino, locks.owner(number))
 
     @answers
     async def release(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

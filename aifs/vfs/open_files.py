@@ -139,14 +139,8 @@ class OpenFiles:
         """Somebody closes a descriptor of ``handle``, and waits for this: with several hosts, what
         was written is on record, where others will find it when they open the file.
         """
-        if not self.is_flushed(handle):
+        if self._engine.host and handle & WRITABLE and self._handles.has(handle):
             await self._io.show(self._handles[handle].file)
-
-    def is_flushed(self, handle: int) -> bool:
-        """Whether ``flush`` has nothing to do."""
-        if not (self._engine.host and handle & WRITABLE and self._handles.has(handle)):
-            return True
-        return self._io.is_shown(self._handles[handle].file)
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
