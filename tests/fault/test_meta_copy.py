@@ -136,7 +136,17 @@ def test_a_store_goes_into_a_database_and_back_and_in_again(
     sound(many)
 
 
-@pytest.mark.parametrize("point", [n for n in faults.POINTS if n.startswith("meta.copy.")])
+_POINTS = [point for point in faults.POINTS if point.startswith("meta.copy.")]
+_BESIDE_DECISION = (copying.FILLED, copying.MARKED, copying.DECIDED)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=() if point in _BESIDE_DECISION else pytest.mark.long)
+        for point in _POINTS
+    ],
+)
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_there_is_one_store_wherever_it_dies(
     places: Places, scratch: Path, point: str, back: bool
