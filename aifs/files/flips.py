@@ -163,8 +163,8 @@ class Flips:
     async def _prepare(
         self, draining: Draining, file: OpenInode, proof: object
     ) -> DrainOutcome | None:
-        if not file.inode.in_burst or file.inode.nlink == 0:
-            return DrainOutcome.GONE
+        if not file.inode.in_burst or file.inode.nlink == 0 or file.home:
+            return DrainOutcome.GONE  # with ``home``: another host has taken it over meanwhile
         if file.writers:
             return DrainOutcome.OPEN
         if file.opening or file.lease is not None or keeps_lost_copy(file):

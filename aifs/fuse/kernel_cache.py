@@ -7,6 +7,7 @@ threads send them, which nothing else waits for without a limit. The connection 
 of them waits, also when this process is killed; ``guard`` ends it then.
 """
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -175,6 +176,8 @@ class KernelCache(Kernel):
         except FileNotFoundError:
             pass  # the kernel does not know it, so there is nothing to drop
         except OSError as error:  # what was asked for has been done all the same
+            if error.errno == errno.ENOSYS:
+                return  # it has not asked for anything yet, as the mount has just begun
             if self._nursery is not None:  # else the mount has ended, and the kernel keeps nothing
                 log.warning("the kernel may have kept %s: %s", what, error)
 

@@ -15,6 +15,7 @@ from aifs.core import faults
 from aifs.core.errors import Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data.reading.blocks import FilledSource
+from aifs.files.flips import Draining, DrainOutcome
 from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import forms, namespace
@@ -452,6 +453,14 @@ async def test_a_clean_copy_elsewhere_is_given_up_by_who_writes(scratch: Path):
         assert await read_file(north, ino) == b"new" * 2000
         await north.collector.drain()
         assert copy.id not in await numbers_of(north, b"g")
+
+
+async def test_what_another_host_has_taken_over_is_not_drained(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await south.drain.drainer.drain([one := Draining(ino)])  # which it has queued before
+        assert one.outcome is DrainOutcome.GONE
+        assert await read_file(south, ino) == DATA
 
 
 async def test_an_empty_copy_elsewhere_is_given_up_by_who_writes_a_few_bytes(scratch: Path):
