@@ -29,6 +29,7 @@ _FAST = (
     "full_page_writes=off",
     "shared_buffers=32MB",
     "max_connections=100",
+    "autovacuum=off",  # one that is under way would keep a database from being dropped
     "min_wal_size=2MB",
     "max_wal_size=64MB",
 )
