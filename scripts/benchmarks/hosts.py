@@ -505,7 +505,8 @@ def _reads(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
                 first.run("write", name, jobs=1, mib=amount.mib)
                 for order in ("drain", "evict"):
                     first.host.aifs(order, first.path / name)
-                until((members[-1].path / name / "stream0").exists, "what is made is seen")
+                for one in members:
+                    until((one.path / name / "stream0").exists, "what is made is seen")
                 before = sum(map(_read_bytes, members))
                 seconds = at_once(
                     *(
@@ -553,7 +554,8 @@ def _saves(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
                 if way == "grouped":
                     text = f"name=save,ranks={len(members)}".encode()
                     os.setxattr(first.path / directory, "user.aifs.group", text)
-                until((members[-1].path / directory).exists, "what is made is seen")
+                for one in members:
+                    until((one.path / directory).exists, "what is made is seen")
                 begin = time.perf_counter()
                 at_once(
                     *(

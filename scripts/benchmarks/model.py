@@ -33,7 +33,8 @@ sys.path.insert(0, str(HERE.parent))
 from machines import Cluster, Host, cluster, until
 
 JOBS = 16
-"""Programs that create files on a host at the same time: they share commits."""
+"""Programs that create files on a host at the same time, each in a directory of its own: they share
+commits."""
 HOSTS = (1, 10, 100, 1000)
 IDLE_S, SETTLE_S = 10.0, 1.0
 SETTINGS = {"burst": {"drain_delay": "1h", "stage_on_read": 0}, "scrub": {"bandwidth": 0}}
@@ -137,14 +138,14 @@ def model_rows(made: Cluster, files: int) -> Iterator[Row]:
     times = measure(made, files)
     told = {
         "a create, in a row of its own": (times.create + times.commit, times.database_row),
-        f"a create, {times.batch:.1f} in a row": (
+        f"a create of {JOBS} programs, {times.batch:.1f} in a row": (
             times.create + times.commit / times.batch,
             times.database + times.database_row / times.batch,
         ),
         "a create of another host, applied": (times.apply, 0.0),
         "a row of another host, applied": (times.apply_row, 0.0),
         "a row, pushed to one host": (times.push, 0.0),
-        "a rename, until one host shows it": (times.shown, 0.0),
+        "a rename, for one host that shows it": (times.shown, 0.0),
         "an open": (times.open, 0.0),
         "a second without work": (times.beat, times.database_beat),
         "a second, for each other host": (times.peer, 0.0),
@@ -226,9 +227,9 @@ class _Used:
 def _cpu_s(pid: int) -> float:
     """Processor time of a process that lives, of all its threads, to the nanosecond."""
     seconds = 0.0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):
-            seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
+    for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            seconds += int(schedstat.read_text().split()[0]) / 1e9
     return seconds
 
 
@@ -309,7 +310,11 @@ def _measure(made: Cluster, hosts: Sequence[Host], files: int) -> dict[str, _Use
     use("singly", partial(create, names))
     use("opened", partial(open_, names))
     use("renamed", partial(_rename, names))
-    parts = [[f"{work}/{job}.{number}" for number in range(files // JOBS)] for job in range(JOBS)]
+    parts = []
+    for job in range(JOBS):
+        (work / str(job)).mkdir()
+        parts.append([f"{work}/{job}/f{number}" for number in range(files // JOBS)])
+    time.sleep(SETTLE_S)
     use("jointly", *(partial(create, part) for part in parts))
     return found
 
