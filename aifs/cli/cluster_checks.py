@@ -56,7 +56,7 @@ def cluster_checks(config: Config) -> list[ClusterCheck]:
             checks += [_reached(database), _clock(database)]
             checks += _store(config, database)
     except StoreError as error:
-        fix = "see there; on the host of the database: aifs meta serve DIR, and its log"
+        fix = "see there; aifs meta serve prints url and secret, and PostgreSQL's log"
         checks.append(ClusterCheck("database", str(error), fix))
     return checks
 

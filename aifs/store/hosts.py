@@ -184,6 +184,8 @@ def _seen_by(url: str) -> str:
         with socket.socket(family, kind) as trial:
             trial.connect(there)  # which sends nothing
             return str(trial.getsockname()[0])
+    except socket.gaierror as error:
+        raise StoreError(f"{url}: the host {first} is not found: {error.strerror}") from error
     except OSError as error:
         raise StoreError(
             f"{url}: this host's own address is not known: {error}; say it (host.address)"

@@ -3,7 +3,8 @@ service times that are measured here, on hosts in network namespaces and their r
 
 Processor time is what is measured: it does not depend on how many share the processors. A create
 costs its host a part of its own, and a part of the commit that carries it (its *row* of the feed);
-the database the same. Each host applies every row of every other one. Who commits pushes the row to
+the database the same. Each host applies every row of every other one, when many come at once at
+less than when each comes by itself. Who commits pushes the row to
 all others. Hosts beat each second, and keep up a connection to each other one.
 
 What the model leaves out: conflicts, programs' own time, waiting that is no work (disks, the
@@ -14,6 +15,7 @@ machine here has.
 """
 
 import os
+import signal
 import statistics
 import sys
 import time
@@ -37,6 +39,9 @@ JOBS = 16
 commits."""
 HOSTS = (1, 10, 100, 1000)
 IDLE_S, SETTLE_S = 10.0, 1.0
+_CPUCLOCK_SCHED = 2
+"""Makes the number of a process that of its clock (clock_getcpuclockid(3))."""
+STOPS, STOPPED_S = 5, 1.5
 SETTINGS = {"burst": {"drain_delay": "1h", "stage_on_read": 0}, "scrub": {"bandwidth": 0}}
 """Nothing but what is measured happens."""
 CONNECTIONS = 400
@@ -51,9 +56,10 @@ class Times:
     """The daemon's, for the request of a create, and its transaction."""
     commit: float
     """The daemon's, for a row, whatever is in it."""
-    apply: float
-    """The daemon's, for a create of another host."""
     apply_row: float
+    """The daemon's, for a row of another host that comes by itself."""
+    apply_behind: float
+    """The same, when hundreds wait: its kernel is told of many at a time."""
     push: float
     """The daemon's, for a row that it tells one other host."""
     open: float
@@ -107,7 +113,7 @@ def load_of(times: Times, hosts: int) -> Load:
     others = hosts - 1
     database = times.database + times.database_row / times.batch
     own = (times.create + times.commit / times.batch) / hosts
-    apply = (times.apply + times.apply_row / times.batch) * others / hosts
+    apply = times.apply_behind / times.batch * others / hosts
     push = times.push / times.batch * others / hosts
     beat = times.beat + times.peer * others
     beats = times.database_beat * hosts
@@ -137,13 +143,16 @@ def model_rows(made: Cluster, files: int) -> Iterator[Row]:
     """``made``: hosts that are not mounted, in a database that nobody else uses."""
     times = measure(made, files)
     told = {
-        "a create, in a row of its own": (times.create + times.commit, times.database_row),
+        "a create, in a row of its own": (
+            times.create + times.commit,
+            times.database + times.database_row,
+        ),
         f"a create of {JOBS} programs, {times.batch:.1f} in a row": (
             times.create + times.commit / times.batch,
             times.database + times.database_row / times.batch,
         ),
-        "a create of another host, applied": (times.apply, 0.0),
         "a row of another host, applied": (times.apply_row, 0.0),
+        "the same, when hundreds wait": (times.apply_behind, 0.0),
         "a row, pushed to one host": (times.push, 0.0),
         "a rename, for one host that shows it": (times.shown, 0.0),
         "an open": (times.open, 0.0),
@@ -212,7 +221,7 @@ class _Used:
                 mine[:] = [one - past * other for one, other in zip(mine, rest, strict=True)]
 
     def _look(self) -> tuple[float, dict[int, float], list[float], list[float], int]:
-        database = {pid: _cpu_s(pid) for pid in self._made.database.processes()}
+        database = {pid: s for pid in self._made.database.processes() if (s := _cpu_s(pid))}
         daemons = [_cpu_s(host.pid) for host in self._hosts]
         received = [float(host.namespace.received_bytes()) for host in self._hosts]
         head = _ask(self._made, "select seq from aifs.head")
@@ -225,12 +234,10 @@ class _Used:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of a process that lives, of all its threads, to the nanosecond."""
-    seconds = 0.0
-    for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
-            seconds += int(schedstat.read_text().split()[0]) / 1e9
-    return seconds
+    """Processor time of a process, with threads that have ended; 0 if it does not live."""
+    with suppress(OSError):
+        return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+    return 0.0
 
 
 def _ask(made: Cluster, question: str) -> int:
@@ -253,8 +260,9 @@ def measure(made: Cluster, files: int) -> Times:
     others = len(made.hosts) - 1
     commit, create = _per_row(alone, files, lambda used: used.daemons[0])
     database_row, database = _per_row(alone, files, lambda used: used.database)
-    apply_row, apply = _per_row(many, files, lambda used: used.others)
-    pushed = many["singly"].daemons[0] - alone["singly"].daemons[0]
+    behind = _catch_up(made.hosts, made, many["idle"])
+    ways = ("singly", "jointly")
+    pushed = sum(many[way].daemons[0] - alone[way].daemons[0] for way in ways)
     shown = many["renamed"].daemons[0] - alone["renamed"].daemons[0]
     connections = _ask(
         made,
@@ -264,9 +272,9 @@ def measure(made: Cluster, files: int) -> Times:
     return Times(
         create=create,
         commit=commit,
-        apply=apply,
-        apply_row=apply_row,
-        push=max(0.0, pushed) / many["singly"].rows / others,
+        apply_row=many["singly"].others / many["singly"].rows,
+        apply_behind=behind.daemons[1] / behind.rows,
+        push=max(0.0, pushed) / sum(many[way].rows for way in ways) / others,
         open=alone["opened"].daemons[0] / files,
         shown=max(0.0, shown) / files / others,
         beat=alone["idle"].daemons[0] / alone["idle"].seconds,
@@ -317,6 +325,23 @@ def _measure(made: Cluster, hosts: Sequence[Host], files: int) -> dict[str, _Use
     time.sleep(SETTLE_S)
     use("jointly", *(partial(create, part) for part in parts))
     return found
+
+
+def _catch_up(hosts: Sequence[Host], made: Cluster, idle: _Used) -> _Used:
+    """The second host is stopped, for much less than its lease, while the first one creates files,
+    and goes on."""
+    work = hosts[0].path / "behind"
+    work.mkdir()
+    with _Used(made, hosts, idle) as used:
+        for round_ in range(STOPS):
+            os.kill(hosts[1].pid, signal.SIGSTOP)
+            end_s, number = time.monotonic() + STOPPED_S, 0
+            while time.monotonic() < end_s:
+                (work / f"{round_}.{number}").touch()
+                number += 1
+            os.kill(hosts[1].pid, signal.SIGCONT)
+            time.sleep(SETTLE_S)
+    return used
 
 
 def _rename(names: Sequence[str]) -> None:

@@ -241,12 +241,13 @@ def _last_line(error: psycopg.Error) -> str:
 
 
 def _why_not(error: psycopg.Error, secret_file: str) -> str:
-    said = " ".join(str(error).split())
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]  # no guesses
+    said = " ".join(" ".join(lines).split())
     if "authentication failed" in said or "no password supplied" in said:
         return f"refuses the secret in {secret_file}; copy it again from the host that serves it"
     if "FATAL:" in said:
         return f"refuses: {said.rpartition('FATAL:')[2].strip()}"
-    return (
-        f"the database cannot be reached: {said.rpartition('failed: ')[2] or said}; is it running, "
-        "and does meta.url name it?"
-    )
+    why = said.rpartition("failed: ")[2] or said
+    if why.startswith("server closed"):  # so libpq says of an address that nothing comes from
+        why = "no answer from there"
+    return f"the database cannot be reached: {why}; is it running, and does meta.url name it?"
