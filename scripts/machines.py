@@ -47,7 +47,10 @@ class Network:
         """Of this machine, as the namespaces see it."""
         self._bridge = f"{self._tag}b"
         try:
-            _ip("link", "add", self._bridge, "type", "bridge")
+            # Without an address of its own it takes the lowest one of its ports, so another one
+            # when a host is added: the hosts there are would talk to an address that is gone.
+            own = f"02:aa:{number >> 8:02x}:{number & 255:02x}:00:01"
+            _ip("link", "add", self._bridge, "address", own, "type", "bridge")
             _ip("address", "add", f"{self.address}/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
         except BaseException:
