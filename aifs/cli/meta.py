@@ -190,10 +190,8 @@ def _require_unmounted(store: str) -> None:
             continue
         try:
             served = within(_ANSWER_S, _store_of, mount.mountpoint)
-        except TimeoutError as error:
-            print_error(
-                f"{mount.mountpoint}: nobody knows which store is mounted here: {error.strerror}"
-            )
+        except (TimeoutError, MountError) as error:
+            print_error(f"{mount.mountpoint}: nobody knows which store is mounted here: {error}")
             continue
         if served == store:
             raise MountError(

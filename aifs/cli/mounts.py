@@ -26,8 +26,10 @@ ANSWER_S = 30.0
 milliseconds.
 """
 
-_SOON_S = 8.0
-"""In such a time a daemon has noticed that its database is away."""
+_WAITS_S = (1.0, 7.0, ANSWER_S - 8.0)
+"""After each of these an owner file is looked at: in 8 s a daemon has noticed that its database is
+away. One that answers is not, so what it takes to read the file is not needed then.
+"""
 
 _END_S = 10.0  # what a process that was killed may take to end
 
@@ -57,9 +59,11 @@ def _require_database(path: str) -> None:
     """Raises AwaitsDatabase if the daemon of the mount there says so in its owner file, which can
     be read without asking the mount.
     """
-    from aifs.core import config
-    from aifs.store.owner import find_holder, read_owner
-
+    try:
+        from aifs.core import config
+        from aifs.store.owner import find_holder, read_owner
+    except ImportError:  # where no daemon can run: nobody there knows the file
+        return
     mount, owner = mounted_at(path), None
     with suppress(OSError, UserError):  # it may be out of reach for who is not root
         loaded = config.load(mount.source, {}) if mount is not None else None
@@ -76,22 +80,19 @@ def is_dead(path: str) -> bool:
     Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
     and a statvfs wait for a data server.
     """
-    _require_database(path)
-    try:
+    for limit_s in _WAITS_S:
         try:
-            within(_SOON_S, os.getxattr, path, hints.NONE)
+            within(limit_s, os.getxattr, path, hints.NONE)
         except TimeoutError:
-            _require_database(path)  # it has noticed meanwhile
-            within(ANSWER_S - _SOON_S, os.getxattr, path, hints.NONE)
-    except TimeoutError:
-        _require_database(path)
-        raise Stuck(
-            f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here "
-            "again, or aifs umount --force, ends it, and loses nothing that was acknowledged"
-        ) from None
-    except OSError as error:
-        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-    return False
+            _require_database(path)
+        except OSError as error:
+            return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        else:
+            return False
+    raise Stuck(
+        f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here "
+        "again, or aifs umount --force, ends it, and loses nothing that was acknowledged"
+    )
 
 
 def require_answer(path: str) -> None:

@@ -135,15 +135,16 @@ def _lock(fd: int, meta_directory: str) -> None:
 
 
 def _is_dead(owner: Owner) -> bool:
+    """It has been killed; threads of it, or processes that it began, may not be gone yet."""
     if owner.host != socket.gethostname():
         return False
     try:
-        os.kill(owner.pid, 0)
+        stat = files.read_file(f"/proc/{owner.pid}/stat")
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass
-    return False
+    except OSError:
+        return False
+    return stat is None or stat.rpartition(b")")[2].split()[0] in b"ZX"
 
 
 def read_owner(meta_directory: str) -> Owner | None:

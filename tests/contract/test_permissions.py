@@ -60,6 +60,7 @@ MAY_SET = {
     "status": NOBODY,
     "servers": NOBODY,
     "hosts": NOBODY,
+    "mirror": OWNERS,
     "fence": ADMIN,
     "trace": NOBODY,
     "trace.N": NOBODY,

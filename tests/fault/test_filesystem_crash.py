@@ -37,10 +37,18 @@ from tests.support.ledger import Found, Ledger
 from tests.support.modes import config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 
-ELSEWHERE = ("vfs.server.", "vfs.group.", "vfs.containers.", "hosts.")
+ELSEWHERE = (
+    "vfs.server.",
+    "vfs.group.",
+    "vfs.containers.",
+    "hosts.",
+    "meta.copy.",
+    "store.format.",
+)
 """Points that ``churn`` has no way to: those of adding and removing servers are in
 test_server_life, those of groups in test_groups_crash and test_group_drain_crash, those of long
-lists in test_containers_crash, those of many hosts in contract/test_replicated."""
+lists in test_containers_crash, those of many hosts in contract/test_replicated, those of stores
+that are copied or made in test_meta_copy and test_database_store."""
 POINTS = sorted(
     name
     for name in faults.POINTS

@@ -5,6 +5,9 @@ docs/servers.md, Owner.
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,7 @@ from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.data.claim import Claim, put_claim, read_claim
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.store import ownership
+from aifs.store.owner import OwnerLock
 from aifs.store.restore import restore
 from aifs.store.store import format_store
 from aifs.vfs import Filesystem, open_filesystem
@@ -262,6 +266,30 @@ async def test_the_same_metadata_are_mounted_at_once_after_a_kill(config: Config
     await die(config)
     await die(config)
     await require_sound(config)
+
+
+KILLED = """
+import os, signal, sys
+from aifs.store.owner import OwnerLock
+lock = OwnerLock(sys.argv[1], "/mnt")
+if os.fork():
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def test_an_owner_that_was_killed_counts_as_dead_before_it_is_reaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it began has its lock for a moment longer."""
+    command = [sys.executable, "-c", KILLED, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        waited = []
+        monkeypatch.setattr(time, "sleep", lambda _: waited.append(process.stdin.close()))
+        OwnerLock(str(tmp_path), "/mnt").release(orderly=True)
+    assert waited
 
 
 @pytest.mark.usefixtures("never_watched")
