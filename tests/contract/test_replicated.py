@@ -1171,6 +1171,146 @@ async def test_a_directory_of_a_host_that_has_died_is_taken_and_what_is_lost_is_
     await create(a, b"lost", 13)
 
 
+async def test_what_changes_something_once_others_have_is_not_lost(cluster):
+    """What is ahead is shipped first, by which rows of others are applied."""
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    await b.transact(put, b"k", b"1")
+
+    def take(tx: Transaction) -> bytes | None:
+        found = tx.get(b"k")
+        if found is not None:
+            tx.delete(b"k")
+        return found
+
+    assert await a.transact(take) == b"1"
+    await caught_up(b)
+    assert await b.view(get, b"k") is None
+
+
+async def test_a_directory_that_was_made_and_removed_ahead_loses_nothing(cluster):
+    a, _ = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await create(a, b"f", 20, parent=10)
+    await a.transact(namespace.unlink, 10, b"f", 6)
+    await a.transact(namespace.rmdir, ROOT_INO, b"d", 6)
+    await create(a, b"g", 21)
+    cluster.kill("a")
+    a = await cluster.join("a")
+    assert (await a.view(namespace.lookup, ROOT_INO, b"g")).ino == 21
+
+
+async def test_who_comes_back_leaves_the_delegations_of_others(cluster, monkeypatch):
+    """It had given one up before it died, for another one."""
+    monkeypatch.setattr(replicated, "MAX_DELEGATIONS", 2)
+    monkeypatch.setattr(replicated, "REST_S", 0.0)
+    a, b = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await a.barrier()
+    await a.transact(namespace.create, 10, b"sub", new(11, 0o040755))
+    assert not has(a, ROOT_INO) and has(a, 11)
+    number = a.session.number
+    cluster.kill("a")
+    assert await end_session(cluster.database, number, "dead")
+    for name in range(5):
+        await create(b, b"%d" % name, 20 + name)
+    assert has(b, ROOT_INO)
+    await cluster.join("a")
+    await create(b, b"last", 30)
+    await b.barrier()
+    assert await in_database(cluster, keys.inode(11))
+
+
+async def dead_and_taken(cluster: Cluster) -> ReplicatedEngine:
+    """A host that had made the file ``lost`` in a directory that another one, which is returned,
+    has taken since; and another directory, which is still its own."""
+    a, b = await two_with_root(cluster)
+    await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await a.barrier()
+    await a.transact(lambda tx: tx.add(b"n", 1))
+    await create(a, b"lost", 11)
+    number = a.session.number
+    cluster.kill("a")
+    assert await end_session(cluster.database, number, "dead")
+    await create(b, b"g", 12)
+    return b
+
+
+@pytest.mark.parametrize("point", [replicated.BEFORE_COMMIT, replicated.APPLIED])
+async def test_a_replica_that_has_what_is_lost_is_never_gone_on_with(cluster, point):
+    await dead_and_taken(cluster)
+    with armed(point, crash), pytest.raises(faults.SimulatedCrash):
+        await cluster.join("a")
+    a = await cluster.join("a")
+    with pytest.raises(NotFound):
+        await a.view(namespace.lookup, ROOT_INO, b"lost")
+    assert await a.view(lambda tx: tx.counter(b"n")) == 1
+
+
+async def test_who_comes_back_ships_what_it_has_only_added_to(cluster):
+    a, b = await two_with_root(cluster)
+    await a.barrier()
+    await a.transact(lambda tx: tx.add(b"n", 1))
+    number = a.session.number
+    cluster.kill("a")
+    assert await end_session(cluster.database, number, "dead")
+    await create(b, b"g", 12)
+    a = await cluster.join("a")
+    assert await in_database(cluster, b"n"), "under the session that has it"
+    with armed(replicated.COMMITTED, crash), pytest.raises(faults.SimulatedCrash):
+        await a.transact(put, b"k", b"")
+    cluster.kill("a")
+    a = await cluster.join("a")
+    await a.barrier()
+    assert await a.view(lambda tx: tx.counter(b"n")) == 1
+
+
+async def test_who_comes_back_does_not_conflict_with_what_others_are_granted(cluster, monkeypatch):
+    a, b = await two_with_root(cluster)
+    await b.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
+    await create(b, b"f", 11, parent=10)
+    cluster.kill("b")
+    ask = db.Link.ask
+    made: list[int] = []
+
+    async def late(link: db.Link, statement: db.Statement, *parameters: Any) -> list[db.Fields]:
+        if statement is db.COMMIT and db.to_int(parameters[0]) != a.session.number:
+            made.append(20 + len(made))
+            name = b"%d" % made[-1]
+            await a.transact(namespace.create, ROOT_INO, name, new(made[-1], 0o040755))
+            await a.barrier()
+        return await ask(link, statement, *parameters)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(db.Link, "ask", late)
+        b = await cluster.join("b")
+    assert made == [20] and has(a, 20)
+    assert (await b.view(namespace.lookup, 10, b"f")).ino == 11
+
+
+async def test_nobody_waits_for_the_delegations_of_who_copies_the_map(
+    cluster, monkeypatch, tmp_path
+):
+    a, b = await two_with_root(cluster)
+    await create(a, b"f", 10)
+    await a.barrier()
+    number = a.session.number
+    cluster.kill("a")
+    shutil.rmtree(tmp_path / "a")
+    assert await end_session(cluster.database, number, "dead")
+    copy_pairs = db.Connection.copy_pairs
+
+    async def unhurried(connection: db.Connection, query: str) -> AsyncIterator:
+        monkeypatch.setattr(replicated, "LEASE_S", 0.0)  # that is over
+        await create(b, b"g", 11)
+        async for pair in copy_pairs(connection, query):
+            yield pair
+
+    with monkeypatch.context() as patch:
+        patch.setattr(db.Connection, "copy_pairs", unhurried)
+        await cluster.join("a")
+
+
 async def test_a_host_that_dies_when_it_has_given_a_directory_up_holds_up_nobody(
     cluster, monkeypatch
 ):

@@ -44,7 +44,15 @@ from aifs.meta.replicated.ahead import (
 )
 from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase, Row
 from aifs.meta.replicated.exchange import Exchange
-from aifs.meta.replicated.sessions import BEAT_S, REOPEN_S, STOP_S, Session, clock_s, reopen
+from aifs.meta.replicated.sessions import (
+    BEAT_S,
+    LEASE_S,
+    REOPEN_S,
+    STOP_S,
+    Session,
+    clock_s,
+    reopen,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +79,7 @@ meanwhile.
 """
 
 MAX_DELEGATIONS = 256
-"""That a host has; the oldest one is given up for another."""
+"""That a host has; the oldest eighth is given up for another one."""
 
 MAX_USES = 1024
 """Of so many directories it is kept in mind how often a host has used them."""
@@ -231,6 +239,8 @@ class ReplicatedEngine(Engine):
         """Until when directories are not delegated, by ``clock_s``."""
         self._ahead = Ahead(0)
         """What the replica has, and the feed has not yet."""
+        self._lost: list[ChangeSet] = []
+        """What the replica has, and the feed will never have: the replica is of no use."""
         self._pure = 0
         """The number of the commit that is under way, if it has nothing but what is ahead."""
         self._misses = 0
@@ -388,9 +398,8 @@ class ReplicatedEngine(Engine):
                 if (attempt.writes or self._ahead) and not await self._commit(attempt):
                     conflicts += 1
                     continue
-                if not attempt.writes:
-                    self._run_as_views(taken)
-                break
+                if attempt.writes or self._run_as_views(taken):
+                    break
         except BaseException as error:
             fault = error
         for call in taken:
@@ -418,13 +427,15 @@ class ReplicatedEngine(Engine):
         self._in_flight = attempt.seq
         return attempt
 
-    def _run_as_views(self, calls: Iterable[_Call]) -> None:
+    def _run_as_views(self, calls: Iterable[_Call]) -> bool:
         """They have changed nothing, so nothing is numbered behind what they have read: run again
-        they tell it with the number that views have now. Does not suspend.
+        they tell it with the number that views have now. False if one would change something now,
+        as rows of others were applied while what is ahead was shipped. Does not suspend.
         """
         attempt = _Attempt(*self.local.begin(), self.seq, host=self.host)
         for call in calls:
             call.run(attempt)
+        return not attempt.writes
 
     async def _commit(self, attempt: _Attempt) -> bool:
         """Have the database commit it, and apply it; False if it is refused, as others have changed
@@ -516,12 +527,16 @@ class ReplicatedEngine(Engine):
         needed = covered.delegations.difference(covered.made)
         if not covered.is_all or not needed <= self.delegated.keys():
             return False
+        # What is ahead deletes no delegation: so the replica has those of the feed (_take_up).
+        if covered.ended or len(self.delegated) + len(covered.made) > MAX_DELEGATIONS:
+            return False
         self._misses = 0
         if call.error is not None:
             return True
         if not attempt.writes:
             return False
-        self._delegate(attempt, covered, covered.made)
+        for made in covered.made:
+            attempt.put(made, self._me)
         number = self._ahead.next_number()
         changes = changes_of(attempt)
         one = ChangeSet(number, self.session.number, attempt.seq, [*needed], changes)
@@ -575,6 +590,8 @@ class ReplicatedEngine(Engine):
         for key in more:
             attempt.put(key, self._me)
         surplus = len(self.delegated) + len(more) - MAX_DELEGATIONS
+        if surplus > 0:  # a transaction that gives up is not put ahead: so it gives up several
+            surplus += MAX_DELEGATIONS >> 3
         for key in list(self.delegated) if surplus > 0 else ():
             if surplus > 0 and key not in covered.delegations:
                 attempt.delete(key)
@@ -617,8 +634,10 @@ class ReplicatedEngine(Engine):
                 await self.catch_up(await self._exchange.recall(owner.session, delegations))
             except Unavailable:
                 self._check()
-                # A host that has come back gives up itself what its last session had.
-                if any(one.host == owner.host for one in await self.session.live()):
+                # A host that has come back gives up itself what its last session had, as soon as it
+                # has joined. Who copies the map joins late, and has nothing ahead any more.
+                live = [one for one in await self.session.live() if one.host == owner.host]
+                if any(one.joined or one.age_s < LEASE_S for one in live):
                     await trio.sleep(ASK_AGAIN_S)
                     await self.catch_up()
                 else:
@@ -649,19 +668,20 @@ class ReplicatedEngine(Engine):
         still delegated to it, and give them up. What is lost, which the replica has still. Nobody
         uses the engine yet. Raises Unavailable.
         """
-        lost: list[ChangeSet] = []
         while True:
             attempt = _Attempt(*self.local.begin(), self.seq + 1, host=self.host)
             for one in self._ahead:
                 owner = Delegate(one.session, self.host).encode()
                 if any(attempt.get(key) != owner for key in one.delegations):
-                    lost = self._ahead.cut(one.number) + lost
+                    self._lost = self._ahead.cut(one.number) + self._lost
                     break
-            for key, record in attempt.range(*keys.all_of(b"D")):
-                if decode_delegate(record).host == self.host:
+            # A view: what others are granted meanwhile is no conflict.
+            view = _View(*self.local.begin(), self.seq)
+            for key, record in view.range(*keys.all_of(b"D")):
+                if decode_delegate(record).host == self.host and attempt.get(key) == record:
                     attempt.delete(key)
-            if not attempt.writes or await self._commit(attempt):
-                return lost
+            if not (attempt.writes or self._ahead) or await self._commit(attempt):
+                return self._lost
 
     # --- the feed ---------------------------------------------------------------------------------
 
@@ -689,9 +709,10 @@ class ReplicatedEngine(Engine):
         if not is_own or row.number != self._pure:  # else the replica has it already
             writes = dict(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
             self._ahead.put_over(writes)
-        writes[_CURSOR_KEY] = Cursor(
-            row.seq, row.session, row.number, session.number, self._ahead.shipped
-        ).encode()
+        cursor = Cursor(row.seq, row.session, row.number, session.number, self._ahead.shipped)
+        # A row of ours says that all before it is shipped, also what is lost: so who dies now must
+        # not go on from here.
+        writes[_CURSOR_KEY] = None if is_own and self._lost else cursor.encode()
         try:
             self.local.apply(writes)
         except (NoSpace, Unavailable) as error:
