@@ -465,8 +465,7 @@ class HandedOver:
             await self._fs.locks.unlock(ino, space, lock.owner, lock.start, lock.end)
         else:
             await self._fs.locks.lock(ino, handle, space, lock, wait)
-            if self._fs.is_joined(ino):  # a listing may have told the kernel of its size
-                self._fs.kernel.drop_attributes(ino)
+            self._drop_size(ino)
         return b""
 
     def _set_lock_at_once(self, ino: int, body: bytes, wait: bool) -> bool:
@@ -474,7 +473,16 @@ class HandedOver:
         locks = self._fs.locks
         if _LOCK.unpack_from(body)[4] == fcntl.F_UNLCK:
             return locks.unlock_at_once(ino, space, lock.owner, lock.start, lock.end)
-        return locks.lock_at_once(ino, handle, space, lock, wait)
+        is_locked = locks.lock_at_once(ino, handle, space, lock, wait)
+        if is_locked:
+            self._drop_size(ino)
+        return is_locked
+
+    def _drop_size(self, ino: int) -> None:
+        """Who gets a lock sees what others have written under it. Of a file that is written by way
+        of another host a listing may have told the kernel an older size."""
+        if self._fs.is_joined(ino):
+            self._fs.kernel.drop_attributes(ino)
 
     def _lock(self, body: bytes) -> tuple[int, int, Lock]:
         """The handle, the space, and the lock that a request is about."""

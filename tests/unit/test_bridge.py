@@ -4,6 +4,7 @@ kernel.
 
 import ctypes
 import errno
+import fcntl
 import logging
 import struct
 from dataclasses import replace
@@ -299,6 +300,24 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
         assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
     assert replies[1:] == [(2, errno.EINTR, b"")]
     assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
+
+
+async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made() -> None:
+    replies: list[tuple[int, int, bytes]] = []
+    dropped: list[int] = []
+    fs: Any = SimpleNamespace(
+        operation_log=SimpleNamespace(is_on=False),
+        locks=SimpleNamespace(owner=lambda number: (1, number), lock_at_once=lambda *_: True),
+        is_joined=lambda ino: ino == 7,
+        kernel=SimpleNamespace(drop_attributes=dropped.append),
+    )
+    requests = HandedOver(fs, Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL)
+    body = struct.pack("=QQQQIII4x", 5, 1, 0, 99, fcntl.F_WRLCK, 1, 0)
+    async with trio.open_nursery() as nursery:
+        requests.serve_in(nursery)
+        for ino in (7, 8):
+            assert requests.take(handed_over.SETLK, ino, ino, CALLER, body)
+    assert dropped == [7] and replies == [(7, 0, b""), (8, 0, b"")]
 
 
 async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
