@@ -524,19 +524,25 @@ class FileIO:
                 self._handles.forget_accessed(times)
         return ACCESSES_S
 
-    async def show(self, file: OpenInode) -> None:
-        """Somebody who has written closes the file, which others may have open: what core knows of
-        it is on record, for other hosts, on return. Without space for it, they see it later.
+    async def show(self, file: OpenInode, is_new: bool = False) -> None:
+        """Somebody who has written closes the file: what core knows of it is shown to other hosts
+        on return. If it ``is_new``, it is only on record, as its name is. Without space for it,
+        that is so later.
         """
+        inode = file.inode
         try:
             if file.is_joined and await self.at_home(file, Operation.SHOW):
                 return
-            if file.inode.in_burst and file.own_copy.is_open:
+            if inode.in_burst and file.own_copy.is_open:
                 self.burst.look(file)
             if file.unsaved:
                 await self.transitions.save(file)
+            closed_as = inode.size, inode.mtime_ns
+            if inode.nlink and not is_new and file.shown_as != closed_as:
+                await self._engine.shown()
+                file.shown_as = closed_as
         except FsError as error:
-            _log.info("inode %d is not on record as it is: %s", file.inode.ino, error)
+            _log.info("inode %d is not on record as it is: %s", inode.ino, error)
 
     async def save_all(self) -> None:
         """Record the in-core attributes of every open file. Files whose close has failed, or was

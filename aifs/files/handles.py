@@ -1,5 +1,6 @@
 """Handles of open files, and whether the kernel passes them through to burst copies or objects."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -68,8 +69,9 @@ class Handles:
             return error
         return None
 
-    async def add(self, file: OpenInode, flags: int) -> Opened:
-        """A handle for one more open of ``file``, whose in-core state the caller has acquired."""
+    async def add(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
+        """A handle for one more open of ``file``, whose in-core state the caller has acquired.
+        ``is_new``: the file is made with it."""
         file.was_opened = True
         if not file.users and (file.kept or self._place_for(file, flags) is not None):
             await file.gate.enter_alone()  # or its form might change meanwhile
@@ -77,7 +79,8 @@ class Handles:
                 await self._pass_through(file, flags)
             finally:
                 file.gate.leave_alone()
-        opened = FileHandle(file, flags)
+        made_s = trio.current_time() if is_new else -math.inf
+        opened = FileHandle(file, flags, made_s=made_s)
         file.users += 1
         file.writers += opened.writable
         if opened.writable:

@@ -81,6 +81,7 @@ class OpenInode:
         "place",
         "recording",
         "shown",
+        "shown_as",
         "synced_mtime_ns",
         "trimmed",
         "uncached",
@@ -163,6 +164,9 @@ class OpenInode:
         self.shown: tuple[int, int] | None = None
         """Mtime and blocks that stat(2) showed since the last change, which may have been a guess;
         None if it was not asked for."""
+        self.shown_as: tuple[int, int] | None = None
+        """Size and mtime that all hosts had been shown when somebody had closed it; None: nobody
+        has since it is in core."""
         self.copy_mtime_ns = 0
         """The copy's mtime when it was last looked at; 0: it was not."""
         self.synced_mtime_ns = 0

@@ -1,5 +1,6 @@
 """Small types of the filesystem's interface."""
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -153,11 +154,15 @@ class StatFs(NamedTuple):
 class FileHandle:
     """What one open file may be used for."""
 
-    __slots__ = ("file", "opens", "readable", "synchronous", "writable")
+    __slots__ = ("file", "made_s", "opens", "readable", "synchronous", "writable")
 
-    def __init__(self, file: OpenInode, flags: int, opens: int = 1) -> None:
+    def __init__(
+        self, file: OpenInode, flags: int, opens: int = 1, made_s: float = -math.inf
+    ) -> None:
         access = flags & os.O_ACCMODE
         self.file = file
+        self.made_s = made_s
+        """When the file was made with it, on trio's clock; -inf: it was not."""
         self.opens = opens
         """How many open files have this handle; more than one only if it was lent."""
         self.readable = access != os.O_WRONLY

@@ -107,7 +107,7 @@ class Names:
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
         try:
-            opened = await self._files.add_handle(file, flags)
+            opened = await self._files.add_handle(file, flags, is_new=True)
             file.opening -= 1
             return opened, inode
         except BaseException:

@@ -18,7 +18,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import LENT, ROOT, WRITABLE, CallerLike, Opened
+from aifs.files.types import LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
@@ -26,6 +26,12 @@ from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.serve_options import ServeOptions
+
+NEW_S = 0.1
+"""Who makes a file and closes it sooner does not wait until other hosts are shown what is in it, as
+they may not have been shown its name: so who makes many small files waits for none, and who writes
+for longer hardly notices.
+"""
 
 
 class OpenFiles:
@@ -118,13 +124,13 @@ class OpenFiles:
             await self._io.release(file)
             await self._closed(file, written)
 
-    async def add_handle(self, file: OpenInode, flags: int) -> Opened:
-        """A handle. The kernel syncs what is written with O_SYNC to a file that it passes through,
-        but knows nothing of our records: so the file's name and its mark are on stable storage
-        before that can begin."""
+    async def add_handle(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
+        """A handle; ``is_new``: with which the file is made. The kernel syncs what is written with
+        O_SYNC to a file that it passes through, but knows nothing of our records: so the file's
+        name and its mark are on stable storage before that can begin."""
         if file.copy is not None:
             self._tier.touch(file.copy.id)
-        opened = await self._handles.add(file, flags)
+        opened = await self._handles.add(file, flags, is_new)
         if file.inode.ino in self._io.stale:
             opened = opened._replace(stale=True)
         if opened.backing and self._handles[opened.handle].synchronous:
@@ -137,10 +143,11 @@ class OpenFiles:
 
     async def flush(self, handle: int) -> None:
         """Somebody closes a descriptor of ``handle``, and waits for this: with several hosts, what
-        was written is on record, where others will find it when they open the file.
+        was written is where others find it when they open the file.
         """
         if self._engine.host and handle & WRITABLE and self._handles.has(handle):
-            await self._io.show(self._handles[handle].file)
+            opened = self._handles[handle]
+            await self._io.show(opened.file, _is_new(opened))
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
@@ -151,7 +158,7 @@ class OpenFiles:
             raise
         opened = self._handles.remove(handle)
         if opened.writable and self._engine.host and not opened.file.is_joined:
-            await self._io.show(opened.file)
+            await self._io.show(opened.file, _is_new(opened))
         await self._io.release(opened.file)
         self._correct_attributes(opened.file)
         await self._closed(opened.file, opened.writable)
@@ -323,6 +330,10 @@ class OpenFiles:
         await self._io.save_all()
         await self._writeback.sync_all()
         await self._engine.barrier()
+
+
+def _is_new(opened: FileHandle) -> bool:
+    return trio.current_time() < opened.made_s + NEW_S
 
 
 def _require_may_open(inode: Inode, flags: int) -> None:
