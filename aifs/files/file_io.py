@@ -136,9 +136,9 @@ class FileIO:
         """Files that may be open here, and have been changed or moved by another host: whoever
         needs the bytes looks first where they are (``follow_bytes``). With a token of the last
         time."""
-        self.stale: set[int] = set()
-        """Files that another host has changed while they were open here, until the kernel has
-        dropped the pages from before."""
+        self.stale: dict[int, int] = {}
+        """Files that another host has changed, until the kernel has none of the pages from before:
+        who opens one has it drop them. With the ``seq`` of the last change."""
         self._opening: dict[int, _Opening] = {}
         """By inode number, those whose in-core state is being made."""
         self._lost: dict[int, LostBytes] = {}

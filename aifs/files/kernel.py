@@ -1,7 +1,7 @@
 """The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
 local files by itself."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from aifs.files.types import Passthrough
@@ -38,14 +38,16 @@ class Kernel:
 
     async def forget(
         self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
-    ) -> None:
+    ) -> Collection[int]:
         """Another host has changed what these names (parent, name) lead to, the attributes of these
-        inodes, or what these files and directories hold. The kernel shows nothing of the state
-        before on return, whatever programs wait for."""
+        inodes, or what these directories hold (``pages``). The kernel shows nothing of the state
+        before on return, whatever programs wait for. Inodes that the kernel knows, all of
+        ``inodes`` that it does among them."""
+        return inodes
 
     async def drop_pages(self, inodes: Sequence[int]) -> None:
-        """Another host has changed these files, which are open. The kernel has none of the pages
-        from before on return, which waits for those that are being read."""
+        """Another host has changed these files. The kernel has none of the pages from before on
+        return, which waits for those that are being read."""
 
     def status(self) -> dict[str, Any]:
         """What the edge says of itself, for ``aifs status``."""

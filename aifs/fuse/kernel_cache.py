@@ -121,23 +121,30 @@ class KernelCache(Kernel):
 
     async def forget(
         self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
-    ) -> None:
-        # Attributes and pages wait for nobody who waits for us, so nothing need replace them.
-        dropped = set(pages)
-        told: list[tuple[Any, ...]] = [(pyfuse3.invalidate_inode, ino) for ino in dropped]
-        told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - dropped]
+    ) -> set[int]:
+        listings = set(pages)
+        told: list[tuple[Any, ...]] = [(pyfuse3.invalidate_inode, ino) for ino in listings]
+        told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - listings]
+        entries = [(pyfuse3.invalidate_entry, *name) for name in names]
+        done = None
+        if self._threads.available_tokens:
+            known: set[int] = set()
+            done = self._start([*told, *entries], known)
+            with trio.move_on_after(EPOCH_S):
+                await done.wait()
+                return known
+        # A name waits for long. Attributes and listings wait for nobody who waits for us, so only
+        # names need another way.
+        known = set()
         if self._nursery is not None and told:
             await trio.to_thread.run_sync(
-                self._send_all, told, abandon_on_cancel=True, limiter=self._inodes
+                self._send_all, told, known, abandon_on_cancel=True, limiter=self._inodes
             )
-        if not self._threads.available_tokens and self._forget_all_names():
-            return
-        done = self._start([(pyfuse3.invalidate_entry, *name) for name in names])
-        with trio.move_on_after(EPOCH_S):
+        if entries and not self._forget_all_names():
+            if done is None:
+                done = self._start(entries)
             await done.wait()
-            return
-        if not self._forget_all_names():
-            await done.wait()
+        return known
 
     async def drop_pages(self, inodes: Sequence[int]) -> None:
         await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
@@ -146,40 +153,48 @@ class KernelCache(Kernel):
         """Whether the kernel can do that."""
         return self._bridge is not None and self._bridge.forget_all_names()
 
-    def _start(self, notifications: list[tuple[Any, ...]]) -> trio.Event:
-        """The event is set when the kernel has them all."""
+    def _start(
+        self, notifications: list[tuple[Any, ...]], known: set[int] | None = None
+    ) -> trio.Event:
+        """The event is set when the kernel has them all. ``known``: gets inodes that it knows."""
         done = trio.Event()
         if self._nursery is None or not notifications:
             done.set()
         else:
-            self._nursery.start_soon(self._run, notifications, done)
+            known = set() if known is None else known
+            self._nursery.start_soon(self._run, notifications, known, done)
         return done
 
-    async def _run(self, notifications: list[tuple[Any, ...]], done: trio.Event) -> None:
+    async def _run(
+        self, notifications: list[tuple[Any, ...]], known: set[int], done: trio.Event
+    ) -> None:
         try:
             await trio.to_thread.run_sync(
-                self._send_all, notifications, abandon_on_cancel=True, limiter=self._threads
+                self._send_all, notifications, known, abandon_on_cancel=True, limiter=self._threads
             )
         finally:
             done.set()
 
-    def _send_all(self, notifications: list[tuple[Any, ...]]) -> None:
+    def _send_all(self, notifications: list[tuple[Any, ...]], known: set[int]) -> None:
         """Blocks. The thread may outlive the mount, whose end waits for no thread."""
-        for notify, *what in notifications:
+        for notify, ino, *what in notifications:
             if self._nursery is None:
                 return
-            self._send(notify, *what)
+            if self._send(notify, ino, *what):
+                known.add(ino)
 
-    def _send(self, notify: Callable[..., None], *what: object) -> None:
+    def _send(self, notify: Callable[..., None], *what: object) -> bool:
+        """Whether the kernel knows what it is about."""
         try:
             notify(*what)
         except FileNotFoundError:
-            pass  # the kernel does not know it, so there is nothing to drop
+            return False  # there is nothing to drop
         except OSError as error:  # what was asked for has been done all the same
             if error.errno == errno.ENOSYS:
-                return  # it has not asked for anything yet, as the mount has just begun
+                return False  # it has not asked for anything yet, as the mount has just begun
             if self._nursery is not None:  # else the mount has ended, and the kernel keeps nothing
                 log.warning("the kernel may have kept %s: %s", what, error)
+        return True
 
 
 def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:

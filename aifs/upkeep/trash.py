@@ -76,7 +76,7 @@ class Trash:
         self._upkeep = upkeep
         self._on_gone = on_gone
         self._kernel = kernel
-        self._emptying = trio.Lock()
+        self.emptying = trio.Lock()
         """Held by whoever takes trees apart."""
 
     async def load(self) -> None:
@@ -142,7 +142,7 @@ class Trash:
         """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
         cannot be changed.
         """
-        async with self._emptying:
+        async with self.emptying:
             await self._empty()
 
     async def _empty(self) -> None:

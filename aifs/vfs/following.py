@@ -48,8 +48,10 @@ class _Unshown:
     """Names, as (directory, name)."""
     inodes: list[int] = field(default_factory=list)
     """Numbers of inodes whose attributes have changed."""
-    pages: list[int] = field(default_factory=list)
-    """Those of them of which it may keep bytes, or a listing, that are old."""
+    listings: list[int] = field(default_factory=list)
+    """Numbers of directories of which it may keep a listing that is old."""
+    files: list[int] = field(default_factory=list)
+    """Those inodes among them of which it may keep pages that are old."""
     orphans: list[int] = field(default_factory=list)
     """Those that have no name any more, and are open here: they are held before this is shown."""
 
@@ -108,8 +110,8 @@ class Following:
         """The kernel has not been told of these yet, the oldest first."""
         self._changed = trio.Event()
         """There are some."""
-        self._stale: list[int] = []
-        """Files that are open here, of which the kernel may keep pages that are old."""
+        self._stale: dict[int, int] = {}
+        """Files of which the kernel may keep pages that are old, with the ``seq`` of the change."""
         self._servers: set[int] = set()
         """Servers whose record has changed."""
         self._moved = trio.Event()
@@ -128,11 +130,18 @@ class Following:
 
     async def _show(self) -> None:
         some = list(islice(self._unshown, AT_ONCE))
-        await self._kernel.forget(
+        known = await self._kernel.forget(
             list(dict.fromkeys(name for each in some for name in each.names)),
             [ino for each in some for ino in each.inodes],
-            [ino for each in some for ino in each.pages],
+            [ino for each in some for ino in each.listings],
         )
+        # Pages are not waited for: who reads one may wait, by way of its home, for what is shown
+        # here. Who opens the file meanwhile gets none of them (``FileIO.stale``).
+        files = {ino: each.seq for each in some for ino in each.files}
+        self._dropped({ino: seq for ino, seq in files.items() if ino not in known})
+        self._stale |= {ino: seq for ino, seq in files.items() if ino in known}
+        if self._stale:
+            self._moved.set()
         orphans = [ino for each in some for ino in each.orphans]
         if orphans:
             try:
@@ -158,11 +167,17 @@ class Following:
                     _log.info("what another host has changed could not be looked up: %s", error)
             if self._stale:
                 nursery.start_soon(self._drop_pages, self._stale)
-                self._stale = []
+                self._stale = {}
 
-    async def _drop_pages(self, inos: list[int]) -> None:
-        await self._kernel.drop_pages(inos)
-        self._io.stale.difference_update(inos)
+    async def _drop_pages(self, files: dict[int, int]) -> None:
+        await self._kernel.drop_pages(list(files))
+        self._dropped(files)
+
+    def _dropped(self, files: dict[int, int]) -> None:
+        """The kernel has no pages of these files from before these changes."""
+        for ino, seq in files.items():
+            if self._io.stale.get(ino) == seq:  # else another change has come since
+                del self._io.stale[ino]
 
     # --- what a change set says ---
 
@@ -179,7 +194,7 @@ class Following:
         self._collector.follow(writes)
         self._unshown.append(unshown)
         self._changed.set()
-        if self._servers or self._stale or self._io.overtaken:
+        if self._servers or self._io.overtaken:
             self._moved.set()
 
     def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
@@ -196,16 +211,14 @@ class Following:
             self._names.unlinked_elsewhere(inode, is_open)
             if is_open:
                 unshown.orphans.append(ino)
-        if inode.is_file and is_open:
-            self._io.stale.add(ino)
-            self._stale.append(ino)
-        elif inode.is_file:
-            unshown.pages.append(ino)
+        if inode.is_file:
+            self._io.stale[ino] = unshown.seq
+            unshown.files.append(ino)
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         parent, name = keys.dentry_parts(key)
         unshown.names.append((parent, name))
-        unshown.pages.append(parent)
+        unshown.listings.append(parent)
         if record is not None:
             self._retention.shown(parent)
 

@@ -3,7 +3,7 @@ one changes waits until others show it. The test is the other host, and the kern
 
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from aifs.meta.records import IMMUTABLE
 from aifs.meta.trash import Doomed
 from aifs.store import store
 from aifs.upkeep.scrub_state import KEY as SCRUB
-from aifs.vfs import Filesystem, SetAttr, open_filesystem
+from aifs.vfs import Filesystem, SetAttr, open_files, open_filesystem
 from aifs.vfs.following import AT_ONCE
 from tests.support import modes
 from tests.support.kernel import Kernel
@@ -39,7 +39,8 @@ TEXT, OTHER = b"0123456789" * 100, b"abcdef" * 300
 
 
 class Forgetting(KernelCache):
-    """The kernel's caches: what it was told to forget. ``gate``: it waits for that."""
+    """The kernel's caches: what it was told to forget. ``gate``: it waits for that. ``read``: so
+    does whoever drops pages of files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,16 +49,23 @@ class Forgetting(KernelCache):
         self.pages: list[int] = []
         self.calls = 0
         self.gate: trio.Event | None = None
+        self.read: trio.Event | None = None
 
     async def forget(
         self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
-    ) -> None:
+    ) -> Collection[int]:
         self.calls += 1
         if self.gate is not None:
             await self.gate.wait()
         self.names += names
         self.inodes += inodes
         self.pages += pages
+        return inodes
+
+    async def drop_pages(self, inodes: Sequence[int]) -> None:
+        if self.read is not None:
+            await self.read.wait()
+        self.pages += inodes
 
     def clear(self) -> None:
         self.names, self.inodes, self.pages = [], [], []
@@ -87,6 +95,7 @@ async def hosts(
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LmdbEngine", SharedEngine)
+    monkeypatch.setattr(open_files, "NEW_S", float("inf"))  # however slow the machine is
 
 
 @pytest.fixture
@@ -105,7 +114,7 @@ async def test_an_open_file_has_the_attributes_that_another_host_gives_it(direct
         await other.change(ino, mode=stat.S_IFREG | 0o640, uid=7, gid=8, flags=IMMUTABLE)
         inode = await fs.getattr(ino)
         assert (inode.mode & 0o777, inode.uid, inode.gid, inode.flags) == (0o640, 7, 8, IMMUTABLE)
-        assert cache.inodes == [ino] and not cache.pages and not cache.names
+        assert cache.inodes == [ino] and not cache.names
         await other.change(ino, flags=0)
         await other.link(ino, ROOT_INO, b"second")
         assert (await fs.getattr(ino)).nlink == 2
@@ -197,6 +206,53 @@ async def test_a_file_whose_record_is_being_written_takes_bytes_over_afterwards(
         await other.run(_exchange_bytes, ino, model)
 
 
+async def test_pages_that_are_being_read_keep_no_other_host_waiting(directory: Path) -> None:
+    """Who reads them may wait, by way of the file's home, for what is shown here. Who opens the
+    file meanwhile does without them."""
+    async with hosts(directory) as (fs, cache, other):
+        ino = await write_file(fs, b"file", TEXT)
+        cache.read = trio.Event()
+        for mode in (0o600, 0o644):
+            await other.change(ino, mode=stat.S_IFREG | mode)
+        opened = await fs.open(ino, os.O_RDONLY)
+        assert opened.stale and not cache.pages
+        cache.read.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert set(cache.pages) == {ino} and not fs.io.stale
+        await fs.release(opened.handle)
+
+
+async def test_close_waits_until_what_was_written_is_shown(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a new file, as a program that makes many would wait for each."""
+    async with hosts(directory) as (fs, _, other):
+
+        async def require_shown(handle: int, text: bytes) -> None:
+            await fs.write(handle, 0, text)
+            other.engine.hold_back()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fs.flush, handle)
+                while not other.engine.waiting:
+                    await trio.sleep(0)
+                other.engine.let_go()
+            other.engine.hold_back()
+            await fs.flush(handle)  # nothing has been written since, such as by a child that ends
+            other.engine.let_go()
+
+        (made, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+        await fs.write(made, 0, b"new")
+        other.engine.hold_back()
+        await fs.flush(made)
+        other.engine.let_go()
+        opened = await fs.open(inode.ino, os.O_RDWR)
+        await require_shown(opened.handle, b"rewritten")
+        await fs.release(opened.handle)
+        monkeypatch.setattr(open_files, "NEW_S", 0.0)
+        await require_shown(made, b"written for long")
+        await fs.release(made)
+
+
 async def test_an_inode_that_is_lent_is_taken_back(directory: Path) -> None:
     async with hosts(directory) as (fs, cache, other), Kernel(fs) as kernel:
         ino = await write_file(fs, b"file", TEXT)
@@ -206,14 +262,11 @@ async def test_an_inode_that_is_lent_is_taken_back(directory: Path) -> None:
         cache.clear()
         await other.change(ino, mode=stat.S_IFREG | 0o600)
         assert kernel.find_lent(ino) is None
-        assert cache.pages == [ino]
         handles = [await kernel.open(ino, os.O_RDONLY)]
         await kernel.release(handles.pop())
         handles = [await kernel.open(ino, os.O_RDONLY)]
         assert kernel.answered
-        cache.clear()
         await other.change(ino, mode=stat.S_IFREG | 0o644)
-        assert not cache.pages  # programs have it open
         answered = kernel.answered
         handles.append(await kernel.open(ino, os.O_RDONLY))
         assert kernel.answered == answered and ino in fs.io.open
@@ -279,11 +332,12 @@ async def test_a_directory_that_another_host_removes_is_empty_for_who_is_in_it(
     async with hosts(directory) as (fs, _, other):
         top = await fs.mkdir(ROOT_INO, b"top", 0o755, ROOT)
         await write_file(fs, b"file", TEXT, top.ino)
-        await other.remove_tree(ROOT_INO, b"top")
-        assert fs.trash.holds(top.ino)
-        with pytest.raises(NotFound):
-            await fs.lookup(top.ino, b"file")
-        assert not len(await fs.readdir(top.ino, 0))
+        async with fs.trash.emptying:  # nothing is taken apart yet
+            await other.remove_tree(ROOT_INO, b"top")
+            assert fs.trash.holds(top.ino)
+            with pytest.raises(NotFound):
+                await fs.lookup(top.ino, b"file")
+            assert not len(await fs.readdir(top.ino, 0))
         await fs.trash.empty()
         await other.put(keys.trash(12345), Doomed(12345, 1, 0).encode())
         assert fs.trash.holds(12345)
@@ -471,5 +525,5 @@ async def test_what_is_new_is_not_waited_for(directory: Path) -> None:
         handle, *_ = await fs.open(ino, os.O_RDWR)
         await fs.write(handle, 0, b"y")
         await fs.fsync(handle)
-        await fs.release(handle)
         other.engine.let_go()
+        await fs.release(handle)

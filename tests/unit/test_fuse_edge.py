@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import FsError, NotEmpty, NotFound
 from aifs.files.handles import HANDLE_MAX
 from aifs.files.types import Opened, StatFs
-from aifs.fuse import operations, requests, session
+from aifs.fuse import kernel_cache, operations, requests, session
 from aifs.fuse.bridge import HANDLE_BITS
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
@@ -227,6 +227,41 @@ async def test_what_is_sent_when_the_mount_ends_is_no_fault(
             await trio.to_thread.run_sync(sending.wait)
         ended.set()
     assert sent == [(7, True)]
+
+
+async def test_what_another_host_has_changed_is_told_by_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose pages have to be dropped is known then; a name that has to wait keeps no attributes
+    waiting."""
+    told: list[tuple[object, ...]] = []
+    threads, unlocked = set(), threading.Event()
+
+    def tell(*what: object) -> None:
+        threads.add(threading.get_ident())
+        told.append(what)
+        if what[0] == 8:
+            raise FileNotFoundError
+        if what == (1, b"locked"):
+            unlocked.wait()
+
+    monkeypatch.setattr(pyfuse3, "invalidate_inode", tell)
+    monkeypatch.setattr(pyfuse3, "invalidate_entry", tell)
+    monkeypatch.setattr(kernel_cache, "EPOCH_S", 60.0)
+    cache = KernelCache()
+    async with trio.open_nursery() as nursery:
+        with cache.serving(nursery):
+            known = await cache.forget([(1, b"name")], [1, 7, 8], [1])
+            assert known == {1, 7} and len(threads) == 1
+            assert set(told) == {(1,), (7, True), (8, True), (1, b"name")}
+            monkeypatch.setattr(kernel_cache, "EPOCH_S", 0.0)
+            monkeypatch.setattr(cache, "_forget_all_names", lambda: True)
+            assert await cache.forget([(1, b"locked")], [7], []) == {7}
+            unlocked.set()
+            monkeypatch.setattr(cache, "_forget_all_names", lambda: False)  # an older kernel
+            told.clear()
+            assert await cache.forget([(1, b"locked")], [7], []) == {7}
+            assert (1, b"locked") in told
 
 
 # --- conversions ---
