@@ -155,17 +155,15 @@ class BurstIO:
     async def _take_copy(self, file: OpenInode, must: bool) -> None:
         """An empty or inline file is a new copy from now on, if there is room for one. Until the
         flip the copy needs no garbage record: its id is in the newest window (I7)."""
-        inode = file.inode
+        inode, data = file.inode, file.inode.data
         copy = await self.new_copy(inode.policy, must)
         if copy is None:
             return
         try:
-            if inode.data:
-                await copy.write(0, inode.data)
-            if inode.size:
-                await copy.truncate(inode.size)
+            if data:
+                await copy.write(0, data)
             await copy.set_mtime(inode.mtime_ns)
-            if inode.size:
+            if data:
                 await copy.sync()  # what it replaces is durable, and will be deleted
         except BaseException as error:
             self._tier.discard(copy)

@@ -42,7 +42,7 @@ from aifs.files.together import Together
 from aifs.files.transitions import Transitions, alone
 from aifs.files.types import SIZE_MAX
 from aifs.layout.striped import Striped
-from aifs.meta import forms, moves
+from aifs.meta import forms, moves, namespace
 from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
@@ -234,7 +234,11 @@ class FileIO:
             if ino in self._opening:
                 self.overtake(ino)
             return self.recall(ino)
-        if not file.marked and self.transitions.follow(file, stored):
+        if file.marked:  # by us; or we have given it up just now, and core does not say so yet
+            is_overtaken = not namespace.has_form_of(stored, file.inode)
+        else:
+            is_overtaken = self.transitions.follow(file, stored)
+        if is_overtaken:
             self.overtake(ino)
         return True
 
@@ -601,7 +605,7 @@ class FileIO:
                     assert not isinstance(answer.body, FilePart)  # it has arrived
                     return memoryview(answer.body)
                 continue
-            if inode.ino in self.overtaken:
+            while inode.ino in self.overtaken:
                 await self.follow_bytes(inode.ino)
             if inode.in_burst and file.backing:
                 self.burst.look(file)  # others write past us
@@ -791,7 +795,8 @@ class FileIO:
                 file.lost = LostBytes(0, f"inode {inode.ino}: its home has begun a new session")
             await self.follow_bytes(inode.ino)
             return None
-        inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
+        if file.joined == home:  # else it may be ours by now, and have been changed since
+            inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
         if operation == Operation.SYNC:
             file.unsynced_there = False
         return answer

@@ -251,15 +251,17 @@ class Transitions:
 
     def follow(self, file: OpenInode, stored: Inode) -> bool:
         """Another host has made this of the record of a file that is not changed here. Whether the
-        bytes lie elsewhere now: then ``look_again`` is due. Neither blocks nor suspends.
+        bytes lie elsewhere now, or are others: then ``look_again`` is due. Neither blocks nor
+        suspends.
+
+        Bytes that are in the record are not taken over here: whoever holds the gate may be making
+        something of them, and is to be refused what it makes (B11).
         """
         inode = file.inode
         if (inode.size, inode.mtime_ns) != (stored.size, stored.mtime_ns):
             file.shown = None
         inode.size, inode.blocks, inode.mtime_ns = stored.size, stored.blocks, stored.mtime_ns
         inode.atime_ns = max(inode.atime_ns, stored.atime_ns)
-        if (inode.layout or inode.copy or stored.layout or stored.copy) is None:
-            inode.data = stored.data
         return not namespace.has_form_of(stored, inode)
 
     async def look_again(self, file: OpenInode) -> None:

@@ -104,25 +104,22 @@ def take_bytes(inode: Inode, opened: Inode) -> None:
 
 
 def has_form_of(inode: Inode, opened: Inode) -> bool:
-    """Whether the newest bytes of ``inode`` are where ``opened`` has them; if not, another host has
-    moved them, and what core knows is older.
+    """Whether the newest bytes of ``inode`` are where ``opened`` has them, and the same if they are
+    in the record; if not, another host has moved or changed them, and what core knows is older.
     """
     one, other = (each.copy if each.in_burst else None for each in (inode, opened))
-    return (inode.oid, inode.layout, one) == (opened.oid, opened.layout, other)
+    has_bytes = (inode.data or None) == (opened.data or None)
+    return has_bytes and (inode.oid, inode.layout, one) == (opened.oid, opened.layout, other)
 
 
 def take_attributes(inode: Inode, opened: Inode) -> None:
-    """``inode`` has the attributes that follow from the bytes as ``opened`` has them; and those
-    bytes, if both have them in the record.
-    """
+    """``inode`` has the attributes that follow from the bytes as ``opened`` has them."""
     if not has_form_of(inode, opened):
         inode.atime_ns = max(inode.atime_ns, opened.atime_ns)
         return
     inode.size, inode.blocks = opened.size, opened.blocks
     inode.atime_ns, inode.mtime_ns = opened.atime_ns, opened.mtime_ns
     inode.ctime_ns = max(inode.ctime_ns, opened.ctime_ns)
-    if (inode.layout or inode.copy or opened.layout or opened.copy) is None:
-        inode.data = opened.data
     if opened.stripped:
         inode.mode = inode.unprivileged_mode
 

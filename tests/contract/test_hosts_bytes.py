@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import trio
 
+from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import CARRY_OUT
 from aifs.core import faults
 from aifs.core.errors import Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import FilledSource
 from aifs.files.flips import Draining, DrainOutcome
 from aifs.layout.interleaved import container_layout
@@ -251,11 +253,8 @@ async def test_what_two_hosts_write_to_a_tiny_file_is_all_there(
         assert await read_file(south, ino) == b"begin north south "
 
         # Neither has a burst copy: there is no room for it.
-        async def none(*_: object, **__: object) -> None:
-            return None
-
         for fs in (north, south):
-            monkeypatch.setattr(fs.io.burst, "new_copy", none)
+            monkeypatch.setattr(fs.io.burst, "new_copy", no_copy)
         here, *_ = await north.open(ino, APPEND)
         there, *_ = await south.open(ino, APPEND)
         for number in range(5):
@@ -293,6 +292,103 @@ async def test_a_tiny_file_that_grows_without_a_copy_gets_a_home(
         (here, *_), inode = await north.create(ROOT_INO, b"g", 0o644, os.O_RDWR, OWNER)
         assert inode.in_burst, "who can read it may map it, or rely on what he reads"
         await north.release(here)
+
+
+class Meanwhile:
+    """The next time that ``south`` gets somewhere, ``north`` appends to a file, and closes it."""
+
+    def __init__(self, north: Filesystem, ino: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.north, self.ino, self.patch = north, ino, monkeypatch
+        self.data = b""
+        self.reader: int | None = None
+
+    async def due(self) -> None:
+        data, self.data = self.data, b""
+        if data:
+            handle, *_ = await self.north.open(self.ino, APPEND)
+            await append(self.north, handle, data)
+            await self.north.release(handle)
+
+    def after(self, kind: Any, name: str) -> None:
+        """A method of this class has returned."""
+        real = getattr(kind, name)
+
+        async def method(*args: Any, **others: Any) -> Any:
+            result = await real(*args, **others)
+            await self.due()
+            return result
+
+        self.patch.setattr(kind, name, method)
+
+    def after_commit(self, south: Filesystem, puts: Any) -> None:
+        """A transaction function is on record everywhere, and who waits for it is not told yet;
+        somebody has opened the file to read it."""
+        engine = south.store.engine
+        real = engine.transact
+
+        async def transact(function: Any, *args: Any) -> Any:
+            result = await real(function, *args)
+            if function.__name__ == puts.__name__ and self.data:
+                self.reader, *_ = await south.open(self.ino, os.O_RDONLY)
+                await self.due()
+            return result
+
+        self.patch.setattr(engine, "transact", transact)
+
+
+async def no_copy(*_: object, **__: object) -> None:
+    """There is no room for one."""
+
+
+@pytest.mark.parametrize("becomes", ["copy", "objects"])
+async def test_what_is_made_of_a_tiny_file_counts_only_if_nobody_has_changed_it_meanwhile(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+):
+    """The other host takes the file and gives it back, all between a read of its bytes and the flip
+    to what is made of them: so it is in the same form as before."""
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(north, b"log", b"begin ")
+        meanwhile = Meanwhile(north, ino, monkeypatch)
+        if becomes == "copy":
+            meanwhile.after(BurstCopy, "sync")
+        else:
+            monkeypatch.setattr(south.io.burst, "new_copy", no_copy)
+            meanwhile.after(ObjectSet, "sync")
+            there, *_ = await south.open(ino, APPEND)
+        meanwhile.data = b"north "
+        if becomes == "copy":
+            there, *_ = await south.open(ino, APPEND)
+        await append(south, there, DATA)
+        assert not meanwhile.data
+        await south.release(there)
+        for fs in (north, south):
+            assert await read_file(fs, ino) == b"begin north " + DATA
+
+
+@pytest.mark.parametrize("puts", [forms.put_inline, forms.grow_forms])
+async def test_core_has_no_older_bytes_than_the_record(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, puts: Any
+):
+    """The other host changes the record between a commit of ours and the time when we hear that it
+    was done."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"log", b"begin ")
+        meanwhile = Meanwhile(north, ino, monkeypatch)
+        meanwhile.after_commit(south, puts)
+        has_none = south if puts is forms.put_inline else north
+        monkeypatch.setattr(has_none.io.burst, "new_copy", no_copy)
+        there, *_ = await south.open(ino, APPEND)
+        if puts is forms.put_inline:
+            meanwhile.data = b"north "
+        await append(south, there, b"south ")
+        meanwhile.data = b"" if meanwhile.reader else b"north "
+        await south.release(there)
+        assert meanwhile.reader is not None
+        await south.setattr(ino, SetAttr(mode=0o600), OWNER)  # which writes the record
+        assert bytes(await south.read(meanwhile.reader, 0, 100)) == b"begin south north "
+        await south.release(meanwhile.reader)
+        for fs in (north, south):
+            assert await read_file(fs, ino) == b"begin south north "
 
 
 async def test_what_is_truncated_is_not_drained_before(scratch: Path):
