@@ -29,6 +29,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import trio
@@ -47,7 +48,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms, moves, namespace
 from aifs.meta.chunks import NOTHING_LOST
 from aifs.meta.forms import FormChange
-from aifs.meta.kv import Engine
+from aifs.meta.kv import Engine, Result, Transaction
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy, Inode
 from aifs.movers.movers import Movers
@@ -197,6 +198,8 @@ class Transitions:
         new: Collection[bytes],
     ) -> None:
         files = [flip.file for flip in flips]
+        if self._engine.host:
+            function = _unless_overtaken(files, function)
         async with _recording(files):
             unsaved = [file for file in files if file.unsaved]
             for file in unsaved:
@@ -386,7 +389,8 @@ class Transitions:
     async def mark(self, file: OpenInode) -> None:
         """The bytes may change without notice when this returns. A file that lost checksums by that
         has lost them durably."""
-        had_checksums = await self._mark(file)
+        had_checksums = await self._record(file, forms.put_mark, file.inode)
+        self._adopt_mark(file, True)
         if had_checksums:
             with trio.CancelScope(shield=True):  # or a power cut brings them back, beside new bytes
                 await self._engine.barrier()
@@ -394,19 +398,15 @@ class Transitions:
     async def shrink(self, file: OpenInode, size: int) -> None:
         """The record of a file in objects says durably, with a mark, that it has ``size`` bytes
         (I6)."""
-        before, file.inode.size = file.inode.size, size
-        try:
-            await self._mark(file)
-        except BaseException:
-            file.inode.size = before
-            raise
-        file.trimmed = False
-        await self._engine.barrier()
 
-    async def _mark(self, file: OpenInode) -> bool:
-        had_checksums = await self._record(file, forms.put_mark, file.inode)
+        def put(tx: Transaction, inode: Inode) -> None:
+            # Not in core before: another host's record of the file may come in until the commit.
+            forms.put_mark(tx, inode.but(size=size))
+
+        await self._record(file, put, file.inode)
         self._adopt_mark(file, True)
-        return had_checksums
+        file.inode.size, file.trimmed = size, False
+        await self._engine.barrier()
 
     async def unmark(self, file: OpenInode) -> None:
         """All bytes are on stable storage, and nobody can change them without the gate."""
@@ -493,6 +493,25 @@ class Transitions:
             raise
         finally:
             file.recording.leave_alone()
+
+
+def _unless_overtaken(
+    files: Iterable[OpenInode], function: Callable[..., Result]
+) -> Callable[..., Result]:
+    """``function``, which raises ChangedElsewhere, each time that it runs, if another host has
+    changed one of these files, whose gates are held alone, since now: it may have written in place
+    and have come to rest, which no record tells.
+    """
+    changes = [(file, file.changes) for file in files]
+
+    @wraps(function)
+    def guarded(*args: Any) -> Result:
+        for file, before in changes:
+            if file.changes != before:
+                raise forms.ChangedElsewhere(f"inode {file.inode.ino} has been changed elsewhere")
+        return function(*args)
+
+    return guarded
 
 
 def _objects_of(target: Target) -> NewObjects:

@@ -391,6 +391,46 @@ async def test_core_has_no_older_bytes_than_the_record(
             assert await read_file(fs, ino) == b"begin south north "
 
 
+async def test_what_another_host_does_until_the_commit_counts(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It writes in place, and syncs that: so the file is in the same form, and at rest. It records
+    the file while it is truncated."""
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await moved_out(north, ino)
+        engine = south.store.engine
+        real = engine.transact
+        due: dict[str, Any] = {}
+
+        async def transact(function: Any, *args: Any) -> Any:
+            if meanwhile := due.pop(function.__name__, None):
+                await meanwhile()
+            return await real(function, *args)
+
+        async def write() -> None:
+            await overwrite(north, ino, 0, b"new")
+            await north.writeback.sync_files([ino])
+
+        async def change_mode() -> None:
+            await north.setattr(ino, SetAttr(mode=0o600), OWNER)
+
+        monkeypatch.setattr(engine, "transact", transact)
+        for fs in (north, south):
+            monkeypatch.setattr(fs.io.burst, "bring", no_copy)  # it is changed where it is
+        due["grow_forms"] = write
+        assert not await south.io.stager.stage(ino)
+        assert not due
+        assert (await north.getattr(ino)).copy is None
+        for fs in (north, south):
+            assert await read_file(fs, ino) == b"new" + DATA[3:]
+        due["put"] = change_mode
+        await south.setattr(ino, SetAttr(size=1000), OWNER)
+        assert not due
+        for fs in (north, south):
+            assert await read_file(fs, ino) == (b"new" + DATA[3:])[:1000]
+
+
 async def test_what_is_truncated_is_not_drained_before(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
