@@ -334,14 +334,14 @@ def begin(
 
 
 @grows
-def change(tx: Transaction, ino: int, group: GroupRecord) -> None:
-    """Record what else is asked of the group, whose commits go on to count. Raises NotFound,
-    NotADirectory, Invalid if it is not the directory's group any more."""
+def change(tx: Transaction, ino: int, group_id: int, changes: Mapping[str, Any]) -> None:
+    """Record what else is asked of the group, as fields of its record; its commits go on to count.
+    Raises NotFound, NotADirectory, Invalid if it is not the directory's group any more."""
     namespace.get_directory(tx, ino)
     there = find(tx, ino)
-    if there is None or there.id != group.id:
+    if there is None or there.id != group_id:
         raise Invalid("the directory has got its name meanwhile")
-    tx.put(keys.group(ino), group.encode())
+    tx.put(keys.group(ino), there._replace(**changes).encode())
 
 
 @grows
@@ -375,10 +375,14 @@ def alter(
 
 
 def abandon(tx: Transaction, ino: int, group_id: int) -> None:
-    """The directory is pending no more, and nobody has committed; nothing is known of the group.
-    Nothing happens if another has followed."""
+    """The directory is pending no more. Nothing is known any more of a group that was asked for
+    that alone. Nothing happens if another has followed."""
     there = find(tx, ino)
-    if there is not None and there.id == group_id:
+    if there is None or there.id != group_id:
+        return
+    if there.options.shares:
+        update(tx, ino, there._replace(pending=None))
+    else:
         namespace.drop_group(tx, ino)
 
 

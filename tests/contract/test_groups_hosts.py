@@ -148,6 +148,85 @@ async def test_one_rank_commits_for_files_of_another_host(scratch: Path):
         assert more not in await stores.numbers(south, b"w")
 
 
+@pytest.mark.parametrize("how", ["named", "abandoned"])
+async def test_a_directory_is_pending_no_more_while_its_files_are_stored(
+    scratch: Path, monkeypatch, how: str
+):
+    """By way of the host that does not see to its group, which goes on."""
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        real, is_done = cluster.calls["south"].services[parts.STORE], trio.Event()
+
+        async def store(*args: Any) -> Any:
+            await is_done.wait()
+            return await real(*args)
+
+        monkeypatch.setitem(cluster.calls["south"].services, parts.STORE, store)
+        ino = await begin(north, "commit=explicit,pending=yes")
+        files = [await make(fs, ino, name, DATA) for fs, name in ((north, b"0"), (south, b"1"))]
+        await commit(south, ino, 1)
+        await commit(north, ino, 0)
+        while {fs.groups.by_directory[ino].state for fs in (north, south)} != {"draining"}:
+            await trio.sleep(0.001)
+        if how == "named":
+            await south.rename(ROOT_INO, b"step", ROOT_INO, b"final")
+        else:
+            await south.groups.abandon(ino, OWNER)
+        is_done.set()
+        for fs in (north, south):
+            assert (await durable(fs, ino))["state"] == "durable"
+        assert not await undrained(north, *files)
+
+
+async def test_a_file_that_is_written_on_another_host_is_not_closed(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+
+        async def missing(count: int, *hosts: Filesystem) -> None:
+            for fs in hosts:
+                while (await ask(fs, ino, "group"))["missing_files"] != count:
+                    await trio.sleep(0.001)
+
+        ino = await begin(north, "same_size=no")
+        there = await make(south, ino, b"1", DATA)
+        await missing(1, north)
+        handle, *_ = await north.open(there, os.O_WRONLY)
+        await missing(2, north, south)
+        await north.write(handle, 0, OTHER)
+        await north.release(handle)
+        await missing(1, north, south)
+        await make(north, ino, b"0", DATA)
+        assert (await durable(south, ino))["state"] == "durable"
+        assert await read_file(south, there) == OTHER
+
+
+async def test_a_host_waits_for_who_sees_to_a_group_whose_time_is_over(scratch: Path):
+    """It does not look at it again and again."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await begin(north, "commit=explicit")
+        group = south.groups.by_directory[ino]
+        before, options = group.record, group.record.options
+        group.record = before._replace(options=options._replace(timeout_ms=1), created_ns=0)
+        for rank in range(2):
+            group.commit(rank)  # which north has not seen to yet
+        assert group.deadline() < trio.current_time()
+        assert await south.groups.work() > 0 and group.is_open
+        group.record = before
+        await south.groups.cancel(ino)
+
+
+@pytest.mark.parametrize("how", ["named", "published"])
+async def test_a_host_that_was_not_heard_of_yet_is_no_dead_one(scratch: Path, how: str):
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino = (await north.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        there = await make(south, ino, b"1", DATA)
+        cluster.roles["north"].live -= {south.store.engine.host}
+        if how == "named":
+            await north.rename(ROOT_INO, b"tmp", ROOT_INO, b"final")
+        else:
+            await put(north, ino, "publish-as", json.dumps({"final": "final"}), ADMIN)
+        assert there not in await stores.numbers(north, b"w")
+        assert (await south.lookup(ROOT_INO, b"final")).ino == ino
+
+
 async def test_a_group_is_cancelled_from_the_other_host(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await begin(north, "commit=explicit")

@@ -301,6 +301,7 @@ class DirectoryGroup:
 
     def closed(self, ino: int, size: int, now: float) -> File:
         """Nobody has this file open for writing (any more)."""
+        self.elsewhere.pop(ino, None)  # it may have been closed there before
         file = self.files.get(ino)
         if file is None:
             file = self.files[ino] = File(ino, size, now, counted=False)

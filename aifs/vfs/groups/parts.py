@@ -6,6 +6,7 @@ has all committed knows, by the same transaction, of all parts: none begins late
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ _log = logger(__name__)
 STORE, FILES = "group.store", "group.files"
 """Services of a host that has a part: see Groups."""
 
-_STORE_S = 600.0
+_STORE_S = math.inf  # as long as it takes: a connection to who does not live ends
 _FILES_S = 5.0
 _AGAIN_S = 0.5
 

@@ -251,7 +251,7 @@ class Groups:
     async def _change(self, group: DirectoryGroup, **more: Any) -> DirectoryGroup:
         """More is asked of a group: fields of its record. Whoever calls this is recording. Raises
         NotFound, Invalid."""
-        await self._engine.transact(groups.change, group.ino, group.record._replace(**more))
+        await self._engine.transact(groups.change, group.ino, group.record.id, more)
         group.record = group.record._replace(**more)  # it may have ended meanwhile
         self._look()
         return group
@@ -550,12 +550,10 @@ class Groups:
             group = self.by_directory.get(ino)
             if group is None or group.pending is None:
                 raise NoAttribute("the directory is not pending")
+            await self._engine.transact(groups.abandon, ino, group.record.id)
             if group.shares:
-                record = group.record._replace(pending=None)
-                await self._engine.transact(groups.update, ino, record)
                 group.record = group.record._replace(pending=None)  # it may have ended meanwhile
             else:
-                await self._engine.transact(groups.abandon, ino, group.record.id)
                 self._drop(group, "the directory is pending no more")
         if group.shares and group.is_open:
             await self._cancel(group, "its directory is pending no more")
@@ -667,11 +665,14 @@ class Groups:
         """Somebody has opened it for writing."""
         group = self._members.group_of.get(ino)
         self._members.opened(ino)
-        if self._engine.host and group is not None and not group.record.options.explicit:
-            self._start(self._reopened, group, ino, time.time_ns())
+        if self._engine.host:
+            group = group or next((one for one in self._live if ino in one.elsewhere), None)
+            if group is not None and not group.record.options.explicit:
+                group.elsewhere.pop(ino, None)
+                self._start(self._reopened, group, ino, time.time_ns())
 
     async def _reopened(self, group: DirectoryGroup, ino: int, opened_ns: int) -> None:
-        """Others count a file no more that was closed here."""
+        """Nobody counts a file any more that was closed, and is being written here."""
         with suppress(FsError):  # then it counts as it was closed
             await self._engine.transact(
                 groups.remove_closed, group.ino, group.record.id, ino, opened_ns
@@ -715,23 +716,27 @@ class Groups:
             group = self.by_directory[ino] = self._new(ino, record)
         elif group.is_live and record.state not in groups.LIVE:
             self._members.leave(group)
-        was_open, group.record = group.is_open, record
-        self._adopt_state(group)
+        was_open, was_settled = group.is_open, group.state == "draining"
+        group.record = record
+        self._adopt_state(group, was_settled)
         if was_open and not group.is_open and group.is_live:
             self._members.settle(group)
             self._start(self._store_unasked, group)
         group.wake()
         self._look()
 
-    def _adopt_state(self, group: DirectoryGroup) -> None:
-        """Of a group that another host sees to: on record it is committed until it is durable."""
+    def _adopt_state(self, group: DirectoryGroup, is_settled: bool = False) -> None:
+        """On record a group is committed until it is durable. ``is_settled``: here it was draining
+        already; of one that another host sees to the record says whether it is."""
         record = group.record
-        if record.state == "committed" and not group.is_of(self._engine.host):
-            is_settled = not record.options.publish or record.published
+        if record.state != "committed":
+            return
+        if not group.is_of(self._engine.host):
+            is_settled = is_settled or not record.options.publish or record.published
             if record.publish_error:
                 group.publish_failure, is_settled = Busy(record.publish_error), True
-            if is_settled:
-                group.record = record._replace(state="draining")
+        if is_settled:
+            group.record = record._replace(state="draining")
 
     def follow_part(self, ino: int, host: int, part: GroupPart | None) -> None:
         """Another host has this of a group, or nothing any more. Does not block."""
@@ -1218,14 +1223,24 @@ class Groups:
         """See to what is overdue, or waited for; in how many seconds something may be."""
         self._give_back_wanted()
         now = trio.current_time()
-        for group in list(self.by_directory.values()):
+        for group in self._timed:
             record = group.overdue(now)
-            if record is not None and (group.is_of(self._engine.host) or not group.is_complete):
+            if record is not None:
                 await self._end(group, record)
-        until = min((group.deadline() for group in self.by_directory.values()), default=math.inf)
+        until = math.inf
+        for group in self._timed:
+            deadline = group.deadline()
+            until = min(until, deadline if deadline > now else now + _LOOK_S)  # it has not ended
         if self._members.relieve(self._deadline_s):
             until = min(until, now + _LOOK_S)
         return until - trio.current_time()
+
+    @property
+    def _timed(self) -> list[DirectoryGroup]:
+        """The groups that may end here because of time: of one to which all have committed that is
+        for who sees to it."""
+        host = self._engine.host
+        return [g for g in self.by_directory.values() if g.is_of(host) or not g.is_complete]
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``last``: the group that has been durable last, in this

@@ -94,10 +94,11 @@ class Barrier:
 
     async def _ask(self, inos: dict[int, list[int]], strict: bool) -> None:
         """Have hosts sync these, by host."""
+        live = await self._live(inos)
 
         async def ask(host: int) -> None:
             try:
-                if strict or host in self._role.live:
+                if strict or host in live:
                     await self._homes.sync(host, inos[host])
             except Unavailable:
                 if strict or host in self._role.live:
@@ -107,7 +108,9 @@ class Barrier:
 
     async def _require_homes(self, dentry: Dentry) -> None:
         """Raises Unavailable if the newest bytes of a file below are on a host that has died."""
-        away = {n for n, host in self._servers.elsewhere.items() if host not in self._role.live}
+        elsewhere = self._servers.elsewhere
+        live = await self._live(elsewhere.values())
+        away = {number for number, host in elsewhere.items() if host not in live}
         if dentry.type != _DIRECTORY or not away:
             return
         found = await self._below(dentry.ino, b"b", _undrained_on, away)
@@ -115,6 +118,12 @@ class Barrier:
             name = await self._engine.view(hosts.name_of, self._servers.elsewhere[server])
             path = await self._engine.view(paths.describe, ino)
             raise Unavailable(f"{path}: its newest bytes are on host {name}, which has gone")
+
+    async def _live(self, wanted: Iterable[int]) -> frozenset[int]:
+        """The hosts that have a session, as far as it matters for these. Who has begun just now may
+        not have been heard of. Raises Unavailable."""
+        live = self._role.live
+        return live if live.issuperset(wanted) else await self._role.ask_live()
 
     async def undrained_below(self, top: int, host: int) -> list[int]:
         """The files below a directory of which the newest bytes are in the burst tier of another
