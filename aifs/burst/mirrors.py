@@ -9,9 +9,9 @@ from aifs.core.errors import FsError, Stale
 from aifs.core.log import logger
 from aifs.core.rendezvous import weight
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import mirrors
+from aifs.meta import mirrors, namespace
 from aifs.meta.kv import Engine
-from aifs.meta.records import Inode
+from aifs.meta.records import Copy, Inode
 from aifs.peers.peers import Peers
 
 KEEP = "burst.keep"
@@ -64,8 +64,7 @@ class Mirrors:
         why = "no other host has the store mounted"
         for name in there:
             try:
-                arguments = [copy.server, inode.ino, *now]
-                await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)
+                await self._have_kept(name, [copy.server, inode.ino, *now])
             except Stale:
                 return
             except FsError as error:
@@ -77,3 +76,17 @@ class Mirrors:
         if not self._has_said:
             self._has_said = True
             _log.warning("inode %d has no mirror until it is drained: %s", inode.ino, why)
+
+    async def _have_kept(self, name: str, arguments: list[int]) -> None:
+        """Another host has a mirror on return. Raises Stale if this is not the file any more; as
+        the service."""
+        assert self._peers is not None
+        try:
+            await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)
+        except Stale:
+            server, ino, copy_id, *_ = arguments
+            inode = await self._engine.view(namespace.find_inode, ino)
+            if inode is None or inode.copy != Copy(server, copy_id):
+                raise
+            await self._engine.shown()  # that host had not heard of it
+            await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)

@@ -115,6 +115,33 @@ async def until_home(fs: Filesystem, ino: int) -> None:
         await trio.sleep(0.001)
 
 
+async def test_who_has_not_heard_of_a_file_is_asked_for_a_mirror_again(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is made in a directory of one's own is told before other hosts hear of it."""
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        put_mirror = mirrors.put_mirror
+        has_heard: list[bool] = []
+
+        def put_if_heard(*arguments: Any) -> list[int] | None:
+            return put_mirror(*arguments) if has_heard else None
+
+        async def shown(of_all: bool = False) -> None:
+            has_heard.append(True)
+
+        monkeypatch.setattr(mirrors, "put_mirror", put_if_heard)
+        monkeypatch.setattr(north.store.engine, "shown", shown)
+        (handle, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
+        await north.setxattr(inode.ino, b"user.aifs.mirror", b"1")
+        has_heard.clear()
+        await north.write(handle, 0, DATA)
+        await north.fsync(handle)
+        await north.release(handle)
+        assert (await mirror_of(north, inode.ino)) is not None
+        assert south.tier.mirror_bytes == len(DATA)
+
+
 async def test_what_was_synced_survives_its_home(scratch: Path):
     async with hosts(scratch / "s") as two:
         north, south = await two.begin("north"), await two.begin("south")
