@@ -1,9 +1,9 @@
 """Which hosts read the same large file at the same time, and passing its bytes on (docs/hosts.md).
 
-Who begins to read a large file tells one host of it, the file's *meeting place*, which tells those
-who read it already; these and the new one know each other from then on. Each MiB has a *fetcher*
-among them: the host with the largest weight, which depends on host and MiB alone. It asks the
-servers, the others ask it. Nothing of this is waited for, and any message may be lost.
+Who begins to read a large file asks one host of it, the file's *meeting place*, who reads it
+already, and those hear of the new one; so they know each other from then on. Each MiB has a
+*fetcher* among them: the host with the largest weight, which depends on host and MiB alone. It asks
+the servers, the others ask it. Nothing of this is waited for for long, and any message may be lost.
 
 No two hosts wait for each other. Who is asked to load a MiB asks only a host of a larger weight to
 load it. Of another one, which may have read it before they met, it takes only what is there, or
@@ -11,6 +11,8 @@ comes from the servers.
 """
 
 from typing import Any
+
+import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.rendezvous import weight
@@ -24,8 +26,15 @@ from aifs.peers.transport import Answer, Body, Peer
 
 _JOIN, _LEAVE, _MET, _GIVE = "together.join", "together.leave", "together.met", "together.give"
 
-_WAIT_S = 0.5
-"""How long a host is waited for; then it counts as one that does not read the file."""
+_WAIT_S = 2.0
+"""How long a host is waited for; then it counts as one that does not read the file. What several
+have asked it for ahead of their readers may take some tenths of a second on a slow network."""
+
+_MEET_S = 0.1
+"""How long a file's meeting place is waited for."""
+
+_UNKNOWN = 1 << 63
+"""How far a host has come that has not said so yet: it may have all of the file."""
 
 
 class Together:
@@ -43,7 +52,7 @@ class Together:
         self.given_bytes = 0
         """That others were given."""
         peers.serve(_GIVE, self._give)
-        peers.hear(_JOIN, self._hear_join)
+        peers.serve(_JOIN, self._serve_join)
         peers.hear(_LEAVE, self._hear_leave)
         peers.hear(_MET, self._hear_met)
 
@@ -57,9 +66,21 @@ class Together:
         reading = self._readings.get(key)
         if reading is None:
             reading = self._readings[key] = _Reading(self, self._peers, key)
-            self._tell(self._meeting_place(key), _JOIN, [*key])
         reading.givers.append(giver)
         return reading
+
+    async def meet(self, key: Key) -> list[str]:
+        """The hosts that read the file, too, which hear of us; none if nobody says so soon."""
+        host = self._meeting_place(key)
+        if host == self.own:
+            return self._joined(key, host)
+        if host not in self._peers.connected:
+            return []
+        try:
+            answer = await self._peers.call(host, _JOIN, [*key], timeout_s=_MEET_S)
+        except FsError:
+            return []
+        return list(answer.value)
 
     def leave(self, key: Key) -> None:
         """The file is read here no more."""
@@ -74,20 +95,25 @@ class Together:
         if host != own:
             self._peers.tell(host, name, arguments)
         else:
-            hear = {_JOIN: self._hear_join, _LEAVE: self._hear_leave, _MET: self._hear_met}[name]
+            hear = {_LEAVE: self._hear_leave, _MET: self._hear_met}[name]
             hear(Peer("", own, self._peers.session), arguments, b"")
 
     # --- what others tell; whatever they say, it does no harm ---
 
-    def _hear_join(self, peer: Peer, arguments: Any, body: Body) -> None:
-        """A host reads a file that has its meeting place here, as [inode number, oid]."""
+    async def _serve_join(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """A host reads a file that has its meeting place here, as [inode number, oid]. Who reads
+        it, too."""
         ino, oid = arguments
-        there = set(self._peers.sessions.values())
-        readers = self._readers.setdefault((ino, oid), set())
-        readers &= there
-        for name in readers - {peer.name}:
-            self._tell(name, _MET, [ino, oid, peer.name, 0, True])
-        readers.add(peer.name)
+        return Answer(self._joined((ino, oid), asker.name))
+
+    def _joined(self, key: Key, name: str) -> list[str]:
+        readers = self._readers.setdefault(key, set())
+        readers &= set(self._peers.sessions.values())
+        others = sorted(readers - {name})
+        for other in others:
+            self._tell(other, _MET, [*key, name, 0, True])
+        readers.add(name)
+        return others
 
     def _hear_leave(self, peer: Peer, arguments: Any, body: Body) -> None:
         """It reads it no more."""
@@ -109,17 +135,18 @@ class Together:
 
     async def _give(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """A MiB of a file, as [inode number, oid, offset, whether to load it]; nothing if it is not
-        here. Raises Unavailable."""
+        here. And whether the file is read here. Raises Unavailable."""
         ino, oid, offset, load = arguments
         reading = self._readings.get((ino, oid))
         if reading is not None:
             data = await reading.givers[0].give(offset, load)
         else:
             data = find_kept(self._cache, (ino, oid), offset)
+        is_read = reading is not None
         if data is None:
-            return Answer()
+            return Answer(is_read)
         self.given_bytes += len(data)
-        return Answer(None, data)
+        return Answer(is_read, data)
 
     def status(self) -> dict[str, int]:
         """What ``aifs status`` shows."""
@@ -137,6 +164,9 @@ class _Reading:
         self._together = together
         self._peers = peers
         self._key = key
+        self._own = together.own
+        self._met: trio.Event | None = None
+        """Set when it is known who else reads it; None: nobody has been asked."""
         self._end = 0
         """Up to where it has been read here."""
         self.givers: list[Giver] = []
@@ -153,37 +183,53 @@ class _Reading:
         """Bytes from there on are not here: nothing further ahead has been fetched."""
         return self._end + WINDOW_MAX
 
+    async def meet(self) -> None:
+        if self._met is None:
+            self._met = trio.Event()
+            try:
+                for name in await self._together.meet(self._key):
+                    self.hosts.setdefault(name, _UNKNOWN)  # unless it has told us
+            finally:
+                self._met.set()
+        elif not self._met.is_set():
+            await self._met.wait()
+
     def read_to(self, end: int) -> None:
         self._end = max(self._end, end)
 
     async def fetch(self, offset: int, part: memoryview) -> bool:
-        together, number = self._together, offset // HASHED
-
-        if not self.hosts:
-            return False
-        own = together.own
-        host = max([own, *self.hosts], key=lambda name: weight(name, number))
-        load = host != own
-        if not load:
-            host = max(self.hosts, key=lambda name: self.hosts[name])
-            if offset >= self.hosts[host]:
+        while self.hosts:
+            host, load = self._whom_to_ask(offset)
+            if not host:
                 return False
-        arguments = [*self._key, offset, load]
-        try:
-            answer = await self._peers.call(host, _GIVE, arguments, into=part, timeout_s=_WAIT_S)
-        except Unavailable:
-            self.hosts.pop(host, None)
-            return False
-        except FsError:  # such as Busy: it has too much to do
-            return False
-        data = answer.body
-        assert isinstance(data, bytes | bytearray | memoryview)
-        if len(data) != len(part):
-            return False
-        if memoryview(data).obj is not part.obj:
-            part[:] = data
-        together.received_bytes += len(data)
-        return True
+            asked = [*self._key, offset, load]
+            try:
+                answer = await self._peers.call(host, _GIVE, asked, into=part, timeout_s=_WAIT_S)
+            except Unavailable:
+                self.hosts.pop(host, None)
+                continue
+            except FsError:  # such as Busy: it has too much to do
+                return False
+            data = answer.body
+            assert isinstance(data, bytes | bytearray | memoryview)
+            if len(data) == len(part):
+                if memoryview(data).obj is not part.obj:
+                    part[:] = data
+                self._together.received_bytes += len(data)
+                return True
+            if answer.value is not False:
+                return False
+            self.hosts.pop(host, None)  # it reads the file no more
+        return False
+
+    def _whom_to_ask(self, offset: int) -> tuple[str, bool]:
+        """Who is to have a MiB, and whether it loads it; '': we come from the servers."""
+        own, number = self._own, offset // HASHED
+        host = max([own, *self.hosts], key=lambda name: weight(name, number))
+        if host != own:
+            return host, True
+        host = max(self.hosts, key=lambda name: self.hosts[name])
+        return (host if offset < self.hosts[host] else ""), False
 
     def end(self, giver: Giver) -> None:
         self.givers.remove(giver)

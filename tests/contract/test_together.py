@@ -52,8 +52,13 @@ class Readers:
         async with trio.open_nursery() as nursery:
             for number in self.handles:
                 nursery.start_soon(self.read, number)
+        await self.settled()
+
+    async def settled(self) -> int:
+        """See ``fetched``, when nothing is under way any more."""
         for host in self.hosts:
             await host.store.servers.cache.settle()
+        return self.fetched
 
     @property
     def fetched(self) -> int:
@@ -99,6 +104,22 @@ async def test_who_comes_later_gets_what_others_have_read(scratch: Path):
         await three.open(1, 2)
         await three.read_all()
         assert three.fetched - before <= 4 * HASHED  # until they have met
+
+
+async def test_who_begins_asks_servers_for_nothing_that_others_have(scratch: Path):
+    async with readers(scratch / "s") as three:
+        await three.open(0)
+        before = await three.settled()
+        await three.open(1, 2)
+        assert await three.settled() == before
+
+
+async def test_the_share_of_a_host_that_has_ended_is_fetched_once(scratch: Path):
+    async with readers(scratch / "s") as three:
+        await three.open(0, 1, 2)
+        await three.hosts[0].release(three.handles.pop(0))
+        await three.read_all()
+        assert three.fetched <= len(DATA) + 2 * HASHED  # what that one alone had
 
 
 async def test_a_lone_reader_asks_nobody(scratch: Path):

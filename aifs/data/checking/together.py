@@ -37,6 +37,9 @@ class Others(Protocol):
     def is_alone(self) -> bool:
         """There are none."""
 
+    async def meet(self) -> None:
+        """Wait until it is known who else reads it, but not for long."""
+
     def read_to(self, end: int) -> None:
         """Bytes up to ``end`` are being read here. Does not block."""
 
@@ -57,7 +60,7 @@ class Giver(Protocol):
 
 
 Join = Callable[[Key, Giver], Others]
-"""A large file is read here: other hosts hear of that. Does not block."""
+"""A large file is read here: other hosts hear of that when they ``meet``. Does not block."""
 
 
 class Sharing(NamedTuple):
@@ -100,6 +103,7 @@ class TogetherReads(CheckedReads):
                 return None
             self._others = self._others or self._join(self._columns.key, self)
         self._others.read_to(offset + length)
+        await self._others.meet()
         if self._others.is_alone:
             return None
         if not (await self.covers(offset) and await self.covers(offset + length - 1)):
