@@ -97,15 +97,14 @@ class Homes:
 
         return await self._ask(self.of(copy.server), copy.ino, call, place=copy.place)
 
-    async def give_up(self, host: int, ino: int, is_emptied: bool) -> bool:
+    async def give_up(self, host: int, ino: int, is_emptied: bool, place: Copy | None) -> bool:
         """Whether a file that ``host`` changes, or keeps in its burst directory, is on the data
         servers on return, and nobody's, which is on record here; else it is open for writing there,
         and this host has joined those who do that. ``is_emptied``: its bytes are not needed any
-        more.
+        more. ``place``: its copy there, as far as the caller knows; None: it is changed in place.
 
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
-        place = await self._engine.view(_find_copy, ino)
 
         async def call(peers: Peers, name: str) -> bool:
             asked = [ino, is_emptied]
@@ -136,18 +135,22 @@ class Homes:
             await self._ask(host, inos[first], call)
 
     async def carry_out(
-        self, host: int, ino: int, operation: Operation, args: tuple[Any, ...], body: Body
+        self,
+        host: int,
+        ino: int,
+        operation: Operation,
+        args: tuple[Any, ...],
+        body: Body,
+        place: Copy | None,
     ) -> Answer:
         """Have ``host`` do this with a file: bytes, and as value the size, blocks, mtime and ctime
-        that it has then.
+        that it has then. ``place``: see ``give_up``.
 
         Raises Stale if the host has not let us join, or does not know of it any more: then nothing
         has been done; Unavailable, which names the host, if it does not answer: then it may have
         been done, in any case not twice if that would make a difference; and what the operation
         raises there.
         """
-
-        place = await self._engine.view(_find_copy, ino)
 
         async def call(peers: Peers, name: str) -> Answer:
             asked = [ino, operation, *args]

@@ -58,6 +58,9 @@ ACCESSES_S = 10.0
 
 _ACCESSES = 256  # in one transaction
 
+_CHANGES = (Operation.WRITE, Operation.APPEND, Operation.TRUNCATE, Operation.ALLOCATE)
+"""What is lost with its home, unless it has been synced there."""
+
 
 def _always() -> bool:
     return True
@@ -767,7 +770,7 @@ class FileIO:
             if file.is_joined:
                 return True
             try:
-                if not await self._homes.give_up(home, ino, is_emptied):
+                if not await self._homes.give_up(home, ino, is_emptied, file.inode.copy):
                     file.joined = home
                     continue
             except Stale:
@@ -783,22 +786,19 @@ class FileIO:
         which names the host, and what the operation raises there.
         """
         home, inode = file.joined, file.inode
-        if operation in (Operation.WRITE, Operation.APPEND, Operation.ALLOCATE, Operation.TRUNCATE):
-            file.unsynced_there = True
         try:
-            answer = await self._homes.carry_out(home, inode.ino, operation, args, body)
+            answer = await self._homes.carry_out(home, inode.ino, operation, args, body, inode.copy)
         except Stale:
             if file.joined == home:
                 file.joined = 0
-            if file.unsynced_there:
-                file.unsynced_there = False
-                file.lost = LostBytes(0, f"inode {inode.ino}: its home has begun a new session")
             await self.follow_bytes(inode.ino)
             return None
         if file.joined == home:  # else it may be ours by now, and have been changed since
             inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
         if operation == Operation.SYNC:
             file.unsynced_there = False
+        elif operation in _CHANGES and file.joined == home:
+            file.unsynced_there = True
         return answer
 
     async def look_at_home(self, file: OpenInode) -> None:
@@ -855,6 +855,10 @@ class FileIO:
             try:
                 async with alone([file]):
                     await self.transitions.look_again(file)
+                if file.unsynced_there and not file.is_joined:
+                    file.unsynced_there = False
+                    why = f"inode {ino}: its home has begun a new session, or has ended"
+                    file.lost = LostBytes(0, why)
             finally:
                 await self.release(file)
         if self.overtaken.get(ino) is token:

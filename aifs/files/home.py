@@ -19,7 +19,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.writeback import WriteBack
-from aifs.meta import namespace
+from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode
 from aifs.peers.peers import Peers
@@ -102,16 +102,17 @@ class Home:
 
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """Whether a file, as [inode number, whether its bytes are not needed], stays with us, as it
-        is open for writing here: then who asks has joined those who write to it. Else it is on the
-        data servers, and nobody's, which is on record there, when this returns. Raises Stale as
-        ``_join`` does.
+        is open for writing here, or cannot be given up: then who asks has joined those who write to
+        it. Else it is on the data servers, and nobody's, which is on record there, when this
+        returns. Raises Stale as ``_join`` does.
         """
         ino, is_emptied = arguments
+        until_s, stays = trio.current_time() + _CLOSING_S, False
         while True:
             with trio.move_on_after(_CLOSING_S):
                 while self._is_written(ino):
                     await trio.sleep(_LOOK_S)
-            if self._is_written(ino):
+            if stays or self._is_written(ino):
                 await self._join(asker.session, ino)
                 return Answer(True)
             if is_emptied:  # by who asks, in a moment
@@ -123,8 +124,13 @@ class Home:
             except Busy:
                 continue  # somebody has opened it meanwhile
             await self._writeback.sync_files([ino])
-            await self._engine.shown()
-            return Answer(False)
+            if not await self._engine.view(self._is_home, ino):
+                await self._engine.shown()
+                return Answer(False)
+            # It is just being closed; or it is one that nobody can give up: its one object may be
+            # mapped, it has no name any more, or it has lost bytes.
+            stays = trio.current_time() >= until_s
+            await trio.sleep(_LOOK_S)
 
     async def _drain_for(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """Files, as [inode numbers, strict], are drained, or gone, which is on record there."""
@@ -198,6 +204,8 @@ class Home:
                 await io.change(file.inode.ino, _set_mtime, args[0], mtime_ns=args[0])
             case Operation.SYNC:
                 await io.fsync(file)
+                if file.inode.ino in io.mirrors.lacking:
+                    self._drain.request([file.inode.ino])
             case Operation.SHOW:
                 await io.show(file)
         return b""
@@ -209,6 +217,13 @@ class Home:
             await self._kernel.forget([], [file.inode.ino], [])
         else:
             await self._kernel.drop_pages([file.inode.ino])
+
+    def _is_home(self, tx: ReadTransaction, ino: int) -> bool:
+        """Whether a file has its newest bytes here, or may be changed here, on record."""
+        inode, mark = namespace.find_inode(tx, ino), tx.get(keys.dirty(ino))
+        copy = None if inode is None or not inode.in_burst else inode.copy
+        has_copy = copy is not None and copy.server not in self._servers.elsewhere
+        return has_copy or (mark is not None and keys.host_of(mark) == self._engine.host)
 
     def _is_written(self, ino: int) -> bool:
         file = self._io.open.get(ino)

@@ -511,6 +511,43 @@ async def test_a_home_that_begins_anew_has_forgotten_who_has_joined(scratch: Pat
             assert await read_file(north, ino) == DATA + b"firstsecond"
 
 
+async def test_a_home_that_has_forgotten_who_joined_has_lost_only_what_was_written(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        assert north.home is not None
+        ((session, _),) = north.home._joined
+        await north.home._leave(session, ino)
+        await append(south, there, b"more")  # refused, and done when it has joined once more
+        await south.fsync(there)
+        await south.release(there)
+        await north.release(here)
+        assert await read_file(north, ino) == DATA + b"more"
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
+async def test_a_file_that_may_be_mapped_stays_with_its_home(scratch: Path, flags: int):
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await moved_out(north, ino)
+        north.io.capacity.perhaps_mapped.add(ino)
+        north.io.burst.bring = no_copy  # type: ignore[method-assign]
+        await overwrite(north, ino, 0, b"mapped")
+        with trio.fail_after(60):
+            there, *_ = await south.open(ino, flags)
+        await south.write(there, 0, b"SOUTH")
+        await south.fsync(there)
+        await south.release(there)
+        left = b"" if flags & os.O_TRUNC else b"d" + DATA[6:]
+        for fs in (north, south):
+            assert await read_file(fs, ino) == b"SOUTH" + left
+
+
+async def no_copy(*_: object, **__: object) -> None:
+    """The file stays on the data servers."""
+
+
 async def test_a_host_that_has_gone_is_no_writer_any_more(scratch: Path):
     async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
         with suppress(SimulatedCrash):
