@@ -10,9 +10,9 @@ from aifs.core.log import logger
 from aifs.core.rendezvous import weight
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import mirrors, namespace
-from aifs.meta.kv import Engine
-from aifs.meta.records import Copy, Inode
-from aifs.peers.peers import Peers
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Copy, Inode, MirrorOf
+from aifs.peers.peers import CALL_S, Peers
 
 KEEP = "burst.keep"
 """Service of a host that keeps mirrors: see files/mirror_host.py."""
@@ -21,7 +21,7 @@ _log = logger(__name__)
 
 _KEEP_S = 600.0
 _TICK_S = 0.01
-"""Of the clock of file times at most: what is written within one has the same mtime."""
+"""Of the clock of file times at most: what is written within one has the same ctime."""
 
 
 class Mirrors:
@@ -48,15 +48,17 @@ class Mirrors:
         if not self.wants(inode) or self._peers is None:
             return
         await copy.ensure_open()
-        rest_s = _TICK_S - (time.time_ns() - copy.stat().st_mtime_ns) / 1e9
+        rest_s = _TICK_S - (time.time_ns() - copy.stat().st_ctime_ns) / 1e9
         if 0 < rest_s <= _TICK_S:
             await trio.sleep(rest_s)  # what is written from now on shows
         state = copy.stat()
-        now = (copy.id, state.st_size, state.st_mtime_ns)
-        names = self._peers.sessions
+        now = MirrorOf(copy.id, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        names, connected = self._peers.sessions, self._peers.connected
         own = names[self._peers.session]
         there = sorted(
-            set(names.values()) - {own}, key=lambda name: weight(name, inode.ino), reverse=True
+            set(names.values()) - {own},
+            key=lambda name: (name in connected, weight(name, inode.ino)),
+            reverse=True,
         )
         found = await self._engine.view(mirrors.find_mirror, copy.id)
         if found is not None and found[1] == now and inode.ino not in self.lacking:
@@ -64,29 +66,35 @@ class Mirrors:
         why = "no other host has the store mounted"
         for name in there:
             try:
-                await self._have_kept(name, [copy.server, inode.ino, *now])
-            except Stale:
+                if await self._is_kept(self._peers, name, inode.ino, copy.place, now):
+                    self.lacking.discard(inode.ino)
                 return
             except FsError as error:
                 why = f"host {name}: {error}"
-            else:
-                self.lacking.discard(inode.ino)
-                return
         self.lacking.add(inode.ino)
         if not self._has_said:
             self._has_said = True
             _log.warning("inode %d has no mirror until it is drained: %s", inode.ino, why)
 
-    async def _have_kept(self, name: str, arguments: list[int]) -> None:
-        """Another host has a mirror on return. Raises Stale if this is not the file any more; as
-        the service."""
-        assert self._peers is not None
-        try:
-            await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)
-        except Stale:
-            server, ino, copy_id, *_ = arguments
-            inode = await self._engine.view(namespace.find_inode, ino)
-            if inode is None or inode.copy != Copy(server, copy_id):
-                raise
-            await self._engine.shown()  # that host had not heard of it
-            await self._peers.call(name, KEEP, arguments, timeout_s=_KEEP_S)
+    async def _is_kept(self, peers: Peers, name: str, ino: int, place: Copy, now: MirrorOf) -> bool:
+        """Whether a host has a mirror of this on return; False: it is not the file any more."""
+        is_late = False
+        while True:
+            # A host that cannot be reached may be there for the others, for as long as it lives.
+            timeout_s = _KEEP_S if name in peers.connected else CALL_S
+            try:
+                await peers.call(name, KEEP, [place.server, ino, *now], timeout_s=timeout_s)
+                return True
+            except Stale:
+                if not await self._engine.view(_has_copy, ino, place):
+                    return False
+                if is_late:
+                    raise
+            is_late = True  # its replica is behind ours
+            await self._engine.shown()
+
+
+def _has_copy(tx: ReadTransaction, ino: int, place: Copy) -> bool:
+    """Whether the copy is the file."""
+    inode = namespace.find_inode(tx, ino)
+    return inode is not None and inode.in_burst and inode.copy == place

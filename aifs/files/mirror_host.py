@@ -72,8 +72,8 @@ class MirrorHost:
 
     async def _keep(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """This host has a mirror of a burst copy on return, as [server, inode number, id, size,
-        mtime in ns], durably and on record. Raises NoSpace; Stale, if it is not the file any more;
-        Unavailable.
+        mtime and ctime in ns], durably and on record. Raises NoSpace; Stale, if it is not the file
+        as far as this host has heard; Unavailable.
         """
         server, ino, *state = arguments
         of = MirrorOf._make(state)

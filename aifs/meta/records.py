@@ -24,7 +24,8 @@ burst copy
     u64 ino, u16 server, u8 flags (1 undrained: it holds the newest bytes, which lie nowhere else; 2
     durable: it has been synced since it was made; 4 mirrored; 8: it is a mirror), i64 since (ns,
     undrained since), [u16 server, u64 id of its mirror], [u64 id of the copy that it is a mirror
-    of, u64 size and i64 mtime (ns) that this one had] The parts in brackets where flags say so.
+    of, u64 size, i64 mtime and i64 ctime (ns) that this one had] The parts in brackets where flags
+    say so.
 policy (what new files of a directory get)
     u32 unit, u8 count (0: all servers), [u8 kind, u8 compress (255: the store's default), u8 tier,
     u64 expected size, [u8 replicas, u8 data columns, u8 parity columns, u8 publish (16 is added
@@ -74,7 +75,7 @@ _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
 _BURST = struct.Struct("<QHBq")
-_MIRROR_OF = struct.Struct("<QQq")
+_MIRROR_OF = struct.Struct("<QQqq")
 _MIRRORED, _IS_MIRROR = 4, 8
 _MIRROR_POLICY = 16
 _COMPRESS_DEFAULT = 255
@@ -452,6 +453,8 @@ class MirrorOf(NamedTuple):
     id: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+    """Of the local file: nobody can set it, so whatever is written later has a later one."""
 
 
 class BurstRecord(NamedTuple):

@@ -24,7 +24,8 @@ from aifs.meta.records import (
     decode_policy,
     encode_policy,
 )
-from aifs.vfs import Filesystem
+from aifs.peers.peers import CALL_S
+from aifs.vfs import Filesystem, SetAttr
 from tests.support.cluster import Cluster, cluster_of
 from tests.support.points import armed, crash, once
 from tests.support.stores import OWNER, drained, overwrite, read_file, write_file
@@ -37,8 +38,8 @@ def test_records_and_policies_are_read_as_they_were_written() -> None:
     for record in (
         plain,
         plain._replace(mirror=Copy(0x8001, 9)),
-        plain._replace(of=MirrorOf(8, 100, -1)),
-        plain._replace(mirror=Copy(0x8001, 9), of=MirrorOf(8, 100, 3)),
+        plain._replace(of=MirrorOf(8, 100, -1, 4)),
+        plain._replace(mirror=Copy(0x8001, 9), of=MirrorOf(8, 100, 3, 4)),
     ):
         assert decode_burst(record.encode()) == record
     for policy in (Policy(mirror=1), Policy(mirror=1, publish="capacity"), Policy(replicas=2)):
@@ -180,6 +181,63 @@ async def test_a_mirror_goes_with_what_it_is_of(scratch: Path):
         await north.release(handle)
         await south.collector.drain()
         assert south.tier.mirror_bytes == len(DATA)
+
+
+async def test_what_is_written_under_an_mtime_that_was_set_before_gets_a_mirror(scratch: Path):
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        ino = await synced_file(north, b"f")
+        for data in (DATA, DATA[::-1]):
+            handle = (await north.open(ino, os.O_RDWR)).handle
+            await north.write(handle, 0, data)
+            await north.setattr(ino, SetAttr(mtime_ns=5), OWNER)
+            await north.fsync(handle)
+            await north.release(handle)
+        await two.kill("north")
+        await until_home(south, ino)
+        assert await read_file(south, ino) == DATA[::-1]
+        await two.begin("north")
+
+
+async def test_a_host_that_is_not_connected_is_not_waited_for(
+    scratch: Path, caplog, monkeypatch: pytest.MonkeyPatch
+):
+    async with hosts(scratch / "s") as two:
+        north, _ = await two.begin("north"), await two.begin("south")
+        calls, waits = two.cluster.calls["north"], list[float]()
+        call = calls.call
+
+        async def counted(*args: Any, timeout_s: float = 5.0, **others: Any) -> Any:
+            waits.append(timeout_s)
+            return await call(*args, timeout_s=timeout_s, **others)
+
+        monkeypatch.setattr(calls, "call", counted)
+        two.cluster.silent.add("south")
+        ino = await synced_file(north, b"f")
+        assert ino in north.io.mirrors.lacking
+        assert waits == [CALL_S]
+        assert "has no mirror" in caplog.text
+        caplog.clear()
+        two.cluster.silent.clear()
+
+
+async def test_who_wrote_by_way_of_a_home_that_died_is_told(scratch: Path):
+    """South has the mirror, which lacks what it has written there since the last fsync."""
+    async with hosts(scratch / "s") as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        ino = await synced_file(north, b"f")
+        await north.open(ino, os.O_RDWR)
+        there = (await south.open(ino, os.O_RDWR)).handle
+        await south.write(there, 0, b"lost")
+        await two.kill("north")
+        await until_home(south, ino)
+        await south.io.follow_bytes(ino)
+        with pytest.raises(Unavailable, match="bytes were lost"):
+            await south.fsync(there)
+        await south.fsync(there)
+        await south.release(there)
+        assert await read_file(south, ino) == DATA
+        await two.begin("north")
 
 
 async def test_without_a_second_host_publishing_drains(scratch: Path, caplog):
