@@ -544,10 +544,6 @@ async def test_a_file_that_may_be_mapped_stays_with_its_home(scratch: Path, flag
             assert await read_file(fs, ino) == b"SOUTH" + left
 
 
-async def no_copy(*_: object, **__: object) -> None:
-    """The file stays on the data servers."""
-
-
 async def test_a_host_that_has_gone_is_no_writer_any_more(scratch: Path):
     async with cluster_of(scratch / "s") as cluster, cluster.mounted("north") as north:
         with suppress(SimulatedCrash):
