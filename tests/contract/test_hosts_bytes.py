@@ -512,13 +512,11 @@ async def test_a_home_that_begins_anew_has_forgotten_who_has_joined(scratch: Pat
 
 
 async def test_a_home_that_has_forgotten_who_joined_has_lost_only_what_was_written(scratch: Path):
-    async with two_hosts(scratch / "s") as (north, south, _):
+    async with two_hosts(scratch / "s") as (north, south, cluster):
         ino = await write_file(north, b"f", DATA)
         here, *_ = await north.open(ino, os.O_RDWR)
         there, *_ = await south.open(ino, APPEND)
-        assert north.home is not None
-        ((session, _),) = north.home._joined
-        await north.home._leave(session, ino)
+        await cluster.calls["south"].call("north", CARRY_OUT, [ino, "leave"])
         await append(south, there, b"more")  # refused, and done when it has joined once more
         await south.fsync(there)
         await south.release(there)
