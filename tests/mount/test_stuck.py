@@ -43,6 +43,8 @@ def blocked(mounted: Mounted) -> Iterator[subprocess.Popen]:
     """
     directory = mounted.path / "directory"
     (directory / "tree").mkdir(parents=True)
+    # Other tests drop the kernel's caches, and to look the name up anew takes the directory's lock.
+    held = os.open(directory / "tree", os.O_PATH)
     abort = connections.open_abort(os.stat(mounted.path).st_dev)
     program = subprocess.Popen([sys.executable, "-c", CREATE, directory / os.fsdecode(NAME)])
     try:
@@ -54,6 +56,7 @@ def blocked(mounted: Mounted) -> Iterator[subprocess.Popen]:
         program.kill()
         connections.abort(abort)
         os.close(abort)
+        os.close(held)
         program.wait(TIMEOUT_S)
 
 
