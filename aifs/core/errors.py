@@ -209,6 +209,12 @@ class StoreError(UserError):
     exit_code = 4
 
 
+class DatasetError(UserError):
+    """Files are no dataset, or not the one that was indexed: which, where, what is wrong."""
+
+    exit_code = 4
+
+
 class StoreBusy(StoreError):
     """Another process owns the store."""
 

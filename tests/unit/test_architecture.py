@@ -14,11 +14,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 _META = {"peers", "layout", "core"}
 _STORE = {"meta", "data", *_META}
 _FILES = {"movers", "store", "burst", *_STORE}
-_VFS = {"upkeep", "files", "group", *_FILES}
+_VFS = {"upkeep", "files", "group", "datasets", *_FILES}
 
 BELOW = {
     "core": set(),
     "layout": {"core"},
+    "datasets": {"layout", "core"},
     "peers": {"core"},
     "meta": _META,
     "data": {"layout", "core"},
@@ -27,11 +28,11 @@ BELOW = {
     "group": {"layout", "core"},
     "store": _STORE,
     "files": _FILES,
-    "upkeep": {"files", *_FILES},
+    "upkeep": {"files", "datasets", *_FILES},
     "vfs": _VFS,
     "fuse": {"vfs", *_VFS},
     "check": {"vfs", *_VFS},
-    "client": {"core"},
+    "client": {"datasets", "layout", "core"},
     "cli": {"client", "fuse", "check", "vfs", *_VFS},
 }
 """What each layer may import besides itself."""
