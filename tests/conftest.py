@@ -3,7 +3,9 @@ that outlives its test.
 """
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from tests.support import engines, postgres
 from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
+
+_NEEDED_BYTES = 4 << 30
+"""What the stores of a run take at a time, on the disk of the temporary directory."""
 
 _IN_PROCESS = ("contract", "fault", "model")
 """The suites that open stores in the test's own process, or in children that it forks."""
@@ -41,6 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """No example fails because the machine has much else to do; new ones are drawn with --long,
     else always the same. The hundreds of processes that are started share what one has compiled.
     """
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < _NEEDED_BYTES:
+        pytest.exit(
+            f"the tests need {_NEEDED_BYTES >> 30} GiB in {tempfile.gettempdir()}, where"
+            f" {free / (1 << 30):.1f} GiB are free; make room, or set TMPDIR to another disk",
+            returncode=1,
+        )
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     settings.register_profile(
