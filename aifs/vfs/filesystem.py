@@ -42,12 +42,19 @@ from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
 from aifs.vfs.following import Following
+from aifs.vfs.groups.closing import Closing
+from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_hints import GroupHints
 from aifs.vfs.groups.joint import Joint
+from aifs.vfs.groups.life import Life
+from aifs.vfs.groups.living import Living
 from aifs.vfs.groups.members import Members
+from aifs.vfs.groups.naming import Naming
+from aifs.vfs.groups.part_host import PartHost
 from aifs.vfs.groups.parts import Parts
 from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.hints import Hints
 from aifs.vfs.ioctls import Ioctls
 from aifs.vfs.names import Names
@@ -163,24 +170,27 @@ class Filesystem:
         barrier = Barrier(engine, servers, io, writeback, homes, self.role, store.peers)
         parts = Parts(engine, barrier, self.role, servers, store.peers)
         joint = Joint(engine, parts, members, group_drain.storing, config.host.bandwidth)
-        self.groups = groups = Groups(
+        self.group_table = table = GroupTable(engine, upkeep)
+        part_host = PartHost(engine, table, members, drain, parts, joint, store.peers)
+        course = Course(engine, table, members, parts, joint, part_host)
+        closing = Closing(engine, io, writeback, drain, table, members, parts, course)
+        naming = Naming(engine, io, table)
+        living = Living(engine, table, parts, course)
+        self.groups = groups = Groups(engine, io, barrier, ids, table, parts, course, living)
+        self.group_life = group_life = Life(
             engine,
-            io,
-            writeback,
-            barrier,
-            ids,
             drain,
+            table,
             members,
-            upkeep,
-            config.burst.drain_deadline_s,
-            self.role,
             parts,
-            joint,
-            store.peers,
+            course,
+            living,
+            self.role,
+            config.burst.drain_deadline_s,
         )
 
         # What looks after the store.
-        self.trash = trash = Trash(engine, io, drain, collector, upkeep, groups.gone, kernel)
+        self.trash = trash = Trash(engine, io, drain, collector, upkeep, closing.gone, kernel)
         self.retention = retention = Retention(config, engine, io, trash, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(
@@ -235,7 +245,7 @@ class Filesystem:
             writeback,
             drain,
             config.burst.drain_on_fsync,
-            groups,
+            closing,
             kernel,
             options,
         )
@@ -258,7 +268,7 @@ class Filesystem:
             store.peers.serve(SERVICE, locks.answer)
         self.attributes = attributes = Attributes(engine, servers, io, files)
         self.names = names = Names(
-            engine, ids, tier, io, drain, groups, trash, kernel, files, attributes, options
+            engine, ids, tier, io, drain, closing, trash, kernel, files, attributes, options
         )
         burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(
@@ -267,7 +277,7 @@ class Filesystem:
             io,
             barrier,
             drain,
-            groups,
+            naming,
             trash,
             retention,
             kernel,
@@ -293,7 +303,7 @@ class Filesystem:
                 "backup": backup.status,
                 "burst": tier.status,
                 "drain": drain.status,
-                "groups": lambda: {**groups.status(), **group_drain.status()},
+                "groups": lambda: {**group_life.status(), **group_drain.status()},
                 "stage": stager.status,
                 "movers": pool.status,
                 "locks": locks.status,
@@ -311,7 +321,7 @@ class Filesystem:
             findings,
             trash,
             retention,
-            groups,
+            course,
             attributes,
             names,
             kernel,
@@ -325,7 +335,7 @@ class Filesystem:
             PolicyHints(servers, tier, attributes),
             burst_hints,
             groups,
-            GroupHints(engine, groups, refusals, attributes, options),
+            GroupHints(engine, table, groups, closing, refusals, attributes, options),
             retention,
             backup,
             scrub,
@@ -337,7 +347,7 @@ class Filesystem:
             options,
         )
         xattrs = ExtendedAttributes(engine, io, attributes, self.hints)
-        ioctls = Ioctls(engine, burst_hints, groups, options)
+        ioctls = Ioctls(engine, burst_hints, table, groups, options)
 
         # The table of operations.
         self.lookup = names.lookup
@@ -401,7 +411,7 @@ class Filesystem:
             return always
         return always | {
             Work.DRAIN: Job(self.drain.work, self.drain.workers),
-            Work.GROUPS: Job(self.groups.work),
+            Work.GROUPS: Job(self.group_life.work),
             Work.EVICT: Job(self.evictor.work, retry_s=PAUSE_S),
             Work.STAGE: Job(self.stager.work, STAGERS),
         }

@@ -28,7 +28,7 @@ from aifs.upkeep import scrub_state
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
-from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.course import Course
 from aifs.vfs.names import Names
 from aifs.vfs.publishing.retention import Retention
 
@@ -75,7 +75,7 @@ class Following:
         findings: Findings,
         trash: Trash,
         retention: Retention,
-        groups: Groups,
+        course: Course,
         attributes: Attributes,
         names: Names,
         kernel: Kernel,
@@ -88,7 +88,7 @@ class Following:
         self._findings = findings
         self._trash = trash
         self._retention = retention
-        self._groups = groups
+        self._course = course
         self._attributes = attributes
         self._names = names
         self._kernel = kernel
@@ -231,16 +231,16 @@ class Following:
 
     def _take_group(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         if keys.is_group(key):
-            self._groups.follow(keys.number(key), None if record is None else decode_group(record))
+            self._course.follow(keys.number(key), None if record is None else decode_group(record))
             return
         ino, number = keys.entry_numbers(key)
         host = keys.part_host(key)
         if host is not None:
             part = None if record is None else decode_part(record)
-            self._groups.follow_part(ino, host, part)
+            self._course.follow_part(ino, host, part)
         else:
             member = None if record is None else decode_member(record)
-            self._groups.follow_member(ino, number, member)
+            self._course.follow_member(ino, number, member)
 
     def _take_container(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         self._containers.moved(keys.number(key))

@@ -14,6 +14,7 @@ from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.groups.group_text import Wanted
 from aifs.vfs.groups.protocol import Commit, Groups
+from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.publishing.listed import path_below
 from aifs.vfs.serve_options import ServeOptions
 
@@ -45,10 +46,16 @@ class Ioctls:
     """
 
     def __init__(
-        self, engine: Engine, burst: BurstHints, groups: Groups, options: ServeOptions
+        self,
+        engine: Engine,
+        burst: BurstHints,
+        table: GroupTable,
+        groups: Groups,
+        options: ServeOptions,
     ) -> None:
         self._engine = engine
         self._burst = burst
+        self._table = table
         self._groups = groups
         self._options = options
 
@@ -90,7 +97,7 @@ class Ioctls:
         self, ino: int, group_id: int, durable: bool, timeout_s: float | None
     ) -> None:
         """Raises as Groups.wait, and ReadOnly where nothing goes on in this mount."""
-        group = await self._groups.find(ino, group_id)
+        group = await self._table.find(ino, group_id)
         if group.is_live:
             self._options.require_writable()
         await self._groups.wait(ino, group_id, durable, timeout_s)
@@ -101,8 +108,8 @@ class Ioctls:
         await self._groups.cancel(ino, group_id, reason, caller)
 
     async def query_group(self, ino: int, group_id: int) -> GroupState:
-        """Raises as Groups.find."""
-        group = await self._groups.find(ino, group_id)
+        """Raises as GroupTable.find."""
+        group = await self._table.find(ino, group_id)
         record, told = group.record, report_of(group)
         sums = {key: told.get(key, 0) for key in SUMS}
         sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())

@@ -71,7 +71,7 @@ async def open_filesystem(
             async with trio.open_nursery() as background:
                 if not read_only:
                     background.start_soon(
-                        _keep_running, partial(fs.groups.run, fs.publishing.publish_group)
+                        _keep_running, partial(fs.group_life.run, fs.publishing.publish_group)
                     )
                 jobs = fs.jobs()
                 if fs.mirror_host is not None and not read_only:
@@ -132,7 +132,7 @@ async def _load(fs: Filesystem) -> None:
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
-    await fs.groups.load(undrained)
+    await fs.group_life.load(undrained)
 
 
 async def _serve_role(fs: Filesystem) -> None:
@@ -189,7 +189,7 @@ async def _close(fs: Filesystem) -> None:
     fs.names.forget_all()
     await fs.locks.close()
     await fs.server_admin.clean_up()
-    await fs.groups.close()
+    await fs.group_life.close()
     fs.containers.close()
     await fs.tier.close()
     with trio.move_on_after(fs.store.config.data.timeout_s or FOR_EVER):

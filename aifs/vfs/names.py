@@ -21,7 +21,7 @@ from aifs.meta.records import Copy, Inode
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
-from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.closing import Closing
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
 
@@ -39,7 +39,7 @@ class Names:
         tier: BurstTier,
         io: FileIO,
         drain: Drain,
-        groups: Groups,
+        closing: Closing,
         trash: Trash,
         kernel: Kernel,
         files: OpenFiles,
@@ -51,7 +51,7 @@ class Names:
         self._tier = tier
         self._io = io
         self._drain = drain
-        self._groups = groups
+        self._closing = closing
         self._trash = trash
         self._kernel = kernel
         self._files = files
@@ -232,7 +232,7 @@ class Names:
     def _gone(self, ino: int) -> None:
         """An inode has lost its last name."""
         self._drain.gone(ino)
-        self._groups.gone(ino)
+        self._closing.gone(ino)
         file = self._io.open.get(ino)
         if file is not None:
             file.cancel_lease()

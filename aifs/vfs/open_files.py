@@ -24,7 +24,7 @@ from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
-from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.closing import Closing
 from aifs.vfs.serve_options import ServeOptions
 
 NEW_S = 0.1
@@ -46,7 +46,7 @@ class OpenFiles:
         writeback: WriteBack,
         drain: Drain,
         drain_on_fsync: bool,
-        groups: Groups,
+        closing: Closing,
         kernel: Kernel,
         options: ServeOptions,
     ) -> None:
@@ -57,7 +57,7 @@ class OpenFiles:
         self._writeback = writeback
         self._drain = drain
         self._drain_on_fsync = drain_on_fsync
-        self._groups = groups
+        self._closing = closing
         self._kernel = kernel
         self._options = options
 
@@ -88,7 +88,7 @@ class OpenFiles:
                 taken = kill_privileges and file.inode.is_privileged
                 if taken or await self._engine.view(attribute_changes.has_capabilities, ino):
                     await self._kill_privileges(file)
-                self._groups.opened(ino)
+                self._closing.opened(ino)
             reads = not flags & os.O_WRONLY and not flags & os.O_NOATIME and not file.home
             if reads and self._accessed(file.inode):
                 file.unsaved = True
@@ -179,7 +179,7 @@ class OpenFiles:
         if not inode.in_burst:
             # A tiny file that has become inline: nobody needs to wait for it.
             self._drain.gone(inode.ino)
-        withheld = written and not file.writers and await self._groups.closed(inode)
+        withheld = written and not file.writers and await self._closing.closed(inode)
         if inode.in_burst and inode.nlink and not file.writers and not withheld:
             self._drain.closed(inode)
 

@@ -92,7 +92,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.evict": Right(unreadable, owner),
     b"user.aifs.remove": Right(unreadable, writer),  # and permissions.require_may_remove_tree
     b"user.aifs.pending": Right(reader, writer),  # and its owner, but to begin anew what nobody
-    # goes on with (groups.Groups.begin): who may write may remove what was left in it, too
+    # goes on with (groups/protocol.py): who may write may remove what was left in it, too
     b"user.aifs.commit": Right(unreadable, writer),
     b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
     b"user.aifs.keep": Right(reader, owner),

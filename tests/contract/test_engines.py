@@ -264,7 +264,7 @@ async def test_a_group_that_ends_while_more_is_asked_of_it_has_ended(directory, 
             async with stopped(fs, "change", mark, when):
                 nursery.start_soon(fs.groups.cancel, top)
                 await trio.testing.wait_all_tasks_blocked()
-        assert (await fs.groups.find(top)).state == "cancelled"
+        assert (await fs.group_table.find(top)).state == "cancelled"
         assert (await fs.store.engine.view(groups.find, top)).state == "cancelled"
         await put(fs, top, "pending", "", ROOT)
 
@@ -275,7 +275,7 @@ async def test_who_asks_for_a_group_that_begins_just_now_gets_that_group(directo
         found = []
 
         async def find() -> None:
-            found.append(await fs.groups.find(top))
+            found.append(await fs.group_table.find(top))
 
         def begin():
             return put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
@@ -284,7 +284,7 @@ async def test_who_asks_for_a_group_that_begins_just_now_gets_that_group(directo
             async with stopped(fs, "begin", begin):
                 nursery.start_soon(find)
                 await trio.testing.wait_all_tasks_blocked()
-        assert found == [fs.groups.by_directory[top]]
+        assert found == [fs.group_table.by_directory[top]]
 
 
 async def test_a_file_of_a_group_is_what_it_was_when_it_was_closed_last(directory, monkeypatch):
@@ -297,7 +297,7 @@ async def test_a_file_of_a_group_is_what_it_was_when_it_was_closed_last(director
             again, *_ = await fs.open(inode.ino, os.O_RDWR)
             await fs.write(again, len(TEXT), b"more")
             await fs.release(again)
-        (file,) = fs.groups.by_directory[top].files.values()
+        (file,) = fs.group_table.by_directory[top].files.values()
         assert file.size == len(TEXT) + 4 and file.counted
 
 

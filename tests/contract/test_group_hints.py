@@ -357,7 +357,7 @@ async def test_a_tree_that_is_removed_takes_its_groups_with_it(directory: Path) 
             return not fs.trash.status()["trees"]
 
         await until(is_empty)
-        assert fs.groups.status()["files"] == 0
+        assert fs.group_life.status()["files"] == 0
         await fs.release(handle)
 
 
@@ -917,14 +917,14 @@ async def test_a_committed_group_is_drained_by_the_next_mount(
 async def test_groups_that_ended_long_ago_are_on_record(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.protocol._ENDED_MAX", 2)
+    monkeypatch.setattr("aifs.vfs.groups.table._ENDED_MAX", 2)
     async with opened(directory) as fs:
         tops = [await group_in(fs, "ranks=1", b"%d" % number) for number in range(6)]
         for top in tops:
             await make(fs, top, b"a", b"a" * SIZE)
             await durable(fs, top)
         assert [(await ask(fs, top))["state"] for top in tops] == ["durable"] * 6
-        assert len(fs.groups.by_directory) <= 3
+        assert len(fs.group_table.by_directory) <= 3
 
 
 async def test_a_damaged_record_is_told_and_keeps_nothing_from_being_drained(

@@ -20,7 +20,7 @@ from aifs.core.errors import (
     Stale,
 )
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import protocol
+from aifs.vfs.groups import sizes
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
 from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file
@@ -87,12 +87,12 @@ async def test_a_file_counts_as_it_is_when_the_last_one_is_closed(directory: Pat
 async def test_a_file_that_is_written_again_while_sizes_are_compared(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_SLICE", 1)
+    monkeypatch.setattr(sizes, "_SLICE", 1)
     looked: list[int] = []
 
     async def view(function: Any, *args: Any) -> Any:
         found = await engine_view(function, *args)
-        if function is protocol.paths_of:
+        if function is sizes.paths_of:
             looked.append(args[0][0].ino)
             if len(looked) == 2:
                 await stores.rewrite(fs, inos[0], b"a" * SIZE)
@@ -240,7 +240,7 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
 async def test_of_many_groups_the_last_are_known(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.protocol._FOLLOWED_MAX", 2)
+    monkeypatch.setattr("aifs.vfs.groups.table._FOLLOWED_MAX", 2)
     async with opened(directory) as fs:
         top, numbers = await tree(fs, b"step"), []
         for _ in range(4):

@@ -16,7 +16,7 @@ from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFo
 from aifs.core.faults import SimulatedCrash
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import joint, parts, protocol
+from aifs.vfs.groups import joint, part_host, parts
 from aifs.vfs.groups.protocol import Commit
 from tests.support import stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
@@ -165,7 +165,7 @@ async def test_a_directory_is_pending_no_more_while_its_files_are_stored(
         files = [await make(fs, ino, name, DATA) for fs, name in ((north, b"0"), (south, b"1"))]
         await commit(south, ino, 1)
         await commit(north, ino, 0)
-        while {fs.groups.by_directory[ino].state for fs in (north, south)} != {"draining"}:
+        while {fs.group_table.by_directory[ino].state for fs in (north, south)} != {"draining"}:
             await trio.sleep(0.001)
         if how == "named":
             await south.rename(ROOT_INO, b"step", ROOT_INO, b"final")
@@ -202,13 +202,13 @@ async def test_a_host_waits_for_who_sees_to_a_group_whose_time_is_over(scratch: 
     """It does not look at it again and again."""
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await begin(north, "commit=explicit")
-        group = south.groups.by_directory[ino]
+        group = south.group_table.by_directory[ino]
         before, options = group.record, group.record.options
         group.record = before._replace(options=options._replace(timeout_ms=1), created_ns=0)
         for rank in range(2):
             group.commit(rank)  # which north has not seen to yet
         assert group.deadline() < trio.current_time()
-        assert await south.groups.work() > 0 and group.is_open
+        assert await south.group_life.work() > 0 and group.is_open
         group.record = before
         await south.groups.cancel(ino)
 
@@ -307,7 +307,7 @@ async def test_a_host_with_a_slow_link_stores_less(scratch: Path):
 @pytest.mark.parametrize("service", [joint.OFFER, joint.KEEP, parts.STORE])
 async def test_a_host_fails_on_the_way(scratch: Path, monkeypatch, service: str):
     """Others store what it was to, and it what is its own, as soon as it hears again."""
-    monkeypatch.setattr(protocol, "_ASKED_S", 0.05)
+    monkeypatch.setattr(part_host, "_ASKED_S", 0.05)
     async with two_hosts(scratch / "s") as (north, south, cluster):
         real = cluster.calls["south"].services[service]
 
@@ -389,7 +389,7 @@ async def test_a_rank_whose_host_dies_may_come_again_elsewhere(scratch: Path):
                     await south.groups.join(ino, 0, 1, ALIVE)
                     raise SimulatedCrash
             if outcome is None:
-                while 1 not in (await north.groups.find(ino)).away:
+                while 1 not in (await north.group_table.find(ino)).away:
                     await trio.sleep(0.001)
                 await north.groups.join(ino, 0, 1, ALIVE)
             else:
@@ -438,7 +438,7 @@ async def test_a_host_dies_before_its_files_are_drained(scratch: Path):
 
 
 async def test_a_host_that_is_not_asked_stores_by_itself(scratch: Path, monkeypatch):
-    monkeypatch.setattr(protocol, "_ASKED_S", 0.1)
+    monkeypatch.setattr(part_host, "_ASKED_S", 0.1)
     async with two_hosts(scratch / "s") as (north, south, cluster):
         ino, there = await _committed_unasked(cluster, north, south)
         assert (await durable(south, ino))["state"] == "durable"

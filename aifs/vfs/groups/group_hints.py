@@ -20,9 +20,11 @@ from aifs.meta.hosts import read_hosts
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs import rights
 from aifs.vfs.attributes import Attributes
+from aifs.vfs.groups.closing import Closing
 from aifs.vfs.groups.group import DirectoryGroup, File, describe_ranks
 from aifs.vfs.groups.group_text import parse_group, parse_pending
 from aifs.vfs.groups.protocol import Commit, Groups
+from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.publishing.listed import path_below
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.serve_options import ServeOptions
@@ -41,13 +43,17 @@ class GroupHints:
     def __init__(
         self,
         engine: Engine,
+        table: GroupTable,
         groups: Groups,
+        closing: Closing,
         refusals: Refusals,
         attributes: Attributes,
         options: ServeOptions,
     ) -> None:
         self._engine = engine
+        self._table = table
         self._groups = groups
+        self._closing = closing
         self._refusals = refusals
         self._attributes = attributes
         self._options = options
@@ -78,7 +84,7 @@ class GroupHints:
     async def put_commit(self, ino: int, text: str, caller: CallerLike) -> None:
         """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may
         be the path of one of its files. On a file, with '': it counts as closed. Raises as
-        Groups.commit and Groups.commit_file."""
+        Groups.commit and Closing.commit_file."""
         inode = await self._attributes.getattr(ino)
         if inode.is_dir:
             rank, _, file = text.partition(" ")
@@ -92,7 +98,7 @@ class GroupHints:
         elif text or not inode.is_file:
             raise Invalid("group: a rank commits on the directory; a file takes no value")
         else:
-            await self._groups.commit_file(inode)
+            await self._closing.commit_file(inode)
 
     async def put_pending_commit(self, ino: int, text: str, caller: CallerLike) -> None:
         """A rank of a pending directory commits (``_parse_commit``), whatever has become of its
@@ -103,7 +109,7 @@ class GroupHints:
 
     async def tell_pending(self, ino: int, caller: CallerLike) -> dict[str, Any]:
         """What ``user.aifs.pending`` says. Raises NoAttribute."""
-        group = self._groups.pending(ino)
+        group = self._table.pending(ino)
         mark = group.pending
         assert mark is not None
         owner = (await self._attributes.getattr(ino)).uid
@@ -133,7 +139,7 @@ class GroupHints:
         if not inode.is_dir and not inode.is_file:
             raise NoAttribute()
         group = await (
-            self._groups.find(ino, group_id) if group_id else self._groups.find_above(ino)
+            self._table.find(ino, group_id) if group_id else self._closing.find_above(ino)
         )
         record, options = group.record, group.record.options
         shown = list(islice(group.files.values(), _SHOWN))

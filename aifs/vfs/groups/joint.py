@@ -31,7 +31,7 @@ from aifs.vfs.groups.storing import Storing
 _log = logger(__name__)
 
 OFFER, KEEP = "group.offer", "group.keep"
-"""Services of a host that has a part: see Groups."""
+"""Services of a host that has a part: see PartHost."""
 
 _CHUNK = struct.Struct("<32sI")  # digest, length
 _ASSIGNED = struct.Struct("<32sH")  # digest, number of the slot

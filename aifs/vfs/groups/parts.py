@@ -29,7 +29,7 @@ from aifs.vfs.publishing.barrier import Barrier
 _log = logger(__name__)
 
 STORE, FILES = "group.store", "group.files"
-"""Services of a host that has a part: see Groups."""
+"""Services of a host that has a part: see PartHost."""
 
 _STORE_S = math.inf  # as long as it takes: a connection to who does not live ends
 _FILES_S = 5.0

@@ -2,7 +2,7 @@
 docs/publish.md says how.
 
 What becomes visible under a new name is durable first, the new name when the call returns. A
-directory whose group seals it (groups/protocol.py) gets its name only when all ranks have
+directory whose group seals it (groups/naming.py) gets its name only when all ranks have
 committed.
 """
 
@@ -25,7 +25,7 @@ from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
-from aifs.vfs.groups.protocol import Groups
+from aifs.vfs.groups.naming import Naming
 from aifs.vfs.names import Names
 from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.retention import Retention
@@ -52,7 +52,7 @@ class Publishing:
         io: FileIO,
         barrier: Barrier,
         drain: Drain,
-        groups: Groups,
+        naming: Naming,
         trash: Trash,
         retention: Retention,
         kernel: Kernel,
@@ -67,7 +67,7 @@ class Publishing:
         self._io = io
         self._barrier = barrier
         self._drain = drain
-        self._groups = groups
+        self._naming = naming
         self._trash = trash
         self._retention = retention
         self._kernel = kernel
@@ -133,7 +133,7 @@ class Publishing:
         directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
         cookies = (await self._ids.take(), await self._ids.take())
-        async with self._groups.naming(*directories) if directories else nullcontext():
+        async with self._naming.naming(*directories) if directories else nullcontext():
             with self._io.forgetting(synced) if synced else nullcontext(()) as quiet:
                 inode, other = await self._engine.transact(
                     publishing.rename,
@@ -174,7 +174,7 @@ class Publishing:
             await self._ids.take(),
             await self._ids.take(),
         )
-        async with self._groups.naming(what.ino):
+        async with self._naming.naming(what.ino):
             with self._io.forgetting(synced) as quiet:
                 done = await self._engine.transact(
                     _publish, what, caller, ids, time.time_ns(), quiet
@@ -213,7 +213,7 @@ class Publishing:
         shows, and its group lets it get a name. Returns the files that had to be synced here, as
         FileIO.forgetting wants them. ``strict``: see Barrier.sync_below."""
         if dentry.type == _DIRECTORY:
-            await self._groups.require_complete(dentry.ino)
+            await self._naming.require_complete(dentry.ino)
         synced = await self._barrier.sync_below(dentry, strict)
         policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
         lacking = self._io.mirrors.lacking
@@ -221,7 +221,7 @@ class Publishing:
         if policy.publish == "capacity" or lacking:  # what has no mirror has to be somewhere else
             await self._burst.drain_below(dentry.ino)
         if dentry.type == _DIRECTORY:
-            await self._groups.check_files(dentry.ino)
+            await self._naming.check_files(dentry.ino)
         return synced
 
     async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
