@@ -34,6 +34,8 @@ files.
                              opening for reading is an access
     user.aifs.refused        any: JSON, the last request that the caller was refused here, and why
                              (core/refusals.py)
+    user.aifs.places.N       directory: binary, sizes, times and places in containers of its files
+                             (places.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
@@ -64,7 +66,7 @@ from aifs.store.backup import Backup
 from aifs.store.store import Store
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
-from aifs.vfs import operation_log, policy_hints, reports, rights, server_hints
+from aifs.vfs import operation_log, places, policy_hints, reports, rights, server_hints
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
@@ -155,6 +157,8 @@ class Hints:
             return await self._trace(int(number))
         if name == operation_log.ATTRIBUTE:
             return await self._trace()
+        if stem == places.ATTRIBUTE and number.isdigit():
+            return await places.tell(self._store.engine, self._io, ino, int(number))
         if name in policy_hints.DEFAULTS:
             return (await self._policies.get(ino, name)).encode()
         if name == b"user.aifs.keep" and (keep := await self._retention.policy_of(ino)):

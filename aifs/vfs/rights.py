@@ -15,7 +15,7 @@ from typing import NamedTuple
 from aifs.core import ioctl
 from aifs.core.errors import AccessDenied, NoAttribute, NotPermitted
 from aifs.core.ioctl import Command
-from aifs.files.permissions import READ, WRITE, require_may, require_owner
+from aifs.files.permissions import READ, SEARCH, WRITE, require_may, require_owner
 from aifs.files.types import CallerLike
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Inode
@@ -30,6 +30,13 @@ def anybody(inode: Inode, caller: CallerLike) -> None:
 
 def reader(inode: Inode, caller: CallerLike) -> None:
     require_may(inode, caller, READ)
+
+
+def lister(inode: Inode, caller: CallerLike) -> None:
+    """Who may list a directory, and look at what is in it; it is there alone."""
+    if not inode.is_dir:
+        raise NoAttribute()
+    require_may(inode, caller, READ | SEARCH)
 
 
 def writer(inode: Inode, caller: CallerLike) -> None:
@@ -101,6 +108,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.group.commit": Right(unreadable, writer),
     b"user.aifs.refused": Right(anybody, unchangeable),  # each is told his own
     b"user.aifs.info": Right(reader, unchangeable),
+    b"user.aifs.places.N": Right(lister, unchangeable),
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
     b"user.aifs.hosts": Right(top, unchangeable),
@@ -136,6 +144,7 @@ _NONE = Right(unreadable, unchangeable)
 _NUMBERED = {
     b"user.aifs.group": b"user.aifs.group.ID",
     b"user.aifs.trace": b"user.aifs.trace.N",
+    b"user.aifs.places": b"user.aifs.places.N",
 }
 """Hints that may end with a number."""
 

@@ -64,6 +64,7 @@ MAY_SET = {
     "fence": ADMIN,
     "trace": NOBODY,
     "trace.N": NOBODY,
+    "places.N": NOBODY,
     "scrub": ADMIN,
     "atime": ADMIN,
     "backup": ADMIN,
