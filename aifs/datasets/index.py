@@ -2,15 +2,39 @@
 
 A *block* is what is read at once: a Parquet row group, an Arrow record batch, or a run of lines,
 tar members, documents, records or small files of at most ``BLOCK_ROWS`` rows and about
-``BLOCK_BYTES``. Nothing here is per row.
+``BLOCK_BYTES``. Nothing here is per row, and there is no object per block: an index is columns of
+64-bit integers, which are read from its file as they are.
+
+The record of an index, in a file of its own (aifs.datasets.cached_index):
+
+    magic       8 bytes, ``AIFSidx1``
+    header      ``<4Q``: files, blocks, bytes of the names, bytes of the catalogue
+    columns     64-bit integers, little-endian: of each file its size, its mtime in ns, the number
+                of its first block (and one more: the number of blocks); of each block its offset,
+                its length, its rows
+    names       the format's name and the files' paths, each with a zero byte after it
+    catalogue   of the format "files" (see ``Index.catalogue``)
+    crc32       ``<Q`` of all before it
 """
 
-from collections.abc import Sequence
+import struct
+import sys
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
+
+from aifs.core.errors import DatasetError
 
 BLOCK_ROWS = 1000
 BLOCK_BYTES = 4 << 20
+
+_MAGIC = b"AIFSidx1"
+_HEADER = struct.Struct("<8s4Q")
+_END = struct.Struct("<Q")
 
 
 class FileBytes(Protocol):
@@ -44,18 +68,145 @@ class IndexedFile:
     """One file of a dataset."""
 
     path: bytes
-    """Below the dataset's directory."""
+    """Below the dataset's directory; empty if the dataset is this one file."""
 
     version: Version
     blocks: Sequence[RowBlock]
     """In the order of their offsets; without blocks the file has no rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Index:
-    """A dataset: files in the order of their paths, as bytes compare."""
+    """A dataset: files in the order of their paths, as bytes compare; blocks are numbered through
+    all files in this order.
+    """
 
     format: str
     """The name of a format (aifs.datasets.formats)."""
 
-    files: Sequence[IndexedFile]
+    paths: Sequence[bytes]
+    """Of the files, below the dataset's directory."""
+
+    sizes: Sequence[int]
+    """Of the files, in bytes."""
+
+    mtimes_ns: Sequence[int]
+    """Of the files."""
+
+    first_blocks: Sequence[int]
+    """Of each file the number of its first block; then the number of all blocks."""
+
+    offsets: Sequence[int]
+    """Of the blocks, within their files."""
+
+    lengths: Sequence[int]
+    """Of the blocks, in bytes."""
+
+    rows: Sequence[int]
+    """Of the blocks."""
+
+    catalogue: bytes | memoryview = b""
+    """Of the format "files": what stands for the one "file" of the dataset, which is the directory.
+    Its blocks are runs of these bytes. Empty for other formats."""
+
+    @cached_property
+    def total_rows(self) -> int:
+        return sum(self.rows)
+
+    def blocks_of(self, file: int) -> range:
+        """Numbers of the blocks of the file with this number."""
+        return range(self.first_blocks[file], self.first_blocks[file + 1])
+
+    def file_of(self, block: int) -> int:
+        """The number of the file that holds this block."""
+        return bisect_right(self.first_blocks, block) - 1
+
+    def block(self, number: int) -> RowBlock:
+        return RowBlock(self.offsets[number], self.lengths[number], self.rows[number])
+
+    def version(self, file: int) -> Version:
+        return Version(self.sizes[file], self.mtimes_ns[file])
+
+    def file(self, number: int) -> IndexedFile:
+        """One file with its blocks, as objects."""
+        blocks = [self.block(block) for block in self.blocks_of(number)]
+        return IndexedFile(self.paths[number], self.version(number), blocks)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Index"], tuple[bytes]]:
+        return decode, (encode(self),)
+
+
+def index_of(format: str, files: Iterable[IndexedFile], catalogue: bytes = b"") -> Index:
+    """The index of ``files``, which come in any order; their blocks need to be iterable once."""
+    paths: list[bytes] = []
+    sizes, mtimes_ns, first_blocks = array("q"), array("q"), array("q", [0])
+    offsets, lengths, rows = array("q"), array("q"), array("q")
+    for file in sorted(files, key=lambda file: file.path):
+        paths.append(file.path)
+        sizes.append(file.version.size)
+        mtimes_ns.append(file.version.mtime_ns)
+        for block in file.blocks:
+            offsets.append(block.offset)
+            lengths.append(block.length)
+            rows.append(block.rows)
+        first_blocks.append(len(rows))
+    return Index(format, paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue)
+
+
+def encode(index: Index) -> bytes:
+    """The record of ``index`` (the head of this module)."""
+    names = b"".join(name + b"\0" for name in (index.format.encode(), *index.paths))
+    columns = (
+        index.sizes,
+        index.mtimes_ns,
+        index.first_blocks,
+        index.offsets,
+        index.lengths,
+        index.rows,
+    )
+    header = _HEADER.pack(
+        _MAGIC, len(index.paths), len(index.rows), len(names), len(index.catalogue)
+    )
+    record = b"".join([header, *map(_little, columns), names, index.catalogue])
+    return record + _END.pack(zlib.crc32(record))
+
+
+def decode(record: bytes) -> Index:
+    """The index of a record, whose columns lie in the record itself.
+
+    Raises DatasetError if these bytes are no such record, or not all of it.
+    """
+    view = memoryview(record)
+    if len(view) < _HEADER.size + _END.size or view[: len(_MAGIC)] != _MAGIC:
+        raise DatasetError("no index of a dataset")
+    _, files, blocks, names_length, catalogue_length = _HEADER.unpack_from(view)
+    counts = (files, files, files + 1, blocks, blocks, blocks)
+    end = _HEADER.size + 8 * sum(counts) + names_length + catalogue_length
+    if len(view) != end + _END.size or _END.unpack_from(view, end)[0] != zlib.crc32(view[:end]):
+        raise DatasetError("a torn index of a dataset")
+    at = _HEADER.size
+    columns: list[Sequence[int]] = []
+    for count in counts:
+        columns.append(_native(view[at : at + 8 * count]))
+        at += 8 * count
+    format, *paths = bytes(view[at : at + names_length]).split(b"\0")[:-1]
+    sizes, mtimes_ns, first_blocks, offsets, lengths, rows = columns
+    catalogue = view[at + names_length : end]
+    return Index(
+        format.decode(), paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue
+    )
+
+
+def _little(column: Sequence[int]) -> bytes:
+    values = array("q", column)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _native(column: memoryview) -> Sequence[int]:
+    if sys.byteorder == "little":
+        return column.cast("q")
+    values = array("q", column.tobytes())
+    values.byteswap()
+    return values
