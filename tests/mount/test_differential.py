@@ -2,61 +2,21 @@
 alike.
 """
 
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.agreement import require_agreement, tree_difference
 from tests.support.machine import Machine
 from tests.support.mounts import Mounted
 from tests.support.posix_ops import generate
-from tests.support.sequences import Op, listing, shrink
+from tests.support.sequences import Op, shrink
 
 LENGTH = 1000
-CHECKPOINT = 100
 
 MountStore = Callable[..., Mounted]
-
-
-def _disagreement(mountpoint: Path, reference: Path, ops: list[Op]) -> str | None:
-    """Run the operations below fresh directories of both; what first differed, or None."""
-    pair = [tempfile.mkdtemp(dir=parent) for parent in (reference, mountpoint)]
-    for directory in pair:
-        os.chmod(directory, 0o777)
-    try:
-        with Machine(pair[0]) as expected, Machine(pair[1]) as found:
-            for position, op in enumerate(ops):
-                wanted, got = expected.run(op), found.run(op)
-                if wanted != got:
-                    return f"operation {position}, {op!r}:\n  expected {wanted}\n  found    {got}"
-                if position % CHECKPOINT == CHECKPOINT - 1 or position == len(ops) - 1:
-                    difference = _tree_difference(expected.tree(), found.tree())
-                    if difference:
-                        return f"after operation {position}: {difference}"
-            return None
-    finally:
-        for directory in pair:
-            shutil.rmtree(directory)
-
-
-def _tree_difference(expected: dict[bytes, tuple], found: dict[bytes, tuple]) -> str | None:
-    for path in sorted(expected.keys() | found.keys()):
-        if expected.get(path) != found.get(path):
-            return f"{path!r}:\n  expected {expected.get(path)}\n  found    {found.get(path)}"
-    return None
-
-
-def _require_agreement(mountpoint: Path, reference: Path, ops: list[Op]) -> None:
-    difference = _disagreement(mountpoint, reference, ops)
-    if difference:
-        shortest = shrink(
-            ops, lambda candidate: _disagreement(mountpoint, reference, candidate) is not None
-        )
-        difference = _disagreement(mountpoint, reference, shortest) or difference
-        pytest.fail(f"{difference}\n{len(shortest)} operations:\n{listing(shortest)}")
 
 
 @pytest.fixture
@@ -105,7 +65,7 @@ def test_random_system_calls(mount_store: MountStore, reference: Path, shape: st
     store.expected.append("is full: writers of files")
     first = 10 * list(SHAPES).index(shape)
     for seed in range(first, first + 4):
-        _require_agreement(store.path, reference, _generate(shape, seed, LENGTH))
+        require_agreement(store.path, reference, _generate(shape, seed, LENGTH))
 
 
 @pytest.mark.long
@@ -113,7 +73,7 @@ def test_random_system_calls(mount_store: MountStore, reference: Path, shape: st
 def test_many_random_system_calls(mount_store: MountStore, reference: Path, shape: str) -> None:
     store = mount_store(*SHAPES[shape], burst=shape != "no-burst")
     for seed in range(1000, 1100):
-        _require_agreement(store.path, reference, _generate(shape, seed, 3000))
+        require_agreement(store.path, reference, _generate(shape, seed, 3000))
 
 
 def test_the_tree_is_the_same_after_a_remount(mounted: Mounted, reference: Path) -> None:
@@ -126,7 +86,7 @@ def test_the_tree_is_the_same_after_a_remount(mounted: Mounted, reference: Path)
     mounted.remount()
     with Machine(str(reference)) as expected, Machine(str(directory)) as found:
         assert len(expected.tree()) > 5
-        assert _tree_difference(expected.tree(), found.tree()) is None
+        assert tree_difference(expected.tree(), found.tree()) is None
 
 
 def test_a_difference_is_found_and_made_small(scratch: Path, reference: Path) -> None:

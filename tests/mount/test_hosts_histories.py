@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.histories import History, require_explained
-from tests.support.hosts import Both, Cluster, Host, many_hosts, until
+from tests.support.hosts import Both, Cluster, Host, Settings, many_hosts, until
 from tests.support.players import Going, players, playing, writers
 from tests.support.postgres import Postgres
 from tests.support.registers import Register
@@ -97,7 +97,7 @@ def test_who_opens_a_file_sees_what_was_closed(
             one.check(len(one.versions) - 1, (path / one.name).read_bytes())
 
 
-IMPATIENT = {"host": {"home_wait": "1s"}, "burst": {"drain_delay": "100ms"}}
+IMPATIENT: Settings = {"host": {"home_wait": "1s"}, "burst": {"drain_delay": "100ms"}}
 """Bytes that a lost host alone has are soon told to be lost, and few are."""
 
 
@@ -170,30 +170,38 @@ def test_nothing_fails_while_the_database_is_away(
             host.expected.append("metadata: ")
 
 
-POINTS = [
-    "hosts.commit.before",
-    "hosts.commit.done",
-    "hosts.commit.applied",
-    "vfs.burst.entered",
-    "vfs.burst.synced",
-    "vfs.drain.copied",
-    "vfs.drain.flipped",
-    "vfs.collect.erased",
-    "vfs.collect.deleted",
-    "vfs.fsync.synced",
-    "vfs.publish.durable",
-    "vfs.publish.shown",
-    "vfs.truncate.recorded",
-    "vfs.stage.copied",
-]
+STRIPED: Settings = {"layout": {"pack_below": 0}}
+"""Files of all sizes have objects of their own."""
+
+POINTS: dict[str, Settings] = {
+    "hosts.commit.before": {},
+    "hosts.commit.done": {},
+    "hosts.commit.applied": {},
+    "vfs.burst.entered": {},
+    "vfs.burst.synced": {},
+    "vfs.drain.copied": STRIPED,
+    "vfs.drain.flipped": {},
+    "vfs.collect.erased": {},
+    "vfs.collect.deleted": {},
+    "vfs.publish.durable": {},
+    "vfs.publish.shown": {},
+    "vfs.stage.copied": {},
+}
+IN_PLACE = ["vfs.fsync.synced", "vfs.truncate.recorded"]
+"""Where files are that are changed on the data servers."""
+UNSTAGED: Settings = {
+    **STRIPED,
+    "burst": {"drain_delay": "100ms", "stage_for_write": "100KiB"},
+}
 
 
 @LONG
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, *IN_PLACE])
 def test_a_host_dies_at_a_crash_point(scratch: Path, a_postgres: Postgres, point: str) -> None:
     """While all change names, and the same files in place. What was acknowledged is there when it
     is back."""
-    with many_hosts(scratch, a_postgres, 2, mounted=False, settings=IMPATIENT) as hosts:
+    settings = {**IMPATIENT, **POINTS.get(point, UNSTAGED)}
+    with many_hosts(scratch, a_postgres, 2, mounted=False, settings=settings) as hosts:
         a, b = hosts
         armed = scratch / "armed"
         plain = a.inside
@@ -201,6 +209,8 @@ def test_a_host_dies_at_a_crash_point(scratch: Path, a_postgres: Postgres, point
         a.module = "tests.support.dying_mount"
         for host in hosts:
             host.mount()
+        if point in IN_PLACE:
+            os.setxattr(a.path, "user.aifs.tier", b"capacity")
         history, registers = History(), [Register(f"r{number}") for number in range(3)]
         making = [
             *players(hosts.paths, history, point),

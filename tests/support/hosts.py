@@ -21,6 +21,7 @@ from tests.support.postgres import Postgres, TestDatabase
 LEASE_S = 10.0
 SERVERS = 2
 
+Settings = Mapping[str, Mapping[str, object]]
 Both = tuple[Path, Path]
 """A directory, as either of two hosts has it."""
 
@@ -83,22 +84,23 @@ class Cluster:
         network: Network,
         postgres: Postgres,
         database: TestDatabase,
-        settings: Mapping[str, object] = MappingProxyType({}),
+        settings: Settings = MappingProxyType({}),
     ) -> None:
-        """``settings``: sections of the hosts' configuration."""
+        """``settings``: of the hosts' configuration, by section."""
         self.postgres = postgres
         self.network = network
         self._directory = directory
         self._hosts: list[Host] = []
+        meta = {
+            "engine": "postgresql",
+            "url": database.url.replace("127.0.0.1", network.address),
+            "secret": database.secret_file,
+        }
         self._settings: dict[str, object] = {
-            "meta": {
-                "engine": "postgresql",
-                "url": database.url.replace("127.0.0.1", network.address),
-                "secret": database.secret_file,
-            },
-            "servers": [str(directory / "data" / str(number)) for number in range(SERVERS)],
-            "data": {"movers": 0},
             **settings,
+            "meta": {**settings.get("meta", {}), **meta},
+            "servers": [str(directory / "data" / str(number)) for number in range(SERVERS)],
+            "data": {"movers": 0, **settings.get("data", {})},
         }
 
     def add(self, name: str = "") -> Host:
@@ -183,7 +185,7 @@ def many_hosts(
     postgres: Postgres,
     count: int = 2,
     mounted: bool = True,
-    settings: Mapping[str, object] = MappingProxyType({}),
+    settings: Settings = MappingProxyType({}),
 ) -> Iterator[Cluster]:
     """A new store of many hosts below ``directory``; at the end they are unmounted, and it is
     checked."""

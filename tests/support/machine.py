@@ -55,7 +55,7 @@ class Machine:
     """
 
     def __init__(self, root: str) -> None:
-        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        self.root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         self._slots: dict[int, int] = {}
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}
         """What is kept mapped, and a descriptor of the file."""
@@ -70,7 +70,7 @@ class Machine:
     def __exit__(self, *exc: object) -> None:
         self.close_slots()
         os.close(self._memory)
-        os.close(self._root)
+        os.close(self.root)
 
     def close_slots(self) -> None:
         for number in list(self._maps):
@@ -78,12 +78,18 @@ class Machine:
         while self._slots:
             os.close(self._slots.popitem()[1])
 
+    def sync_slots(self) -> None:
+        """What was written to files that are open, or mapped, is durable."""
+        for fd in [*self._slots.values(), *(fd for _, fd in self._maps.values())]:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.fsync(fd)
+
     @contextmanager
     def inside(self):
         """The process works in the root directory, with a umask of 022."""
         before = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
         mask = os.umask(0o022)
-        os.fchdir(self._root)
+        os.fchdir(self.root)
         try:
             yield
         finally:
@@ -95,11 +101,11 @@ class Machine:
         """("ok", value) or (errno's name,), and what the operation did to the files that it
         mentions.
         """
+        before = self.describe(op)
         with self.inside():
-            before = self._describe(op)
             started_ns = time.time_ns()
             result = self._attempt(op)
-            after = self._describe(op)
+        after = self.describe(op)
         return result, _changes(op, before, after, started_ns, self._timed)
 
     def _attempt(self, op: Op) -> tuple:
@@ -115,17 +121,18 @@ class Machine:
     def _fd(self, slot: int) -> int:
         return self._slots.get(slot, _NO_DESCRIPTOR)
 
-    def _describe(self, op: Op) -> dict[Any, dict[str, int] | None]:
+    def describe(self, op: Op) -> dict[Any, dict[str, int] | None]:
         """Attributes of everything mentioned: paths, the directories that they are in,
         descriptors.
         """
         if op[0] == "as_user":
             op = op[2]
         found: dict[Any, dict[str, int] | None] = {}
-        for position, arg in enumerate(op[1:], 1):
-            if isinstance(arg, bytes) and position != _BYTES_BUT_NO_PATH.get(op[0]):
-                for path in (arg, os.path.dirname(arg.rstrip(b"/")) or b"."):
-                    found[path] = _attributes(path)
+        with self.inside():
+            for position, arg in enumerate(op[1:], 1):
+                if isinstance(arg, bytes) and position != _BYTES_BUT_NO_PATH.get(op[0]):
+                    for path in (arg, os.path.dirname(arg.rstrip(b"/")) or b"."):
+                        found[path] = _attributes(path)
         if op[1] in self._slots:
             found[op[1]] = _attributes(self._slots[op[1]])
         return found
@@ -392,7 +399,13 @@ class Machine:
     def _copy_range(
         self, source: int, target: int, length: int, source_at: int, target_at: int
     ) -> int:
-        return os.copy_file_range(self._fd(source), self._fd(target), length, source_at, target_at)
+        """As programs do it: a call may copy less, such as up to where a hole ends."""
+        done = 0
+        while copied := os.copy_file_range(
+            self._fd(source), self._fd(target), length - done, source_at + done, target_at + done
+        ):
+            done += copied
+        return done
 
 
 @contextmanager

@@ -161,7 +161,8 @@ class Writer:
         """``history``: tells who is dead; then operations may fail, and what was being changed is
         not looked at any more."""
         self._host = number
-        self._root = root
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        """Where no mount is any more a path would lead to what lies below it."""
         self._registers = registers
         self._dead = history.dead
         self._chance = random.Random(f"{seed} {number}")
@@ -173,7 +174,7 @@ class Writer:
                 with register.lock:
                     self._change(register)
             if known := register.known(self._host):
-                found = (self._root / register.name).read_bytes()
+                found = self._read(register)
                 if not register.is_lost:
                     register.check(known, found)
         except OSError as error:
@@ -181,6 +182,13 @@ class Writer:
                 raise HostDied from error
             if not self._dead:
                 raise
+
+    def _read(self, register: Register) -> bytes:
+        with open(register.name, "rb", opener=self._open) as file:
+            return file.read()
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags, 0o644, dir_fd=self._root)
 
     def _change(self, register: Register) -> None:
         try:
@@ -195,9 +203,8 @@ class Writer:
         if change.kind == "rewrite":
             register.versions.append(b"")  # on the way
         register.versions.append(change.after)
-        path = self._root / register.name
         flags = {"rewrite": os.O_TRUNC, "append": os.O_APPEND}.get(change.kind, 0)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+        fd = self._open(register.name, os.O_RDWR | os.O_CREAT | flags)
         try:
             if change.kind == "truncate":
                 os.ftruncate(fd, change.offset)
@@ -210,13 +217,13 @@ class Writer:
             os.close(fd)
         version = register.close(self._host)
         if self._chance.random() < 0.5:
-            marker = self._root / f"marker-{self._host}-{threading.get_ident()}"
-            marker.touch()
-            marker.unlink()
+            marker = f"marker-{self._host}-{threading.get_ident()}"
+            os.close(self._open(marker, os.O_WRONLY | os.O_CREAT))
+            os.unlink(marker, dir_fd=self._root)
             register.show(version)
 
     def close(self) -> None:
-        pass
+        os.close(self._root)
 
 
 class Playing(Protocol):
