@@ -16,6 +16,7 @@ from aifs.cli.checkpoints import checkpoints_group
 from aifs.cli.config import config_command
 from aifs.cli.doctor import doctor_command
 from aifs.cli.drain import drain_command
+from aifs.cli.env import env_group
 from aifs.cli.evict import evict_command
 from aifs.cli.format import format_command
 from aifs.cli.fsck import fsck_command
@@ -69,6 +70,8 @@ Exit codes:
   6  the mount cannot be made, is not there, or did not end in order
   7  the time that the command was given is over
   8  a checkpoint cannot be made, is not there, or is not what its manifest says
+  9  a dataset cannot be read, or is not the one that was indexed
+ 10  an environment cannot be made, or is not there
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
@@ -102,6 +105,7 @@ for _command in (
     hosts_command,
     group_group,
     meta_group,
+    env_group,
 ):
     cli.add_command(_command)
 

@@ -1,6 +1,5 @@
 """Outcomes of what other threads do: waited for by blocking, or awaited under asyncio and trio."""
 
-import asyncio
 import concurrent.futures
 import sys
 from collections.abc import Callable, Generator
@@ -22,6 +21,8 @@ class Future(concurrent.futures.Future[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         if _is_in_trio():
             return _wait_in_trio(self).__await__()
+        import asyncio  # which most programs do not have loaded
+
         return asyncio.wrap_future(self).__await__()
 
     def settle(self, function: Callable[[], T]) -> None:

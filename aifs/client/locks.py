@@ -20,15 +20,27 @@ class Locked(Exception):
     """Another descriptor holds the lock."""
 
 
-def lock(fd: int) -> None:
-    """``fd`` is open for writing. Raises Locked, OSError."""
-    _lock(fd, fcntl.F_WRLCK)
+def lock(fd: int, byte: int = 0) -> None:
+    """Nobody else has the lock ``byte`` of the file. ``fd`` is open for writing. Raises Locked,
+    OSError."""
+    _lock(fd, fcntl.F_WRLCK, byte)
 
 
-def _lock(fd: int, kind: int) -> bool:
+def wait(fd: int, byte: int, shared: bool) -> bool:
+    """Wait for the lock ``byte`` of the file, alone or with others who share it. ``fd`` is open for
+    writing. Returns whether the filesystem has locks. Raises OSError."""
+    return _lock(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte, fcntl.F_OFD_SETLKW)
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Let go of the lock ``byte``. Raises OSError."""
+    _lock(fd, fcntl.F_UNLCK, byte)
+
+
+def _lock(fd: int, kind: int, byte: int = 0, how: int = fcntl.F_OFD_SETLK) -> bool:
     """Whether the filesystem has locks."""
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+        fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except (BlockingIOError, PermissionError):
         raise Locked from None
     except OSError as error:

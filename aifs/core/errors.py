@@ -212,7 +212,7 @@ class StoreError(UserError):
 class DatasetError(UserError):
     """Files are no dataset, or not the one that was indexed: which, where, what is wrong."""
 
-    exit_code = 4
+    exit_code = 9
 
 
 class StoreBusy(StoreError):

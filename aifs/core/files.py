@@ -367,6 +367,10 @@ def set_mtime(fd: int, mtime_ns: int) -> None:
     os.utime(fd, ns=(mtime_ns, mtime_ns))
 
 
+def set_mode(fd: int, mode: int) -> None:
+    os.fchmod(fd, mode)
+
+
 def set_owner(fd: int, uid: int, gid: int) -> None:
     _before("set_owner", _path_of(fd))
     os.fchown(fd, uid, gid)

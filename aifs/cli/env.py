@@ -1,0 +1,218 @@
+"""``aifs env``: environments that are installed once, and used in place by all ranks and hosts."""
+
+import os
+from typing import Any
+
+import click
+
+from aifs.cli.arguments import DURATION, PATH
+
+
+@click.group("env", short_help="Environments that are installed once for all ranks and hosts.")
+def env_group() -> None:
+    """Environments: directories that are made once for their key, and used in place."""
+
+
+RUN_EPILOG = """
+\b
+Examples:
+  env=$(aifs env run --dir /mnt/store/envs --key-from requirements.txt --venv --expire 7d \\
+        -- pip install -r requirements.txt)
+  aifs env use $env -- python train.py
+  aifs env run --dir envs --key-from environment.yml \\
+        -- sh -c 'conda env create -p "$AIFS_ENV" -f environment.yml'
+"""
+
+
+@env_group.command(
+    "run",
+    epilog=RUN_EPILOG,
+    context_settings={"ignore_unknown_options": True},
+    short_help="Make an environment unless it is there, and print its path.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
+@click.option(
+    "--dir", "directory", required=True, type=PATH, metavar="DIR", help="Where environments are."
+)
+@click.option(
+    "--key-from",
+    "key_files",
+    multiple=True,
+    metavar="FILE[,FILE...]",
+    help="Files on whose contents the environment depends, such as a list of packages.",
+)
+@click.option(
+    "--key", "texts", multiple=True, metavar="TEXT", help="What else the environment depends on."
+)
+@click.option(
+    "--venv",
+    is_flag=True,
+    help="Make a virtual environment of Python, into which COMMAND installs.",
+)
+@click.option(
+    "--expire",
+    "expire_s",
+    type=DURATION,
+    metavar="TIME",
+    help="It may be removed when nobody has used it for so long.",
+)
+def run_command(
+    command: tuple[str, ...],
+    directory: str,
+    key_files: tuple[str, ...],
+    texts: tuple[str, ...],
+    venv: bool,
+    expire_s: float | None,
+) -> None:
+    """Print the path of the environment below DIR that depends on the files, texts and COMMAND
+    given here, on Python's version, and on this kind of machine; run COMMAND to make it if it is
+    not there.
+
+    COMMAND finds the path to install to in AIFS_ENV; with --venv it runs as if the virtual
+    environment were active. What it prints goes to stderr. Of many that ask at the same time, on
+    any host, one runs COMMAND, and the others wait. If COMMAND fails there is no environment, and
+    its exit code is that of this command.
+    """
+    from aifs.client import startup
+    from aifs.core.files import read_file
+
+    key: dict[str, Any] = {"command": list(command), "texts": list(texts), "venv": venv}
+    for path in (path for paths in key_files for path in paths.split(",")):
+        data = read_file(path)
+        if data is None:
+            raise click.BadParameter(f"{path}: there is no such file", param_hint="--key-from")
+        key.setdefault("files", []).append(data.decode(errors="surrogateescape"))
+    made = startup.environment(
+        directory, key=key, make=lambda path: _make(path, command, venv), expire_s=expire_s
+    )
+    print(made.path)
+
+
+def _make(path: str, command: tuple[str, ...], venv: bool) -> None:
+    """Raises SystemExit with the exit code of COMMAND."""
+    import subprocess
+    import sys
+
+    from aifs.cli.output import print_error
+
+    if venv:
+        subprocess.run([sys.executable, "-m", "venv", path], stdout=sys.stderr, check=True)
+    try:
+        code = subprocess.run(command, env=_active(path), stdout=sys.stderr).returncode
+    except OSError as error:
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+    if code:
+        print_error(f"no environment was made: {command[0]} has ended with exit code {code}")
+        raise click.exceptions.Exit(code if code > 0 else 128 - code)
+
+
+def _active(path: str) -> dict[str, str]:
+    """The variables of a process for which the environment is active."""
+    variables = {**os.environ, "AIFS_ENV": path}
+    if os.path.exists(os.path.join(path, "pyvenv.cfg")):
+        variables["VIRTUAL_ENV"] = path
+        variables.pop("PYTHONHOME", None)
+    variables["PATH"] = os.path.join(path, "bin") + os.pathsep + variables.get("PATH", os.defpath)
+    return variables
+
+
+USE_EPILOG = """
+\b
+Examples:
+  aifs env use /mnt/store/envs/5f0c... -- python train.py
+  torchrun --no-python aifs env use "$env" -- python train.py
+"""
+
+
+@env_group.command(
+    "use",
+    epilog=USE_EPILOG,
+    context_settings={"ignore_unknown_options": True},
+    short_help="Run a command in an environment.",
+)
+@click.argument("environment", type=PATH)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
+def use_command(environment: str, command: tuple[str, ...]) -> None:
+    """Run COMMAND with the ENVIRONMENT active: its programs come first. It is in use, and so is not
+    removed, until COMMAND and all that it has started have ended.
+    """
+    from aifs.client import startup
+
+    found = startup.environment_at(environment)
+    os.set_inheritable(found.fd, True)
+    variables = _active(found.path)
+    try:
+        os.execvpe(command[0], command, variables)
+    except OSError as error:
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+
+
+LS_EPILOG = """
+\b
+Examples:
+  aifs env ls /mnt/store/envs
+  aifs env ls /mnt/store/envs --json
+"""
+
+
+@env_group.command("ls", epilog=LS_EPILOG, short_help="List the environments of a directory.")
+@click.argument("directory", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def ls_command(directory: str, as_json: bool) -> None:
+    """List the environments below DIRECTORY: size, seconds that they took, last use, expiry."""
+    from datetime import datetime
+
+    from aifs.cli.output import print_json, print_table
+    from aifs.client import startup
+    from aifs.core.units import describe_size, format_duration
+
+    found = startup.list_environments(directory)
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": name,
+                    "key": record.key,
+                    "made_s": record.made_s,
+                    "took_s": record.took_s,
+                    "bytes": record.bytes,
+                    "used_s": used_s,
+                    "expire_s": record.expire_s,
+                }
+                for name, (record, used_s) in found.items()
+            ]
+        )
+        return
+    rows = [
+        (
+            name,
+            describe_size(record.bytes),
+            f"{record.took_s:.1f} s",
+            datetime.fromtimestamp(used_s).strftime("%Y-%m-%d %H:%M"),
+            "never" if record.expire_s is None else f"{format_duration(record.expire_s)} unused",
+        )
+        for name, (record, used_s) in found.items()
+    ]
+    print_table(("name", "bytes", "made in", "last use", "expires"), rows, ("bytes", "made in"))
+
+
+EXPIRE_EPILOG = """
+\b
+Examples:
+  aifs env expire /mnt/store/envs
+"""
+
+
+@env_group.command(
+    "expire", epilog=EXPIRE_EPILOG, short_help="Remove the environments whose time is over."
+)
+@click.argument("directory", type=PATH)
+def expire_command(directory: str) -> None:
+    """Remove the environments below DIRECTORY whose time is over and that nobody uses, and what was
+    left of those that were never completed. Whoever makes one does this, too.
+    """
+    from aifs.cli.output import count
+    from aifs.client import startup
+
+    removed = startup.expire(directory)
+    print(f"removed {count(len(removed), 'environment')}")

@@ -1,0 +1,277 @@
+"""Environments that are made once (aifs.client.startup, aifs env), in a plain directory."""
+
+import base64
+import hashlib
+import json
+import os
+import py_compile
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from aifs.cli.main import main
+from aifs.client import startup
+from aifs.client.startup import relocate
+from tests.support import forked
+from tests.support.mounts import TIMEOUT_S
+
+KEY = {"lock": "torch==2.2"}
+
+
+def touch(path: str) -> None:
+    Path(path, "done").write_text(path)
+
+
+def below(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir() if entry.name != ".aifs-env")
+
+
+def last_used(found: startup.Environment, seconds_ago: float) -> None:
+    status = os.stat(found.fd)
+    os.utime(found.fd, (status.st_atime, status.st_mtime - seconds_ago))
+
+
+def test_an_environment_is_made_once(tmp_path: Path) -> None:
+    calls = []
+    with startup.environment(tmp_path, key=KEY, make=lambda path: calls.append(path)) as first:
+        assert first.made and Path(first).is_dir() and first.record.key is not None
+    with startup.environment(tmp_path, key=KEY, make=calls.append) as second:
+        assert not second.made and second.path == first.path
+    with startup.environment(tmp_path, key={**KEY, "gpu": "H800"}, make=calls.append) as other:
+        assert other.made and other.path != first.path
+    assert len(calls) == 2
+    assert below(tmp_path) == sorted(os.path.basename(found.path) for found in (first, other))
+
+
+def test_the_name_depends_on_the_key_alone() -> None:
+    assert startup.name_of({"a": 1, "b": [2]}) == startup.name_of({"b": [2], "a": 1})
+    assert startup.name_of({"a": 1}) != startup.name_of({"a": "1"})
+    assert startup.name_of({"lock": "x"}) == "aa68b8c9e48a52959d085d8b865dc7ce"
+    with pytest.raises(TypeError):
+        startup.name_of({"a": b"bytes"})
+    assert {"python", "machine", "libc", "gpu"} == startup.platform_key().keys()
+
+
+def test_of_many_that_want_it_one_makes_it(tmp_path: Path) -> None:
+    calls = []
+    begun = threading.Barrier(8)
+
+    def make(path: str) -> None:
+        calls.append(path)
+        touch(path)
+
+    def ask(_: int) -> startup.Environment:
+        begun.wait()
+        return startup.environment(tmp_path, key=KEY, make=make)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    assert len(calls) == 1 and sum(one.made for one in found) == 1
+    assert len({one.path for one in found}) == 1
+    for one in found:
+        one.close()
+
+
+def test_who_waits_for_one_that_fails_fails(tmp_path: Path) -> None:
+    waits = threading.Event()
+
+    def fail(path: str) -> None:
+        touch(path)
+        assert waits.wait(TIMEOUT_S)
+        raise RuntimeError("no such package")
+
+    def ask(make: Callable[[str], None]) -> startup.Environment:
+        return startup.environment(tmp_path, key=KEY, make=make)
+
+    with ThreadPoolExecutor(2) as pool:
+        maker = pool.submit(ask, fail)
+        waiter = pool.submit(ask, fail)
+        while not somebody_waits_for(tmp_path / ".aifs-env"):
+            time.sleep(0.01)
+        waits.set()
+        errors = {type(asked.exception(TIMEOUT_S)) for asked in (maker, waiter)}
+    assert errors == {RuntimeError, startup.EnvironmentFailed}
+    assert below(tmp_path) == []
+    assert ask(touch).made  # the next one tries again
+
+
+def somebody_waits_for(directory: Path) -> bool:
+    """Whether a thread waits for a lock of a file in the directory."""
+    inodes = {entry.stat().st_ino for entry in directory.iterdir()} if directory.exists() else set()
+    return any(
+        f":{inode} " in line
+        for line in Path("/proc/locks").read_text().splitlines()
+        for inode in inodes
+        if "->" in line
+    )
+
+
+def test_a_maker_that_dies_loses_its_lock(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from aifs.client import startup\n"
+        "def make(path):\n"
+        "    open(path + '/half', 'w').close(); print('making', flush=True); time.sleep(1000)\n"
+        f"startup.environment({str(tmp_path)!r}, key={KEY!r}, make=make)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=forked.ROOT
+    ) as maker:
+        assert maker.stdout is not None and maker.stdout.readline() == b"making\n"
+        (left,) = below(tmp_path)
+        maker.kill()
+    with startup.environment(tmp_path, key=KEY, make=touch) as found:
+        assert found.made
+    assert below(tmp_path) == [os.path.basename(found.path)] and left.startswith(".")
+
+
+def test_files_say_the_path_that_they_have(tmp_path: Path) -> None:
+    cache = tmp_path / "cached"
+    made = tmp_path / ".0123456789"
+    new = made.with_name("abcdefghijk")
+    site = made / "lib/site-packages"
+    (site / "one.dist-info").mkdir(parents=True)
+    (made / "bin").mkdir()
+    cache.write_text(f"prefix = {made}\n")
+    os.link(cache, made / "linked")
+    script = made / "bin/run"
+    script.write_text(f"#!{made}/bin/python\n")
+    script.chmod(0o755)
+    (made / "binary").write_bytes(b"x" * (relocate.PIECE - 5) + bytes(made) + b"\0y")
+    (made / "link").symlink_to(made / "bin/run")
+    (made / "other").write_text("nothing")
+    source = site / "one.py"
+    source.write_text(f"PATH = '{made}'\n")
+    os.utime(source, ns=(1, 10**18))
+    py_compile.compile(str(source), doraise=True)
+    record = site / "one.dist-info/RECORD"
+    record.write_text("one.py,sha256=old,5\nother.py,sha256=kept,7\n../../bin/run,,\n")
+    assert relocate.relocate(str(made), made.name, new.name) == 6
+    made.rename(new)
+    assert cache.read_text() == f"prefix = {made}\n"
+    assert (new / "linked").read_text() == f"prefix = {new}\n"
+    assert (new / "bin/run").read_text() == f"#!{new}/bin/python\n"
+    assert os.access(new / "bin/run", os.X_OK)
+    assert (new / "binary").read_bytes()[relocate.PIECE - 5 :] == bytes(new) + b"\0y"
+    assert os.readlink(new / "link") == str(new / "bin/run")
+    source = new / "lib/site-packages/one.py"
+    assert source.stat().st_mtime_ns == 10**18
+    digest = base64.urlsafe_b64encode(hashlib.sha256(source.read_bytes()).digest()).rstrip(b"=")
+    assert (new / "lib/site-packages/one.dist-info/RECORD").read_text() == (
+        f"one.py,sha256={digest.decode()},{source.stat().st_size}\n"
+        "other.py,sha256=kept,7\n../../bin/run,,\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-v", "-c", "import one; print(one.PATH)"],
+        env={"PYTHONPATH": str(source.parent), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == f"{new}\n" and "one.cpython" in said.stderr
+    assert not [line for line in said.stderr.splitlines() if "stale" in line and "one" in line]
+
+
+def test_what_nobody_uses_expires(tmp_path: Path) -> None:
+    idle = startup.environment(tmp_path, key={"n": 1}, make=touch, expire_s=60)
+    used = startup.environment(tmp_path, key={"n": 2}, make=touch, expire_s=60)
+    kept = startup.environment(tmp_path, key={"n": 3}, make=touch)
+    last_used(idle, 100)
+    last_used(used, 100)
+    last_used(kept, 10**6)
+    kept.close()
+    assert startup.expire(tmp_path) == []  # they are in use
+    idle.close()
+    assert startup.expire(tmp_path) == [os.path.basename(idle.path)]
+    assert below(tmp_path) == sorted(os.path.basename(one.path) for one in (used, kept))
+    with pytest.raises(startup.EnvironmentFailed):
+        startup.environment_at(idle.path)
+    with startup.environment_at(used.path):  # which counts as a use
+        used.close()
+    assert startup.expire(tmp_path) == []
+
+
+def test_a_new_one_makes_room(tmp_path: Path) -> None:
+    with startup.environment(tmp_path, key={"n": 1}, make=touch, expire_s=60) as old:
+        last_used(old, 100)
+    with startup.environment(tmp_path, key={"n": 2}, make=touch) as new:
+        assert below(tmp_path) == [os.path.basename(new.path)]
+
+
+def test_a_record_that_is_torn_counts_as_empty(tmp_path: Path) -> None:
+    with startup.environment(tmp_path, key=KEY, make=touch, expire_s=0) as found:
+        name = os.path.basename(found.path)
+        os.truncate(tmp_path / ".aifs-env" / name, 10)
+    assert startup.expire(tmp_path) == []
+    with startup.environment(tmp_path, key=KEY, make=touch) as again:
+        assert not again.made and again.record == startup.EnvironmentRecord()
+
+
+def test_one_that_is_half_removed_is_removed_later(tmp_path: Path) -> None:
+    with startup.environment(tmp_path, key=KEY, make=touch, expire_s=60) as found:
+        record = tmp_path / ".aifs-env" / os.path.basename(found.path)
+    hidden = "." + "0" * 31
+    record.write_text(json.dumps({**json.loads(record.read_text()), "making": hidden}))
+    os.rename(found.path, tmp_path / hidden)
+    startup.expire(tmp_path)
+    assert below(tmp_path) == [] and not record.exists()
+
+
+def test_env_run_prints_the_path(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lock, envs = tmp_path / "lock.txt", str(tmp_path / "envs")
+    lock.write_text("one==1")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(["env", *words])
+        return code, *capfd.readouterr()
+
+    shell = ["--", "sh", "-c", 'echo making; mkdir "$AIFS_ENV/bin"']
+    asked = ["run", "--dir", envs, "--key-from", str(lock), *shell]
+    code, path, said = run(*asked)
+    assert (code, said) == (0, "making\n") and Path(path.strip(), "bin").is_dir()
+    assert run(*asked) == (0, path, "")
+    lock.write_text("one==2")
+    assert run(*asked)[1:] != (path, "")
+    assert run("run", "--dir", envs, "--", "sh", "-c", "exit 7") == (
+        7,
+        "",
+        "aifs: no environment was made: sh has ended with exit code 7\n",
+    )
+    assert run("run", "--dir", envs, "--", "no-such-program") == (
+        2,
+        "",
+        "aifs: no-such-program: No such file or directory\n",
+    )
+    assert run("run", "--dir", envs, "--key-from", "gone.txt", "--", "true")[0] == 2
+    code, listed, _ = run("ls", envs, "--json")
+    assert code == 0 and len(json.loads(listed)) == 2
+    assert len(run("ls", envs)[1].splitlines()) == 3
+    assert run("expire", envs)[1] == "removed 0 environments\n"
+    assert run("use", str(tmp_path), "--", "true")[0] == 10
+
+
+def test_a_command_uses_its_environment_until_it_ends(tmp_path: Path) -> None:
+    def make(path: str) -> None:
+        program = Path(path, "bin", "say")
+        program.parent.mkdir()
+        program.write_text('#!/bin/sh\necho "$AIFS_ENV"; read line\n')
+        program.chmod(0o755)
+
+    with startup.environment(tmp_path, key=KEY, make=make, expire_s=60) as found:
+        last_used(found, 100)
+    command = [sys.executable, "-m", "aifs.cli.main", "env", "use", found.path, "--", "say"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=forked.ROOT) as running:
+        assert running.stdin is not None and running.stdout is not None
+        assert running.stdout.readline().decode().strip() == found.path
+        record = tmp_path / ".aifs-env" / os.path.basename(found.path)
+        os.utime(record, (0, 0))
+        assert startup.expire(tmp_path) == []
+        running.stdin.close()
+    assert running.returncode == 1  # read has met the end
+    assert startup.expire(tmp_path) == [os.path.basename(found.path)]
