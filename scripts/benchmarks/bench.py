@@ -36,6 +36,9 @@ NORMAL_ENV = Amounts(unpacked=50_000, copied=10_000, trees=10, extras=("test", "
 QUICK_BESIDE = Extent(files=500, deleted=2000, mib=512, probed=2000)
 NORMAL_BESIDE = Extent(files=4000, deleted=100_000, mib=4096, probed=20_000)
 
+QUICK_QUALITY, NORMAL_QUALITY = (1, 40), (5, 400)
+"""Seeds, steps."""
+
 SPECIAL = (
     "background",
     "latency",
@@ -45,6 +48,7 @@ SPECIAL = (
     "checkpoint",
     "grouped",
     "hosts",
+    "data",
     "env",
     "memory",
 )
@@ -83,6 +87,11 @@ log = Console(stderr=True)
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="What `env` installs: a directory of wheels; without it they are downloaded.",
 )
+@click.option(
+    "--quality",
+    is_flag=True,
+    help="With `data`: train a small GPT on rows in each order, instead of measuring speed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def bench(
     works: tuple[str, ...],
@@ -92,6 +101,7 @@ def bench(
     long: bool,
     bare: bool,
     wheels: Path | None,
+    quality: bool,
     as_json: bool,
 ) -> None:
     """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their
@@ -133,6 +143,11 @@ def bench(
         if "hosts" in chosen:
             with log.status("hosts"):
                 rows += hosts_rows(base, *(QUICK_HOSTS if quick else NORMAL_HOSTS))
+        if "data" in chosen and quality:
+            from shuffle_quality import quality_rows  # needs torch
+
+            with log.status("data, quality"):
+                rows += quality_rows(*(QUICK_QUALITY if quick else NORMAL_QUALITY))
         if "env" in chosen:
             with log.status("env"):
                 rows += env_rows(base, QUICK_ENV if quick else NORMAL_ENV, rounds, wheels)

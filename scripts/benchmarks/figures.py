@@ -4,6 +4,8 @@ beside it, and the tables of docs/grouped.md, between the marks.
     scripts/figures                                   measure, then draw
     scripts/figures --from docs/figures/grouped.json  draw again what has been measured
     scripts/figures --quick --docs DIRECTORY          little work: does it run
+
+scripts/figures datasets does the same for docs/datasets.md (dataset_figures.py).
 """
 
 import argparse
@@ -55,8 +57,7 @@ def main(words: Sequence[str] | None = None) -> None:
     target.write_text(json.dumps(found, indent=1) + "\n")
     for name, draw in FIGURES.items():
         draw(found, target.parent / name)
-    guide = chosen.docs / GUIDE
-    guide.write_text(with_numbers(guide.read_text(), tables(found)))
+    put_numbers(chosen.docs / GUIDE, tables(found))
 
 
 def machine() -> dict[str, Any]:
@@ -68,13 +69,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def with_numbers(guide: str, text: str) -> str:
-    """``guide`` with ``text`` in the place of what is between the marks."""
-    before, _, rest = guide.partition(MARKS[0])
+def put_numbers(guide: Path, text: str) -> None:
+    """Have ``text`` in ``guide`` in the place of what is between the marks."""
+    before, _, rest = guide.read_text().partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
     if not mark:
-        raise SystemExit(f"{GUIDE}: the marks are missing: {''.join(MARKS)}")
-    return before + MARKS[0] + text + MARKS[1] + after
+        raise SystemExit(f"{guide.name}: the marks are missing: {''.join(MARKS)}")
+    guide.write_text(before + MARKS[0] + text + MARKS[1] + after)
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -140,7 +141,7 @@ def _draw_factors(found: dict[str, Any], path: Path) -> None:
     """One panel for each kind of servers; for each way how long ranks wait, and until all is
     durable.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_svg()
     figure, panels = pyplot.subplots(1, len(WHERE), figsize=(10, 3.4), layout="constrained")
     for panel, (key, where) in zip(panels, WHERE.items(), strict=True):
         ways = found[key]
@@ -157,7 +158,7 @@ def _draw_factors(found: dict[str, Any], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"seconds, {RANKS} x {found['mib']} MiB")
     panels[0].legend(frameon=False, fontsize=8)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def _label(way: str) -> str:
@@ -168,7 +169,7 @@ def _draw_reads(found: dict[str, Any], path: Path) -> None:
     """By number of readers: how long they take, and what the servers had to give; both to those of
     one reader.
     """
-    figure, panels = _pyplot().subplots(1, 2, figsize=(7, 2.8), layout="constrained")
+    figure, panels = pyplot_svg().subplots(1, 2, figsize=(7, 2.8), layout="constrained")
     for what, label in READS.items():
         cases = [one for one in found["reads"] if one["files"] == what]
         readers = [one["readers"] for one in cases]
@@ -191,13 +192,13 @@ def _draw_reads(found: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("readers", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[1].legend(frameon=False, fontsize=8, loc="lower right")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 FIGURES = {"grouped-factors.svg": _draw_factors, "grouped-reads.svg": _draw_reads}
 
 
-def _pyplot() -> Any:
+def pyplot_svg() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
@@ -210,9 +211,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _write(figure: Any, path: Path) -> None:
+def write_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None, "Creator": None})
-    _pyplot().close(figure)
+    pyplot_svg().close(figure)
 
 
 if __name__ == "__main__":
