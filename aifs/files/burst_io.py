@@ -16,7 +16,6 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.files.needs import Needs
 from aifs.files.open_inode import Lease, OpenInode
-from aifs.files.stage import Stager
 from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY, Policy
 from aifs.meta import forms
@@ -44,15 +43,12 @@ class BurstIO:
         tier: BurstTier,
         transitions: Transitions,
         needs: Needs,
-        stager: Stager,
     ) -> None:
         self._engine = engine
         self._tier = tier
         self._transitions = transitions
         self._inline_limit = config.layout.inline_limit
-        self._stage_for_write = config.burst.stage_for_write
         self._needs = needs
-        self._stager = stager
 
     # --- how a file gets here ---
 
@@ -75,30 +71,6 @@ class BurstIO:
                 raise
             _log.info("a new file goes to the data servers: %s", error)
             return None
-
-    async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
-        """Someone is going to write: have a small file of the capacity tier staged first, and one
-        that would lose its protection. The gate must not be held: staging needs it.
-
-        ``must``: it can be changed in the burst tier alone. Raises Unavailable if it cannot be
-        brought there though there is room, unless it is only ``opened`` as yet.
-        """
-        inode, objects, changes = file.inode, file.inode.objects, file.changes
-        if file.copy is not None or file.on_object:
-            return
-        is_protected = objects is not None and objects.is_protected  # or it would not be any more
-        if inode.layout is None or not (
-            must or is_protected or inode.size <= self._stage_for_write
-        ):
-            return
-        if await self._stager.stage(inode.ino, must=must) or opened or not must:
-            return
-        is_as_before = (file.changes, inode.objects, file.copy) == (changes, objects, None)
-        if is_as_before and self._tier.admit("", inode.space, must) is not None:
-            raise Unavailable(
-                f"inode {inode.ino} cannot be brought into the burst tier, where alone it can be "
-                "changed"
-            )
 
     async def enter(self, file: OpenInode, end: int, must: bool = False) -> bool:
         """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,

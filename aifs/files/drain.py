@@ -69,7 +69,7 @@ class Drain:
         self.workers = burst.drain_workers
         """How many tasks drain at a time."""
         self._limiter = Limiter(burst.drain_bandwidth, self._is_late)
-        self.movers = io.movers(
+        self.movers = io.sets.movers(
             Mover(
                 servers.budget,
                 self._limiter,

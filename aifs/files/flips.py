@@ -148,9 +148,9 @@ class Flips:
         is open then, unless it need not be ``is_opened``.
         """
         with errors_of(draining):
-            proof = None if is_opened else self._io.proof_of_rest(draining.ino)
+            proof = None if is_opened else self._io.table.proof_of_rest(draining.ino)
             try:
-                file = draining.file = await self._io.acquire(draining.ino)
+                file = draining.file = await self._io.inodes.acquire(draining.ino)
             except (NotFound, Stale):
                 draining.outcome = DrainOutcome.GONE
                 return
@@ -172,7 +172,7 @@ class Flips:
         copy = file.own_copy
         is_ours = file.handles == 1 and not file.changes  # nobody had it open for writing since
         draining.is_at_rest = (
-            is_ours and proof is not None and self._io.unsynced.get(draining.ino) is proof
+            is_ours and proof is not None and self._io.table.unsynced.get(draining.ino) is proof
         )
         if not draining.is_at_rest:
             await copy.ensure_open()
@@ -196,7 +196,7 @@ class Flips:
         if file.inode.nlink == 0:
             draining.outcome = DrainOutcome.GONE
         with errors_of(draining):
-            await self._io.release(file)
+            await self._io.inodes.release(file)
 
     def drop_made(self, draining: Draining) -> None:
         """What has been made for it is garbage, unless it has been flipped."""

@@ -182,10 +182,10 @@ class Home:
             data = await self._do(file, operation, args, memoryview(body))
             if operation not in _LOOKS:
                 await self._forget(file)
-            inode = self._io.attributes(file)
+            inode = self._io.inodes.attributes(file)
             return Answer(_told(inode), data)
         finally:
-            await self._io.release(file)
+            await self._io.inodes.release(file)
 
     async def _do(self, file: OpenInode, operation: Operation, args: Any, body: memoryview) -> Body:
         io = self._io
@@ -201,7 +201,7 @@ class Home:
             case Operation.ALLOCATE:
                 await ranges.fallocate(io, file, *args)
             case Operation.SET_MTIME:
-                await io.change(file.inode.ino, _set_mtime, args[0], mtime_ns=args[0])
+                await io.inodes.change(file.inode.ino, _set_mtime, args[0], mtime_ns=args[0])
             case Operation.SYNC:
                 await io.fsync(file)
                 if file.inode.ino in io.mirrors.lacking:
@@ -226,7 +226,7 @@ class Home:
         return has_copy or (mark is not None and keys.host_of(mark) == self._engine.host)
 
     def _is_written(self, ino: int) -> bool:
-        file = self._io.open.get(ino)
+        file = self._io.table.open.get(ino)
         return file is not None and file.may_be_written
 
 

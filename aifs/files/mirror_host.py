@@ -161,6 +161,6 @@ class MirrorHost:
         ino, inode.seq = inode.ino, self._engine.seq
         _log.info("inode %d: its home is over; it is as of its last fsync from now on", ino)
         self._tier.dirty(mirrored.mirror.id, mirrored.mirror.server, inode.space)
-        self._io.follow(inode)
+        self._io.inodes.follow(inode)
         await self._kernel.forget([], [ino], [ino])
         self._drain.load([Undrained(ino, mirrored.since_ns, inode.size)])

@@ -29,8 +29,8 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
     end = offset + length
     if end > SIZE_MAX:
         raise FileTooLarge()
-    while await io.take_from_home(file):
-        if await io.at_home(file, Operation.ALLOCATE, mode, offset, length):
+    while await io.by_home.take_from_home(file):
+        if await io.by_home.at_home(file, Operation.ALLOCATE, mode, offset, length):
             return
     if file.inode.in_burst:
         await _allocate_in_burst(io, file, mode, offset, length)
@@ -111,11 +111,11 @@ async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
     if file.is_joined:
-        await io.look_at_home(file)
+        await io.by_home.look_at_home(file)
     told = _tells_holes(file)
     if told and file.inode.in_burst:
         return await file.own_copy.seek(offset, whence)
-    size = io.attributes(file).size
+    size = io.inodes.attributes(file).size
     if not 0 <= offset < size:
         raise NoSuchAddress()
     if not told or file.inode.layout is None:
@@ -152,8 +152,8 @@ async def copy(
     """
     for file in (source, target):
         if file.is_joined:
-            await io.look_at_home(file)
-    length = min(length, io.attributes(source).size - offset_in, SIZE_MAX - offset_out)
+            await io.by_home.look_at_home(file)
+    length = min(length, io.inodes.attributes(source).size - offset_in, SIZE_MAX - offset_out)
     if length <= 0:
         return 0
     if source is target and offset_in < offset_out + length and offset_out < offset_in + length:
@@ -183,7 +183,7 @@ async def copy(
 
 
 async def _write_hole(io: FileIO, target: OpenInode, offset: int, length: int) -> None:
-    size = io.attributes(target).size
+    size = io.inodes.attributes(target).size
     if offset < size:
         await _punch(io, target, offset, min(offset + length, size))
     if offset + length > size:

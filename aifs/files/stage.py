@@ -6,7 +6,6 @@ nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -15,13 +14,14 @@ from aifs.burst.making import Made, Making
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError, NotFound, Stale
+from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
 from aifs.files.capacity_io import CapacityIO
 from aifs.files.open_inode import OpenInode
+from aifs.files.open_inodes import OpenInodes
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.movers.movers import Movers
@@ -49,18 +49,16 @@ class Stager:
         capacity: CapacityIO,
         movers: Movers,
         upkeep: Upkeep,
-        acquire: Callable[[int], Awaitable[OpenInode]],
-        release: Callable[[OpenInode], Awaitable[None]],
+        inodes: OpenInodes,
     ) -> None:
-        """The functions are those of FileIO, which has made this."""
         self._on_read = config.burst.stage_on_read
+        self._for_write = config.burst.stage_for_write
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
         """Bytes of files that are followed at most."""
         self._tier = tier
         self._transitions = transitions
         self._upkeep = upkeep
-        self._acquire = acquire
-        self._release = release
+        self._inodes = inodes
         self._capacity = capacity
         self._movers = movers
         """Who carries stagings out."""
@@ -94,12 +92,12 @@ class Stager:
             await event.wait()
         event = self._running[ino] = trio.Event()
         try:
-            file = await self._acquire(ino)
+            file = await self._inodes.acquire(ino)
             try:
                 return file.copy is not None or await self._stage(file, followed, must)
             finally:
                 with trio.CancelScope(shield=True):
-                    await self._release(file)
+                    await self._inodes.release(file)
         except (NotFound, Stale):
             return False
         except Untold as error:
@@ -114,6 +112,28 @@ class Stager:
         finally:
             del self._running[ino]
             event.set()
+
+    async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
+        """Someone is going to write: have a small file of the capacity tier staged first, and one
+        that would lose its protection. The gate must not be held: staging needs it.
+
+        ``must``: it can be changed in the burst tier alone. Raises Unavailable if it cannot be
+        brought there though there is room, unless it is only ``opened`` as yet.
+        """
+        inode, objects, changes = file.inode, file.inode.objects, file.changes
+        if file.copy is not None or file.on_object:
+            return
+        is_protected = objects is not None and objects.is_protected  # or it would not be any more
+        if inode.layout is None or not (must or is_protected or inode.size <= self._for_write):
+            return
+        if await self.stage(inode.ino, must=must) or opened or not must:
+            return
+        is_as_before = (file.changes, inode.objects, file.copy) == (changes, objects, None)
+        if is_as_before and self._tier.admit("", inode.space, must) is not None:
+            raise Unavailable(
+                f"inode {inode.ino} cannot be brought into the burst tier, where alone it can be "
+                "changed"
+            )
 
     async def _stage(self, file: OpenInode, followed: bool, must: bool) -> bool:
         inode, objects, changes = file.inode, file.objects, file.changes

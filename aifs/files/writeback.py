@@ -55,15 +55,15 @@ class WriteBack:
         now_s = trio.current_time()
         if self._is_idle:
             self._is_idle, self._next_sync_s = False, now_s + self._interval_s
-        await self._io.save_all()
+        await self._io.inodes.save_all()
         if now_s >= self._next_sync_s:
             await self.sync_closed_files()
             self._next_sync_s = now_s + self._interval_s
-        if self._io.open:
-            return self._io.commit_interval_s
-        self._io.is_resting = True
-        if self._io.unsynced:
-            return max(self._next_sync_s - now_s, self._io.commit_interval_s)
+        if self._io.table.open:
+            return self._io.inodes.commit_interval_s
+        self._io.inodes.is_resting = True
+        if self._io.table.unsynced:
+            return max(self._next_sync_s - now_s, self._io.inodes.commit_interval_s)
         self._is_idle = True
         return NEVER_S  # the next file that is opened asks for it
 
@@ -72,7 +72,7 @@ class WriteBack:
         Unavailable.
         """
         opened = list(
-            self._io.open
+            self._io.table.open
         )  # before anything waits: a file that is closed or opened meanwhile belongs to one
         await self.sync_closed_files()
         for ino in opened:
@@ -90,12 +90,12 @@ class WriteBack:
         io = self._io
         batch = {
             ino: token
-            for ino, token in io.unsynced.items()
-            if ino not in io.open and not io.has_lost(ino)
+            for ino, token in io.table.unsynced.items()
+            if ino not in io.table.open and not io.table.has_lost(ino)
         }
         if len(batch) > _SYNC_WHOLE_SERVERS_ABOVE:
             await self._servers.sync_all()
-            await io.forget_marks(batch)
+            await io.table.forget_marks(batch)
             batch = {ino: token for ino, token in batch.items() if token is None}
         await run_all(*(lambda ino=ino: self._sync_closed(ino) for ino in batch))
 
@@ -110,19 +110,21 @@ class WriteBack:
         ``sync_bytes``."""
         synced = await self.sync_bytes(inos)
         if synced:
-            await self._io.forget_marks(synced)
+            await self._io.table.forget_marks(synced)
             await self._engine.barrier()
 
     async def sync_bytes(self, inos: Iterable[int]) -> dict[int, object | None]:
         """The bytes of these files, open or not, are on stable storage when this returns; their
         attributes are recorded, and so they are durable before anything that is recorded later.
 
-        Returns those that were not, for ``FileIO.forgetting``. If some cannot be synced, the rest
-        are all the same; the first error is raised: NoSpace or Unavailable.
+        Returns those that were not, for ``OpenTable.forgetting``. If some cannot be synced, the
+        rest are all the same; the first error is raised: NoSpace or Unavailable.
         """
         io = self._io
         synced = {
-            ino: None if ino in io.open else io.unsynced[ino] for ino in inos if io.is_unsynced(ino)
+            ino: None if ino in io.table.open else io.table.unsynced[ino]
+            for ino in inos
+            if io.table.is_unsynced(ino)
         }
         errors: list[FsError] = []
         quiet = iter([ino for ino, token in synced.items() if token is not None])
@@ -148,7 +150,7 @@ class WriteBack:
         """Sync those of these closed files that nobody can change, and that lie in the burst tier,
         all together and without opening them in core. Returns the others."""
         io = self._io
-        await io.find_room()
+        await io.inodes.find_room()
         places = await self._engine.view(forms.find_burst_files, inos)
         copies = {}
         for ino, place in places.items():
@@ -170,7 +172,7 @@ class WriteBack:
                 left.append(ino)  # unless it is lost, it has been drained, or replaced, meanwhile
             elif isinstance(outcome, FsError):
                 if copies[ino].lost:
-                    io.note_lost(ino, LostBytes(copies[ino].id, copies[ino].lost))
+                    io.table.note_lost(ino, LostBytes(copies[ino].id, copies[ino].lost))
                 errors.append(outcome)
             elif outcome is not None:
                 raise outcome
@@ -186,18 +188,18 @@ class WriteBack:
         deleted.
         """
         try:
-            file = await self._io.acquire(ino)
+            file = await self._io.inodes.acquire(ino)
         except NotFound:
-            self._io.unsynced.pop(ino, None)
+            self._io.table.unsynced.pop(ino, None)
             return
         try:
             if (
                 file.inode.nlink == 0
             ):  # the collector may be erasing it: its record must not be written again
-                self._io.unsynced.pop(ino, None)
+                self._io.table.unsynced.pop(ino, None)
                 return
             await self._io.sync(file)
             if not file.marked:
-                self._io.unsynced.pop(ino, None)
+                self._io.table.unsynced.pop(ino, None)
         finally:
-            await self._io.release(file)
+            await self._io.inodes.release(file)

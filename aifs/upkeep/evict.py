@@ -56,7 +56,7 @@ class Evictor:
     async def make_room(self) -> bool:
         done = False
         for server, wanted in self._tier.needs_eviction().items():
-            self._io.hear_of_uses()
+            self._io.inodes.hear_of_uses()
             victims = self._tier.victims(server, wanted)
             for start in range(0, len(victims), _BATCH):
                 done |= await self.evict_copies(victims[start : start + _BATCH]) > 0
@@ -65,7 +65,7 @@ class Evictor:
 
     async def evict(self, ino: int) -> bool:
         """Drop the clean copy of a file that is not open; whether it has none on return."""
-        file = self._io.open.get(ino)
+        file = self._io.table.open.get(ino)
         if file is not None:
             return file.inode.copy is None
         inode, _, _ = await self._engine.view(forms.load, ino)
@@ -87,11 +87,11 @@ class Evictor:
         mapped.
         """
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
-        closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.recall(ino)}
+        closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.table.recall(ino)}
         needed = await self._needs.find(closed)
         asked = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed}
         # From here on nobody opens them: what is opened and closed may have been mapped meanwhile.
-        with self._io.opening(*asked.values()) as claimed:
+        with self._io.table.opening(*asked.values()) as claimed:
             asked = {copy_id: ino for copy_id, ino in asked.items() if ino in claimed}
             used = set() if mapped else await self._find_mapped(asked)
             victims = {copy_id: ino for copy_id, ino in asked.items() if copy_id not in used}

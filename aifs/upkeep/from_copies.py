@@ -66,7 +66,7 @@ class FromCopies:
         self._drain = drain
         self._needs = needs
         self._findings = findings
-        self._movers = io.movers(Mover(servers.budget, Limiter(0), "best-effort"))
+        self._movers = io.sets.movers(Mover(servers.budget, Limiter(0), "best-effort"))
         self._useless: set[tuple[int, int]] = (
             set()
         )  # ids of copies that are wrong, each with the oid of its file then
@@ -121,7 +121,7 @@ class FromCopies:
         Durable on return. Raises Unavailable, NoSpace where the metadata cannot be read or changed.
         """
         try:
-            file = await self._io.acquire(ino)
+            file = await self._io.inodes.acquire(ino)
         except (NotFound, Stale):
             return RestoreOutcome.NOTHING
         was_elsewhere = not file.inode.in_burst
@@ -129,7 +129,7 @@ class FromCopies:
             return await self._restore(file)
         finally:
             with trio.CancelScope(shield=True):
-                await self._io.release(file)
+                await self._io.inodes.release(file)
                 if was_elsewhere and file.inode.in_burst and file.inode.nlink and not file.writers:
                     self._drain.closed(file.inode)
 

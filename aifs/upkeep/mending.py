@@ -157,7 +157,7 @@ class Mender:
         if ino == 0:
             return await self._mend_container(oid)
         try:
-            file = await self._io.acquire(ino)
+            file = await self._io.inodes.acquire(ino)
         except (NotFound, Stale):
             await self._forget(oid)
             return Outcome.GONE
@@ -165,13 +165,13 @@ class Mender:
             return await self._mend_file(FileSubject(self._io, self._engine, file), oid)
         finally:
             with trio.CancelScope(shield=True):
-                await self._io.release(file)
+                await self._io.inodes.release(file)
 
     async def _forget(self, oid: int) -> None:
         await self._engine.transact(degraded.drop_degraded, oid)
 
     async def _look(self, ino: int, oid: int) -> "_Seen":
-        file = self._io.open.get(ino)
+        file = self._io.table.open.get(ino)
         if file is None:
             return await self._engine.view(_see, ino, oid, self.staying())
         # A column must not be made anew before those who read the open file are told.

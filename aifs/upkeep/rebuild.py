@@ -108,7 +108,7 @@ class Rebuild:
             make_way=self._make_way,
             is_urgent=lambda: True,  # what lacks protection should not wait for an idle processor
         )
-        movers = io.movers(self.mover)
+        movers = io.sets.movers(self.mover)
         columns = ColumnMover(engine, servers, self.strays, movers, self._moved)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
         self._mender = Mender(
@@ -171,7 +171,7 @@ class Rebuild:
 
     async def _note(self, oid: int, ino: int, mask: int) -> bool:
         if ino:
-            return await self._io.lose_columns(ino, oid, mask)
+            return await self._io.inodes.lose_columns(ino, oid, mask)
         noted = await self._engine.transact(moves.put_damaged, oid, ino, mask)
         if noted:
             self._containers.moved(oid)

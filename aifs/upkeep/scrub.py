@@ -85,7 +85,7 @@ class Scrub:
         self._limiter = Limiter(config.scrub.bandwidth)
         self._throttled: set[trio.CancelScope] = set()
         """Those who wait for bandwidth, and look again when that changes."""
-        movers = io.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
+        movers = io.sets.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
         pace = self._throttle, self._piece
         give_way = upkeep.share.give_way
         self._scrubber = Scrubber(engine, servers, movers, *pace, rebuild.request, give_way)

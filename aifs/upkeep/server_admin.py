@@ -223,13 +223,13 @@ class ServerAdmin:
     async def watch(self) -> float:
         """Look at the data servers. One that hangs is not waited for: others are looked at again
         meanwhile."""
-        again_s = self._servers.watch_again_s(is_busy=not self._io.is_resting)
+        again_s = self._servers.watch_again_s(is_busy=not self._io.inodes.is_resting)
         self._upkeep.at(Work.WATCH_SERVERS, trio.current_time() + again_s)
         await self._servers.watch()
         if self._servers.changes != self._changes:
             self._changes = self._servers.changes
             self._rebuild.look()
-        return self._servers.watch_again_s(is_busy=not self._io.is_resting)
+        return self._servers.watch_again_s(is_busy=not self._io.inodes.is_resting)
 
     async def work(self) -> float:
         """Remove what is to be removed, and empty burst directories; in how many seconds to look

@@ -165,7 +165,7 @@ class Trash:
     async def remove_slice(self, ino: int) -> None:
         tree, after = self.directories[ino], self._emptied.get(ino, 0)
         inos = await self._engine.view(trash.find_slice, ino, after, NAMES)
-        with self._io.opening(*inos) as closed:
+        with self._io.table.opening(*inos) as closed:
             done = await self._engine.transact(
                 trash.remove_slice, ino, closed, after, NAMES, time.time_ns()
             )
@@ -175,7 +175,7 @@ class Trash:
         for erased in done.erased:
             self._drain.gone(erased)
             self._on_gone(erased)
-            self._io.unsynced.pop(erased, None)
+            self._io.table.unsynced.pop(erased, None)
         for inode in done.kept:
             self._keep(inode)
         self._kernel.drop_attributes_soon([inode.ino for inode in done.kept])
@@ -197,11 +197,11 @@ class Trash:
 
     def _keep(self, inode: Inode) -> None:
         """A file has lost a name, perhaps its last; then it goes when it is closed."""
-        file = self._io.adopt(inode)
+        file = self._io.table.adopt(inode)
         if inode.nlink == 0:
             if file is not None:
                 file.cancel_lease()
-            self._io.forget(inode.ino)
+            self._io.table.forget(inode.ino)
             self._drain.gone(inode.ino)
             self._on_gone(inode.ino)
 

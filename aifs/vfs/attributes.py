@@ -31,12 +31,12 @@ class Attributes:
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
         await self._engine.sure()
-        file = self._io.open.get(ino)
+        file = self._io.table.open.get(ino)
         if file is not None:
             if file.is_joined:
-                await self._io.look_at_home(file)
-            return self._io.attributes(file)
-        return self._io.current(await self._engine.view(namespace.get_inode, ino))
+                await self._io.by_home.look_at_home(file)
+            return self._io.inodes.attributes(file)
+        return self._io.inodes.current(await self._engine.view(namespace.get_inode, ino))
 
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
@@ -46,7 +46,7 @@ class Attributes:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
         if changes.mtime_ns is not None and self._engine.host:
-            await self._io.set_mtime_at_home(ino, changes.mtime_ns)
+            await self._io.by_home.set_mtime_at_home(ino, changes.mtime_ns)
         inode = await self.change(
             ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns
         )
@@ -73,7 +73,7 @@ class Attributes:
         """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
         result. ``mtime_ns``: that it sets, if it does.
         """
-        inode = await self._io.change(ino, change, argument, mtime_ns)
+        inode = await self._io.inodes.change(ino, change, argument, mtime_ns)
         self.policy_changed(ino)
         return inode
 

@@ -104,7 +104,7 @@ class BurstHints:
             raise NoAttribute()
         files, sizes, since_ns = Counter[str](), Counter[str](), 0
         async for place in self._files_below(inode):
-            name = state_of(place.inode, self._io.open.get(place.inode.ino))
+            name = state_of(place.inode, self._io.table.open.get(place.inode.ino))
             files[name] += 1
             sizes[name] += place.inode.size
             if place.since_ns:
@@ -117,7 +117,7 @@ class BurstHints:
         }
         if inode.is_file:
             answer["copy"] = inode.copy is not None
-            answer["open"] = ino in self._io.programs_have_open()
+            answer["open"] = ino in self._io.table.programs_have_open()
             answer["pinned"] = _is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)
@@ -144,8 +144,8 @@ class BurstHints:
                 await trio.lowlevel.checkpoint()
 
     def _current(self, place: Place) -> Place:
-        file = self._io.open.get(place.inode.ino)
-        return place if file is None else place._replace(inode=self._io.attributes(file))
+        file = self._io.table.open.get(place.inode.ino)
+        return place if file is None else place._replace(inode=self._io.inodes.attributes(file))
 
     # --- drain ---
 
@@ -172,7 +172,7 @@ class BurstHints:
         return found
 
     def _undrained(self, inode: Inode, since_ns: int) -> Undrained:
-        file = self._io.open.get(inode.ino)
+        file = self._io.table.open.get(inode.ino)
         assert inode.copy is not None  # it is the file
         home, writers = self._homes.of(inode.copy.server), 0 if file is None else file.writers
         return Undrained(inode.ino, since_ns, inode.size, writers, home)

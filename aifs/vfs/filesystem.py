@@ -14,7 +14,7 @@ from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.drain import Drain
-from aifs.files.file_io import ACCESSES_S, FileIO
+from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.home import Home
 from aifs.files.kernel import Kernel
@@ -22,6 +22,7 @@ from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
 from aifs.files.locks import Locks
 from aifs.files.mirror_host import MirrorHost
 from aifs.files.needs import Needs
+from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.together import Together
 from aifs.files.writeback import WriteBack
@@ -198,7 +199,7 @@ class Filesystem:
             servers,
             containers,
             collector,
-            io.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
+            io.sets.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
             share,
             config.layout.compact_above,
             config.layout.container_size // _DEAD_WHILE_OPEN,
@@ -383,7 +384,7 @@ class Filesystem:
         self.fsync = files.fsync
         self.flush = files.flush
         self.release = files.release
-        self.is_joined = io.is_joined
+        self.is_joined = io.by_home.is_joined
         self.sync = files.sync
         self.statfs = attributes.statfs
         self.wait_drained = ioctls.wait_drained
@@ -401,7 +402,7 @@ class Filesystem:
         always = {
             Work.COLLECT: Job(self.collector.collect),
             Work.RELEASE: Job(self.collector.release),
-            Work.ACCESSES: Job(self.io.record_accesses, first_s=ACCESSES_S),
+            Work.ACCESSES: Job(self.io.inodes.record_accesses, first_s=ACCESSES_S),
             Work.WRITE_BACK: Job(self.writeback.work, retry_s=commit_s),
             Work.LOOK_AT_BURST: Job(self.tier.work),
             Work.WATCH_SERVERS: Job(self.server_admin.watch, workers=WATCHERS),

@@ -115,7 +115,7 @@ class Following:
         self._servers: set[int] = set()
         """Servers whose record has changed."""
         self._moved = trio.Event()
-        """There are some of either, or ``io.overtaken`` has some."""
+        """There are some of either, or ``io.table.overtaken`` has some."""
         engine.follow(self._take)
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class Following:
             [ino for each in some for ino in each.listings],
         )
         # Pages are not waited for: who reads one may wait, by way of its home, for what is shown
-        # here. Who opens the file meanwhile gets none of them (``FileIO.stale``).
+        # here. Who opens the file meanwhile gets none of them (``OpenTable.stale``).
         files = {ino: each.seq for each in some for ino in each.files}
         self._dropped({ino: seq for ino, seq in files.items() if ino not in known})
         self._stale |= {ino: seq for ino, seq in files.items() if ino in known}
@@ -159,7 +159,7 @@ class Following:
             self._moved = trio.Event()
             servers, self._servers = self._servers, set()
             due = [partial(self._table.follow, number) for number in servers]
-            due += [partial(self._io.follow_bytes, ino) for ino in self._io.overtaken]
+            due += [partial(self._io.by_home.follow_bytes, ino) for ino in self._io.table.overtaken]
             for follow in due:
                 try:
                     await follow()
@@ -176,8 +176,8 @@ class Following:
     def _dropped(self, files: dict[int, int]) -> None:
         """The kernel has no pages of these files from before these changes."""
         for ino, seq in files.items():
-            if self._io.stale.get(ino) == seq:  # else another change has come since
-                del self._io.stale[ino]
+            if self._io.table.stale.get(ino) == seq:  # else another change has come since
+                del self._io.table.stale[ino]
 
     # --- what a change set says ---
 
@@ -194,7 +194,7 @@ class Following:
         self._collector.follow(writes)
         self._unshown.append(unshown)
         self._changed.set()
-        if self._servers or self._io.overtaken:
+        if self._servers or self._io.table.overtaken:
             self._moved.set()
 
     def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
@@ -206,13 +206,13 @@ class Following:
             return
         inode = decode_inode(ino, record)
         inode.seq = unshown.seq
-        is_open = self._io.follow(inode)
+        is_open = self._io.inodes.follow(inode)
         if inode.nlink == 0:
             self._names.unlinked_elsewhere(inode, is_open)
             if is_open:
                 unshown.orphans.append(ino)
         if inode.is_file:
-            self._io.stale[ino] = unshown.seq
+            self._io.table.stale[ino] = unshown.seq
             unshown.files.append(ino)
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
@@ -248,10 +248,10 @@ class Following:
     def _take_degraded(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         oid = keys.number(key)
         self._containers.moved(oid)
-        self._io.overtake_objects(oid)
+        self._io.table.overtake_objects(oid)
 
     def _take_mark(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
-        self._io.overtake(keys.number(key))
+        self._io.table.overtake(keys.number(key))
 
     def _take_server(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         self._servers.add(keys.number(key))

@@ -169,7 +169,7 @@ class Hints:
         """What a hint says that tells JSON. Raises NoAttribute."""
         if name == b"user.aifs.info":
             inode = await self._attributes.getattr(ino)
-            return await reports.describe(self._store, inode, self._io.open.get(ino))
+            return await reports.describe(self._store, inode, self._io.table.open.get(ino))
         if name == b"user.aifs.state":
             return await self._burst.state(ino)
         if name == b"user.aifs.refused" and (refused := self._refusals.find(ino, caller)):
@@ -236,7 +236,7 @@ class Hints:
         if text not in ATIMES:
             raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
         self._options.atime = text
-        self._io.recall_all()
+        self._io.table.recall_all()
 
     async def _publish_as(self, ino: int, text: str, caller: CallerLike) -> None:
         what = await publish_hint.asked(self._store.engine, ino, text, caller)

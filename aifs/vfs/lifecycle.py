@@ -182,10 +182,10 @@ async def _close(fs: Filesystem) -> None:
     marked clean. The order is that of who gives work to whom.
     """
     fs.handles.end()
-    await fs.io.record_accesses()
-    for file in list(fs.io.open.values()):
+    await fs.io.inodes.record_accesses()
+    for file in list(fs.io.table.open.values()):
         file.handles = 1
-        await fs.io.release(file)
+        await fs.io.inodes.release(file)
     fs.names.forget_all()
     await fs.locks.close()
     await fs.server_admin.clean_up()

@@ -67,7 +67,7 @@ class Names:
     async def lookup(self, parent: int, name: bytes) -> Inode:
         if self._trash.holds(parent):
             raise NotFound("the directory has been removed")
-        return self._io.current(await self._engine.view(namespace.lookup, parent, name))
+        return self._io.inodes.current(await self._engine.view(namespace.lookup, parent, name))
 
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
@@ -76,7 +76,7 @@ class Names:
         unless ``link`` names it. Raises Exists; with several hosts, without O_EXCL, Stale: then the
         kernel looks the name up anew, which another host has made just before, and opens the file.
         """
-        await self._io.find_room()
+        await self._io.inodes.find_room()
         ino, copy, kin = await self._ids.take(), None, None
         if flags & os.O_ACCMODE:
             policy = await self._attributes.policy_of(parent)
@@ -84,10 +84,10 @@ class Names:
             kin = None if name is None else kin_of(parent, name)
             # Where there are several hosts, what can be read has a home from its beginning on.
             needs_home = self._engine.host and flags & os.O_RDWR
-            if kin is None or needs_home or not self._io.forecast.is_tiny(kin, expected):
+            if kin is None or needs_home or not self._io.inodes.forecast.is_tiny(kin, expected):
                 copy = await self._io.burst.new_copy(policy)
         # Others may find the name, and open or remove the file, before we hear that it exists.
-        self._io.begin_opening(ino)
+        self._io.table.begin_opening(ino)
         try:
             try:
                 place = None if copy is None else copy.place
@@ -100,9 +100,9 @@ class Names:
                 if isinstance(error, Exists) and self._engine.host and not flags & os.O_EXCL:
                     raise Stale("another host has made the file just before") from None
                 raise
-            file = self._io.adopt_new(inode, copy, kin)
+            file = self._io.inodes.adopt_new(inode, copy, kin)
         finally:
-            self._io.end_opening(ino)
+            self._io.table.end_opening(ino)
         if name is None:
             self._orphans.add(inode.ino)
             self._nameless.add(inode.ino)
@@ -216,7 +216,7 @@ class Names:
         for ino in self._orphans.intersection(inos):
             self._orphans.discard(ino)
             self._nameless.discard(ino)
-            self._io.forget(ino)
+            self._io.table.forget(ino)
 
     def forget_all(self) -> None:
         """The kernel has gone, and has dropped all inodes."""
@@ -233,7 +233,7 @@ class Names:
         """An inode has lost its last name."""
         self._drain.gone(ino)
         self._closing.gone(ino)
-        file = self._io.open.get(ino)
+        file = self._io.table.open.get(ino)
         if file is not None:
             file.cancel_lease()
 
@@ -249,7 +249,7 @@ class Names:
         """Another host has erased an inode that nobody can find."""
         self._orphans.discard(ino)
         self._nameless.discard(ino)
-        self._io.unsynced.pop(ino, None)
+        self._io.table.unsynced.pop(ino, None)
         self._gone(ino)
 
     async def readdir(self, ino: int, cookie: int, limit: int = _READDIR_BATCH) -> Listing:
@@ -265,12 +265,12 @@ class Names:
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
-        opened = self._io.open
+        opened = self._io.table.open
         if opened and not opened.keys().isdisjoint(listing.inos):
             for place, child in enumerate(listing.inos):
                 file = opened.get(child)
                 if file is not None:
-                    listing.inodes[place] = self._io.attributes(file).encode()
+                    listing.inodes[place] = self._io.inodes.attributes(file).encode()
         return listing
 
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:
@@ -291,6 +291,6 @@ class Names:
     # --- inodes as they are now ---
 
     def adopt(self, inode: Inode) -> Inode:
-        """As ``FileIO.current``, after a transaction that changed the record."""
-        file = self._io.adopt(inode)
-        return inode if file is None else self._io.attributes(file)
+        """As ``OpenInodes.current``, after a transaction that changed the record."""
+        file = self._io.table.adopt(inode)
+        return inode if file is None else self._io.inodes.attributes(file)

@@ -71,13 +71,15 @@ class OpenFiles:
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
-        file = await self._io.acquire(ino)
+        file = await self._io.inodes.acquire(ino)
         opening = 0
         try:
             if not (file.inode.nlink or file.users) and self._engine.host:
                 await self._require_held(ino)
-            if file.home or ino in self._io.overtaken:  # it may have been closed there meanwhile
-                await self._io.follow_bytes(ino)
+            if (
+                file.home or ino in self._io.table.overtaken
+            ):  # it may have been closed there meanwhile
+                await self._io.by_home.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)
             if flags & os.O_TRUNC:
@@ -121,7 +123,7 @@ class OpenFiles:
         same.
         """
         with trio.CancelScope(shield=True):
-            await self._io.release(file)
+            await self._io.inodes.release(file)
             await self._closed(file, written)
 
     async def add_handle(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
@@ -131,7 +133,7 @@ class OpenFiles:
         if file.copy is not None:
             self._tier.touch(file.copy.id)
         opened = await self._handles.add(file, flags, is_new)
-        if file.inode.ino in self._io.stale:
+        if file.inode.ino in self._io.table.stale:
             opened = opened._replace(stale=True)
         if opened.backing and self._handles[opened.handle].synchronous:
             try:
@@ -154,19 +156,19 @@ class OpenFiles:
         try:
             await self._take_back(handle)
         except BaseException:
-            self._io.close_unseen(handle - LENT)  # nobody closes it once more
+            self._io.table.close_unseen(handle - LENT)  # nobody closes it once more
             raise
         opened = self._handles.remove(handle)
         if opened.writable and self._engine.host and not opened.file.is_joined:
             await self._io.show(opened.file, _is_new(opened))
-        await self._io.release(opened.file)
+        await self._io.inodes.release(opened.file)
         self._correct_attributes(opened.file)
         await self._closed(opened.file, opened.writable)
 
     async def _take_back(self, handle: int) -> None:
         """If this is a handle of an inode that is lent, and not in core, it gets there."""
         if handle >= LENT and not self._handles.has(handle):
-            await self._io.release(await self._io.acquire(handle - LENT))
+            await self._io.inodes.release(await self._io.inodes.acquire(handle - LENT))
 
     async def _closed(self, file: OpenInode, written: bool) -> None:
         """Somebody has closed the file; ``written``: who may have changed it."""
@@ -295,11 +297,11 @@ class OpenFiles:
         """A file that is changed without a handle of the kernel. What follows the end of the block
         is what follows when somebody who has written closes the file.
         """
-        file = await self._io.acquire(ino)
+        file = await self._io.inodes.acquire(ino)
         try:
             yield file
         finally:
-            await self._io.release(file)
+            await self._io.inodes.release(file)
         await self._closed(file, written=True)
 
     # --- durability ---
@@ -326,8 +328,8 @@ class OpenFiles:
 
     async def sync(self) -> None:
         """Everything acknowledged is on stable storage when this returns."""
-        await self._io.record_accesses()
-        await self._io.save_all()
+        await self._io.inodes.record_accesses()
+        await self._io.inodes.save_all()
         await self._writeback.sync_all()
         await self._engine.barrier()
 

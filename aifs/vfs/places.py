@@ -43,8 +43,8 @@ async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes
     while len(told) <= _FILES_MAX - _ENTRIES:
         following, found = await engine.view(_read, directory, cookie)
         for inode, container, offset in found:
-            file = io.open.get(inode.ino)
-            now = inode if file is None else io.attributes(file)
+            file = io.table.open.get(inode.ino)
+            now = inode if file is None else io.inodes.attributes(file)
             told.append(FILE.pack(now.ino, now.size, now.mtime_ns, container, offset))
         cookie = following
         if not cookie:

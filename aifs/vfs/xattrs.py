@@ -46,7 +46,9 @@ class ExtendedAttributes:
             await self._put_acl(ino, name, value, caller)
         else:
             now = time.time_ns()
-            self._io.adopt(await self._engine.transact(xattrs.put, ino, name, value, flags, now))
+            self._io.table.adopt(
+                await self._engine.transact(xattrs.put, ino, name, value, flags, now)
+            )
         await self._engine.shown()
 
     async def names(self, ino: int, caller: CallerLike = ROOT) -> list[bytes]:
@@ -67,7 +69,9 @@ class ExtendedAttributes:
         elif name in _ACLS:
             await self._put_acl(ino, name, b"", caller)
         else:
-            self._io.adopt(await self._engine.transact(xattrs.remove, ino, name, time.time_ns()))
+            self._io.table.adopt(
+                await self._engine.transact(xattrs.remove, ino, name, time.time_ns())
+            )
         await self._engine.shown()
 
     async def _put_acl(self, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:

@@ -127,7 +127,7 @@ async def test_what_cannot_be_written_when_a_descriptor_is_closed_is_told_by_fsy
             await fs.write(handle, 0, bytes(1 << 20))
             below = str(directory / "data") if where is modes.OFF else str(directory)
             with failing("sync_file", below) as failed:
-                assert fs.io.open[inode.ino].close_idle()
+                assert fs.io.table.open[inode.ino].close_idle()
                 with trio.fail_after(60):
                     while not failed:
                         await trio.sleep(0.01)

@@ -246,9 +246,9 @@ async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_m
         async with stopped(fs, "rename", rename, "before"):
             await fs.unlink(ROOT_INO, name)
             ino = await write_file(fs, name, TEXT)
-            assert ino in fs.io.unsynced
+            assert ino in fs.io.table.unsynced
         is_moved = flags == RENAME_EXCHANGE or name == b"f"
-        assert (ino in fs.io.unsynced) == (not is_moved)
+        assert (ino in fs.io.table.unsynced) == (not is_moved)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -173,7 +173,7 @@ async def test_what_a_reader_saves_does_not_undo_what_another_host_has_written(
         ino, model = await write_file(fs, b"file", TEXT), await write_file(fs, b"model", OTHER)
         await moved_out(fs, ino, model)
         handle, *_ = await fs.open(ino, os.O_RDONLY)
-        fs.io.open[ino].unsaved = True
+        fs.io.table.open[ino].unsaved = True
         await other.run(_exchange_bytes, ino, model)
         await fs.release(handle)
         assert (await fs.getattr(ino)).size == len(OTHER)
@@ -188,7 +188,7 @@ async def test_a_file_whose_record_is_being_written_takes_bytes_over_afterwards(
         ino, model = await write_file(fs, b"file", TEXT), await write_file(fs, b"model", OTHER)
         await moved_out(fs, ino, model)
         handle, *_ = await fs.open(ino, os.O_RDONLY)
-        file = fs.io.open[ino]
+        file = fs.io.table.open[ino]
         await file.recording.enter_alone()
         await other.run(_exchange_bytes, ino, model)
         found: list[bytes] = []
@@ -218,7 +218,7 @@ async def test_pages_that_are_being_read_keep_no_other_host_waiting(directory: P
         assert opened.stale and not cache.pages
         cache.read.set()
         await trio.testing.wait_all_tasks_blocked()
-        assert set(cache.pages) == {ino} and not fs.io.stale
+        assert set(cache.pages) == {ino} and not fs.io.table.stale
         await fs.release(opened.handle)
 
 
@@ -269,7 +269,7 @@ async def test_an_inode_that_is_lent_is_taken_back(directory: Path) -> None:
         await other.change(ino, mode=stat.S_IFREG | 0o644)
         answered = kernel.answered
         handles.append(await kernel.open(ino, os.O_RDONLY))
-        assert kernel.answered == answered and ino in fs.io.open
+        assert kernel.answered == answered and ino in fs.io.table.open
         for handle in handles:
             await kernel.release(handle)
 
@@ -297,7 +297,7 @@ async def test_what_another_host_erases_is_nobody_s_concern(directory: Path) -> 
         ino = await write_file(fs, b"file", b"x")
         await other.unlink(ROOT_INO, b"file")
         await other.run(namespace.remove_orphan, ino, [])
-        assert ino not in fs.io.unsynced
+        assert ino not in fs.io.table.unsynced
         await fs.drain.wait([ino])  # it waits for nothing
 
 

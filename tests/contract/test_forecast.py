@@ -31,7 +31,7 @@ async def some_tiny(fs: Filesystem, ending: bytes = b".json", count: int = 8) ->
 
 
 def has_copy(fs: Filesystem, ino: int) -> bool:
-    return fs.io.open[ino].copy is not None
+    return fs.io.table.open[ino].copy is not None
 
 
 async def test_after_some_tiny_ones_the_next_of_their_kind_gets_no_copy(directory: Path) -> None:

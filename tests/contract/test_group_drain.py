@@ -185,7 +185,7 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
         members, report = [Prepared(ino) for ino in inos], GroupReport()
         for member in members:
             await drain.prepare(member, chunk, report)
-        once("vfs.containers.listed", lambda: fs.io.open[inos[0]].cancel_lease())
+        once("vfs.containers.listed", lambda: fs.io.table.open[inos[0]].cancel_lease())
         await drain.store(members, chunk, report)
         assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
         members, report = await store(fs, drain, inos[:1], chunk)
@@ -209,7 +209,7 @@ async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory
         report = GroupReport()
         for member in members:
             await drain.prepare(member, CHUNK, report)
-        once("data.append.synced", lambda: fs.io.open[inos[0]].cancel_lease())
+        once("data.append.synced", lambda: fs.io.table.open[inos[0]].cancel_lease())
         await drain.store(members, CHUNK, report)
         assert (
             outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
@@ -237,7 +237,7 @@ async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others
         async def cut_first(*args):
             fs.containers.append_pieces = append
             copy = members[0].copy
-            fs.io.open[inos[0]].cancel_lease()
+            fs.io.table.open[inos[0]].cancel_lease()
             os.truncate(fs.store.servers[copy.server].where((0, copy.id)), 10)
             async with append(*args) as appended:
                 yield appended
@@ -320,7 +320,7 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
 
         def read_changing(source, offset, part):
             if source.key == (0, members[0].copy.id) and offset == CHUNK + 32 * KIB:
-                trio.from_thread.run_sync(fs.io.open[inos[0]].cancel_lease, trio_token=token)
+                trio.from_thread.run_sync(fs.io.table.open[inos[0]].cancel_lease, trio_token=token)
                 with open(source.device.where(source.key), "r+b") as file:
                     file.seek(CHUNK)
                     file.write(bytes(CHUNK))
@@ -381,7 +381,7 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
         await drain.prepare(member, CHUNK, GroupReport())
         assert member.outcome is DrainOutcome.CHANGED and member.file is None
         await trio.testing.wait_all_tasks_blocked()
-        assert not fs.io.open
+        assert not fs.io.table.open
         drain._hasher.hash = hash_
         members, _ = await store(fs, drain, [ino])
         assert outcomes(members) == [DrainOutcome.DRAINED]
@@ -455,12 +455,12 @@ async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
         assert outcomes([member, twice]) == [None, DrainOutcome.BUSY]
         await drain.release(member)
         await drain.release(member)
-        assert member.outcome is DrainOutcome.CHANGED and not fs.io.open
+        assert member.outcome is DrainOutcome.CHANGED and not fs.io.table.open
         big = await write_file(fs, b"sparse", b"x" * CHUNK)
         await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
         member = Prepared(big)
         await drain.prepare(member, CHUNK, GroupReport())
-        assert member.outcome is DrainOutcome.UNFIT and not fs.io.open
+        assert member.outcome is DrainOutcome.UNFIT and not fs.io.table.open
         await remove(fs, b"sparse", big)
 
 
@@ -472,7 +472,7 @@ async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
         with trio.CancelScope() as scope:
             scope.cancel()
             await drain.prepare(member, CHUNK, GroupReport())
-        assert member.file is None and not fs.io.open
+        assert member.file is None and not fs.io.table.open
         members, _ = await store(fs, drain, [ino])
         assert outcomes(members) == [DrainOutcome.DRAINED]
         await check_contents(fs, {ino: EQUAL})
@@ -499,7 +499,7 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory)
             await drain.store(members, CHUNK, report)
         fs.containers.append_pieces = append
         assert scope.cancelled_caught and outcomes(members) == [DrainOutcome.CHANGED] * 2
-        assert not fs.io.open and not await shared_chunks(fs)
+        assert not fs.io.table.open and not await shared_chunks(fs)
         members, _ = await store(fs, drain, list(contents))
         assert outcomes(members) == [DrainOutcome.DRAINED] * 2
         await check_contents(fs, contents)
@@ -547,7 +547,7 @@ async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
         assert report.bytes == report.distinct_bytes == report.chunks == 0, (
             "the next try counts them"
         )
-        assert not await shared_chunks(fs) and not fs.io.open
+        assert not await shared_chunks(fs) and not fs.io.table.open
         for ino in contents:
             assert (await fs.getattr(ino)).in_burst
         members, _ = await store(fs, drain, list(contents))

@@ -75,8 +75,8 @@ async def cancel(step: Step, name: bytes, old: bytes) -> None:
 
 
 async def break_lease(step: Step, name: bytes, old: bytes) -> None:
-    if step.inos[name] in step.fs.io.open:
-        step.fs.io.open[step.inos[name]].cancel_lease()
+    if step.inos[name] in step.fs.io.table.open:
+        step.fs.io.table.open[step.inos[name]].cancel_lease()
 
 
 async def write_again(step: Step, name: bytes, old: bytes) -> None:

@@ -160,7 +160,7 @@ async def test_ranks_commit_one_after_the_other(directory: Path) -> None:
             "missing",
             "committed",
         ]
-        assert ino not in fs.io.unsynced
+        assert ino not in fs.io.table.unsynced
         for wrong, named in (
             ("1", "committed already"),
             ("2", "0 to 1"),

@@ -75,7 +75,7 @@ async def test_what_was_written_is_seen_when_close_returns(scratch: Path):
         assert (await south.lookup(ROOT_INO, b"f")).size == len(DATA)
         assert await read_file(south, inode.ino) == DATA
         await north.write(handle, len(DATA), b"more")
-        await north.io.save_all()  # as it happens each commit interval
+        await north.io.inodes.save_all()  # as it happens each commit interval
         assert await read_file(south, inode.ino) == DATA + b"more"
         await north.release(handle)
 
@@ -84,7 +84,7 @@ async def test_a_reader_that_asks_for_more_than_its_home_has_gets_what_there_is(
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
         reader, *_ = await south.open(ino, os.O_RDONLY)
-        south.io.open[ino].inode.size += 1000  # it has not heard of a truncation
+        south.io.table.open[ino].inode.size += 1000  # it has not heard of a truncation
         assert bytes(await south.read(reader, 0, len(DATA) + 1000)) == DATA
         await south.release(reader)
 
@@ -210,11 +210,11 @@ async def test_a_file_that_is_open_for_writing_is_changed_at_its_home(scratch: P
 
         await north.release(here)  # it stays the home
         await append(south, there, b"more")
-        assert north.io.open[ino].may_be_written
+        assert north.io.table.open[ino].may_be_written
         await south.flush(there)
         assert await read_file(north, ino) == whole + b"more"
         await south.release(there)
-        assert ino not in north.io.open
+        assert ino not in north.io.table.open
         await rewrite(south, ino, DATA)
         assert await read_file(north, ino) == DATA
 
@@ -278,14 +278,14 @@ async def test_a_tiny_file_that_grows_without_a_copy_gets_a_home(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async with two_hosts(scratch / "s") as (north, south, _):
-        monkeypatch.setattr(north.io.forecast, "is_tiny", lambda *_: True)
+        monkeypatch.setattr(north.io.inodes.forecast, "is_tiny", lambda *_: True)
         (here, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_WRONLY, OWNER)
         await append(north, here, b"one ")
         assert (await south.getattr(inode.ino)).data == b"one "
         there, *_ = await south.open(inode.ino, APPEND)
         await append(south, there, b"two ")
         await append(north, here, b"three ")
-        assert south.io.open[inode.ino].own_copy.is_open, "it is the home"
+        assert south.io.table.open[inode.ino].own_copy.is_open, "it is the home"
         await south.release(there)
         await north.release(here)
         assert await read_file(north, inode.ino) == b"one two three "
@@ -417,7 +417,7 @@ async def test_what_another_host_does_until_the_commit_counts(
 
         monkeypatch.setattr(engine, "transact", transact)
         for fs in (north, south):
-            monkeypatch.setattr(fs.io.burst, "bring", no_copy)  # it is changed where it is
+            monkeypatch.setattr(fs.io.stager, "bring", no_copy)  # it is changed where it is
         due["grow_forms"] = write
         assert not await south.io.stager.stage(ino)
         assert not due
@@ -552,7 +552,7 @@ async def test_a_host_that_has_gone_is_no_writer_any_more(scratch: Path):
                 await append(south, there, b"last")
                 raise SimulatedCrash
         await north.release(here)
-        while ino in north.io.open:
+        while ino in north.io.table.open:
             await trio.sleep(0.01)
         async with cluster.mounted("south") as south:
             assert await read_file(south, ino) == DATA + b"last"

@@ -231,7 +231,7 @@ async def test_who_wrote_by_way_of_a_home_that_died_is_told(scratch: Path):
         await south.write(there, 0, b"lost")
         await two.kill("north")
         await until_home(south, ino)
-        await south.io.follow_bytes(ino)
+        await south.io.by_home.follow_bytes(ino)
         with pytest.raises(Unavailable, match="bytes were lost"):
             await south.fsync(there)
         await south.fsync(there)

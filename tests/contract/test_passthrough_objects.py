@@ -49,7 +49,7 @@ async def all_of(kernel: Kernel, handle: int) -> bytes:
 
 
 def is_on_object(kernel: Kernel, ino: int) -> bool:
-    file = kernel.io.open[ino]
+    file = kernel.io.table.open[ino]
     return file.backing > 0 and file.on_object
 
 
@@ -63,7 +63,7 @@ async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in
         assert kernel.direct_bytes == len(CONTENT)
         writer = await kernel.open(ino, os.O_RDWR)
         other = await kernel.open(ino, os.O_RDONLY)
-        assert kernel.io.open[ino].inode.copy is None and kernel.io.open[ino].marked
+        assert kernel.io.table.open[ino].inode.copy is None and kernel.io.table.open[ino].marked
         await kernel.write(writer, len(CONTENT), b"appended")
         await kernel.write(writer, 3, b"over")
         expected = CONTENT[:3] + b"over" + CONTENT[7:] + b"appended"
@@ -71,17 +71,17 @@ async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in
             assert await all_of(kernel, handle) == expected
         assert (await kernel.getattr(ino)).size == len(expected)
         await kernel.fsync(writer)
-        assert kernel.io.open[ino].marked  # a mapping may change it without our knowing
+        assert kernel.io.table.open[ino].marked  # a mapping may change it without our knowing
         await kernel.release(writer)
         await kernel.fsync(reader)
-        assert kernel.io.open[ino].marked  # for a mapping outlives its handle
+        assert kernel.io.table.open[ino].marked  # for a mapping outlives its handle
         await kernel.setattr(ino, SetAttr(size=5), ME)
         assert await all_of(kernel, reader) == expected[:5]
         await kernel.setattr(ino, SetAttr(size=9), ME)
         assert await all_of(kernel, reader) == expected[:5] + bytes(4)
         await kernel.release(reader)
         await kernel.release(other)
-        assert ino not in kernel.io.open
+        assert ino not in kernel.io.table.open
 
 
 @pytest.mark.parametrize("way", ["O_TRUNC", "truncate"])
@@ -158,11 +158,11 @@ async def test_staging_gives_no_second_place_to_read_from(directory: Path) -> No
         second = await kernel.open(
             ino, os.O_RDONLY
         )  # the test's kernel checks that it is passed through to the same
-        assert is_on_object(kernel, ino) and kernel.io.open[ino].copy is not None
+        assert is_on_object(kernel, ino) and kernel.io.table.open[ino].copy is not None
         await kernel.release(first)
         await kernel.release(second)
         first = await kernel.open(ino, os.O_RDONLY)
-        assert kernel.io.open[ino].backing and not is_on_object(kernel, ino)
+        assert kernel.io.table.open[ino].backing and not is_on_object(kernel, ino)
         await kernel.release(first)
 
 
@@ -182,7 +182,7 @@ async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(
         else:
             expected = CONTENT[: 10 if change == "truncate" else 0]
             await kernel.setattr(ino, SetAttr(size=len(expected)), ME)
-        assert kernel.io.open[ino].copy is None
+        assert kernel.io.table.open[ino].copy is None
         assert await all_of(kernel, reader) == expected
         await kernel.release(reader)
 
@@ -199,7 +199,7 @@ async def test_readers_that_come_together_are_all_passed_through(directory: Path
             async with trio.open_nursery() as nursery:
                 for _ in range(5):
                     nursery.start_soon(read)
-            assert is_on_object(kernel, ino) and kernel.io.open[ino].users == 5
+            assert is_on_object(kernel, ino) and kernel.io.table.open[ino].users == 5
             for handle in handles:
                 await kernel.release(handle)
 
@@ -243,7 +243,7 @@ async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
                 await kernel.release(reader)
         assert len(asked) == 1 and kernel.direct_bytes == 0
         handle, inode = await kernel.create(ROOT, b"burst", 0o644, os.O_RDWR, ME)
-        assert kernel.io.open[inode.ino].backing
+        assert kernel.io.table.open[inode.ino].backing
         await kernel.release(handle)
     [warning] = [
         record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
@@ -258,7 +258,7 @@ async def test_nothing_is_passed_through_to_a_server_of_the_network(
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)
-        assert not kernel.io.open[ino].backing and await all_of(kernel, reader) == CONTENT
+        assert not kernel.io.table.open[ino].backing and await all_of(kernel, reader) == CONTENT
         await kernel.release(reader)
 
 

@@ -565,14 +565,14 @@ async def test_a_tracker_that_is_opened_while_it_is_replaced_is_removed_later(
 async def test_a_file_that_was_erased_is_not_made_again_at_its_close(directory: Path) -> None:
     async with opened(directory) as fs:
         ino = await make(fs, ROOT, b"file", size=0)
-        file = await fs.io.acquire(ino)  # from what it read before the name went
-        del fs.io.open[ino]
+        file = await fs.io.inodes.acquire(ino)  # from what it read before the name went
+        del fs.io.table.open[ino]
         await fs.unlink(ROOT, b"file")
         fs.forget([ino])
         await fs.collector.drain()
-        fs.io.open[ino] = file
+        fs.io.table.open[ino] = file
         file.unsaved = True
-        await fs.io.release(file)
+        await fs.io.inodes.release(file)
         with pytest.raises(NotFound):
             await fs.getattr(ino)
 
@@ -1202,9 +1202,9 @@ async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(
             await kernel.write(handle, SIZE, b"y")
         await kernel.release(handle)
         if later == "nothing":
-            assert await marks(fs) == set() and inode.ino not in fs.io.unsynced
+            assert await marks(fs) == set() and inode.ino not in fs.io.table.unsynced
         else:
-            assert await marks(fs) == {inode.ino} == set(fs.io.unsynced)
+            assert await marks(fs) == {inode.ino} == set(fs.io.table.unsynced)
             if memory is not None:
                 memory.close()
             await fs.rename(ROOT, b"file", ROOT, b"new")

@@ -164,8 +164,8 @@ async def test_truncation_of_protected_files(directory: Path) -> None:
         ino = await make(fs, await tree(fs, b"d", "ec=2+1"))
         for size in (50_000, 60_000, 0):
             await drained(fs, ino)
-            await fs.io.truncate(file := await fs.io.acquire(ino), size)
-            await fs.io.release(file)
+            await fs.io.truncate(file := await fs.io.inodes.acquire(ino), size)
+            await fs.io.inodes.release(file)
             data = DATA[: min(size, 50_000)].ljust(size, b"\0")
             assert await read_file(fs, ino) == data
             if size:

@@ -298,7 +298,7 @@ async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, ch
             await fs.write(handle, offset, data)
         await fs.release(handle)
         if changes:
-            once("vfs.containers.listed", lambda: fs.io.open[ino].cancel_lease())
+            once("vfs.containers.listed", lambda: fs.io.table.open[ino].cancel_lease())
         await drained(fs, ino)
         assert await fs.evictor.evict(ino)
         inode = await fs.getattr(ino)

@@ -64,7 +64,7 @@ async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journ
         assert syncs["copy"] == 1 and syncs["journal"] == 1
         assert syncs["directory"] <= 1
         assert fs.store.engine.seq == before + 1  # one transaction: the name and the mark
-        assert not await is_marked(fs, ino) and ino not in fs.io.unsynced
+        assert not await is_marked(fs, ino) and ino not in fs.io.table.unsynced
 
 
 @pytest.mark.parametrize("size", [0, 100, SIZE])
@@ -97,7 +97,7 @@ async def test_all_below_a_directory_is_synced_together(directory: Path) -> None
             await fs.rename(ROOT, b"new", ROOT, b"final")
         assert syncs["copy"] == MANY and syncs["journal"] == 1
         assert fs.store.engine.seq == before + 1
-        assert not fs.io.unsynced
+        assert not fs.io.table.unsynced
         for ino in inos:
             assert not await is_marked(fs, ino)
 
@@ -150,7 +150,7 @@ async def test_who_opens_a_file_while_it_is_synced_keeps_its_mark(directory: Pat
                 go_on.set()
         assert await is_marked(fs, ino)
         await fs.release(handle)
-        assert ino in fs.io.unsynced
+        assert ino in fs.io.table.unsynced
         assert await stores.read_file(fs, ino) == b"y" * SIZE
 
 

@@ -187,26 +187,26 @@ async def test_a_lent_handle_whose_inode_cannot_be_read_is_closed_all_the_same(
         await drained(kernel, ino)
         handles = [await kernel.open(ino, os.O_RDONLY) for _ in range(3)]
         assert kernel.answered == 3
-        kernel.io.recall_all()
+        kernel.io.table.recall_all()
 
         async def fail() -> None:
             raise Unavailable("no metadata just now")
 
         with monkeypatch.context() as patch:
-            patch.setattr(kernel.io, "find_room", fail)
+            patch.setattr(kernel.io.inodes, "find_room", fail)
             with pytest.raises(Unavailable):
                 await kernel.release(handles[0])
         assert await content_of(kernel, ino) == CONTENT  # it is in core, and has two handles
         await kernel.release(handles[1])
         await kernel.release(handles[2])
-        assert not kernel.io.programs_have_open()
+        assert not kernel.io.table.programs_have_open()
         handle = await kernel.open(ino, os.O_RDONLY)
-        kernel.io.recall_all()
+        kernel.io.table.recall_all()
         with monkeypatch.context() as patch:
-            patch.setattr(kernel.io, "find_room", fail)
+            patch.setattr(kernel.io.inodes, "find_room", fail)
             with pytest.raises(Unavailable):
                 await kernel.release(handle)
-        assert not kernel.io.programs_have_open() and kernel.find_lent(ino) is None
+        assert not kernel.io.table.programs_have_open() and kernel.find_lent(ino) is None
         assert await kernel.evictor.evict(ino)
         await kernel.unlink(ROOT, b"f")
         await kernel.collector.drain()
@@ -233,9 +233,9 @@ async def test_times_of_access_are_recorded_though_a_transaction_fails(
         with monkeypatch.context() as patch:
             patch.setattr(kernel.store.engine, "transact", fail)
             with pytest.raises(NoSpace):
-                await kernel.io.record_accesses()
+                await kernel.io.inodes.record_accesses()
         assert (await kernel.getattr(ino)).atime_ns == accessed_ns
-        await kernel.io.record_accesses()
+        await kernel.io.inodes.record_accesses()
         stored = await kernel.store.engine.view(namespace.get_inode, ino)
         assert stored.atime_ns == accessed_ns
     await require_sound(config_of(directory))
@@ -364,7 +364,7 @@ async def test_an_error_of_write_back_outlives_the_copy(
             await kernel.unlink(ROOT, b"f")
             kernel.forget([ino])
             await kernel.collector.drain()
-            assert not kernel.io.has_lost(ino)
+            assert not kernel.io.table.has_lost(ino)
     await require_sound(config_of(directory))
     assert any(path in line for line in warnings(caplog))
 

@@ -188,7 +188,7 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
             await drained(fs, ino)
         assert calls
         if change == "unlink":
-            while ino in fs.io.open:  # the drain, which nobody waits for any more, has it
+            while ino in fs.io.table.open:  # the drain, which nobody waits for any more, has it
                 await trio.lowlevel.checkpoint()
             await fs.collector.drain()
             with pytest.raises(NotFound):
@@ -218,7 +218,7 @@ async def test_cancelled_between_pieces(directory):
     async with mounted(directory, WAITING | {"burst.drain_bandwidth": "4MiB"}) as fs:
         ino, _ = await write_file(fs, b"f", data)
         fs.drain.request([ino])
-        while (file := fs.io.open.get(ino)) is None or file.lease is None:
+        while (file := fs.io.table.open.get(ino)) is None or file.lease is None:
             await trio.lowlevel.checkpoint()
         opened = await fs.open(ino, os.O_RDWR)
         await fs.write(opened.handle, 0, b"new")
@@ -386,7 +386,7 @@ async def test_what_changes_while_it_is_staged_is_not(directory, change):
         async with trio.open_nursery() as nursery:
 
             async def act() -> None:
-                while not (file := fs.io.open.get(ino)) or file.handles < 1:
+                while not (file := fs.io.table.open.get(ino)) or file.handles < 1:
                     await trio.lowlevel.checkpoint()
                 match change:
                     case "write":
@@ -507,7 +507,7 @@ async def test_an_mtime_that_is_set_while_a_drain_opens_the_copy_stays(directory
     flip the file before the copy is told of the new mtime."""
     async with mounted(directory, WAITING) as fs:
         ino, _ = await write_file(fs, b"file", b"x" * 10_000)
-        file = await fs.io.acquire(ino)  # as a drain does
+        file = await fs.io.inodes.acquire(ino)  # as a drain does
         await file.own_copy.ensure_open()
         told: list[int] = []
 
@@ -519,7 +519,7 @@ async def test_an_mtime_that_is_set_while_a_drain_opens_the_copy_stays(directory
             inode = await fs.setattr(ino, SetAttr(mtime_ns=10**18), ROOT)
         assert told == [10**18]
         assert inode.mtime_ns == 10**18
-        await fs.io.release(file)
+        await fs.io.inodes.release(file)
         assert (await fs.getattr(ino)).mtime_ns == 10**18
         await fs.setattr(ino, SetAttr(mtime_ns=2 * 10**18), ROOT)
         assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_mtime_ns == 2 * 10**18

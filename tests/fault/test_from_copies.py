@@ -426,7 +426,7 @@ def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(
 
         monkeypatch.setattr(fs.store.engine, "barrier", slow)
         fs.scrub.start()
-        while changed not in fs.io.open or not fs.io.open[changed].inode.in_burst:
+        while changed not in fs.io.table.open or not fs.io.table.open[changed].inode.in_burst:
             await trio.lowlevel.checkpoint()
         fs.scrub.stop()
         async with trio.open_nursery() as nursery:

@@ -128,7 +128,7 @@ async def test_writers_come_first(directory: Path, tmp_path: Path, count: str) -
             end(moved)
 
         mover.begin, mover.end = counted, counted_end  # type: ignore[method-assign]
-        movers = fs.io.movers(mover)
+        movers = fs.io.sets.movers(mover)
         async with trio.open_nursery() as nursery:
             for number in range(4):
                 path = str(tmp_path / str(number))
@@ -142,7 +142,7 @@ async def test_the_last_pieces_of_a_file_wait_for_one_another(directory: Path, c
     """Each is told when another one has ended, though that is followed by none."""
     async with served(directory, data__movers=count) as fs:
         mover = Mover(fs.store.servers.budget, Limiter(0), "none", lambda: True)
-        await fs.io.movers(mover).carry_out(work.pieces_at_once, 4)
+        await fs.io.sets.movers(mover).carry_out(work.pieces_at_once, 4)
         assert mover.moved_bytes == 4
 
 
@@ -331,7 +331,7 @@ async def test_it_has_the_processor_when_nobody_needs_it(
     async with served(directory) as fs:
         is_urgent = False
         mover = Mover(fs.store.servers.budget, Limiter(0), "none", is_urgent=lambda: is_urgent)
-        movers = fs.io.movers(mover)
+        movers = fs.io.sets.movers(mover)
         while await movers.carry_out(work.policy, None) != os.SCHED_IDLE:
             pass
         is_urgent = True

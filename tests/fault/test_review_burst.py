@@ -227,7 +227,7 @@ async def test_a_file_whose_attributes_cannot_be_recorded_at_its_close_is_closed
             if fs.tier.has_devices:
                 await drained(fs, inode.ino)
             await fs.sync()
-            assert inode.ino not in fs.io.open
+            assert inode.ino not in fs.io.table.open
             assert await read_file(fs, inode.ino) == b"y" * 20_000
 
 

@@ -55,7 +55,7 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
             nonlocal pieces
             await trio.lowlevel.checkpoint()
             pieces += 1
-            fs.io.open[ino].on_object = (
+            fs.io.table.open[ino].on_object = (
                 pieces == 5
             )  # as a program does that opens it and closes it again
 
@@ -102,8 +102,8 @@ async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(
         await files.write(fs, [40 * UNIT])
         [ino] = files.contents
         opened = await fs.open(ino, os.O_RDONLY)
-        inode = fs.io.open[ino].inode
-        stale = fs.io.set_of(inode.layout, ino, inode.oid)  # as staging has them
+        inode = fs.io.table.open[ino].inode
+        stale = fs.io.sets.set_of(inode.layout, ino, inode.oid)  # as staging has them
         number = (await fs.getattr(ino)).layout.servers[0]
         await leave(fs, ino)
         await left(fs, number)
@@ -194,7 +194,7 @@ async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_w
         await files.write(fs, [4 * UNIT])
         [ino] = files.contents
         number = (await fs.getattr(ino)).layout.servers[0]
-        file = await fs.io.acquire(ino)
+        file = await fs.io.inodes.acquire(ino)
         await file.gate.enter_alone()
         objects, made = file.objects, trio.Event()
         faults.arm("vfs.move.made", made.set)
@@ -204,7 +204,7 @@ async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_w
             await trio.lowlevel.checkpoint()
         found = file.objects, file.inode.layout.servers
         file.gate.leave_alone()
-        await fs.io.release(file)
+        await fs.io.inodes.release(file)
         assert found == (objects, (number,))
         await left(fs, number)
         await files.check(fs)
@@ -275,7 +275,7 @@ async def test_a_column_is_not_made_anew_before_those_who_read_the_open_file_are
             fs.store.engine.stop("after", "put_damaged")
             nursery.start_soon(fs.rebuild.request, inode.oid, ino, [1])
             await fs.store.engine.stopped.wait()
-            fs.io.damage.due()  # others have told the rebuild to look
+            fs.damage.due()  # others have told the rebuild to look
             for _ in range(50):
                 await trio.lowlevel.checkpoint()
             fs.store.engine.go.set()
@@ -303,7 +303,7 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
 
         async def overtaken(self, offset, length, size, strict=True):
             data = await read(self, offset, length, size, strict)
-            if self is fs.io.open[ino].objects and not wrong:
+            if self is fs.io.table.open[ino].objects and not wrong:
                 wrong.append(1)
                 assert await fs.rebuild.request(inode.oid, ino, [1])
                 return memoryview(bytes(length))  # holes of the new object

@@ -136,12 +136,12 @@ async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(direct
         await fs.fsync(handle)
         await fs.write(handle, 0, b"b" * UNIT)
         async with trio.open_nursery() as nursery:
-            gate = fs.io.open[ino].gate
+            gate = fs.io.table.open[ino].gate
             await gate.enter_alone()
             nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
             await trio.testing.wait_all_tasks_blocked()
             await fs.io.capacity._discard(
-                fs.io.open[ino]
+                fs.io.table.open[ino]
             )  # what a truncation to zero does behind the gate
             gate.leave_alone()
         assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT

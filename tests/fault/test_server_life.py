@@ -696,7 +696,7 @@ async def test_servers_are_watched_as_in_use_until_who_opens_a_file_says_so_agai
         busy_s, idle_s = map(fs.store.servers.watch_again_s, (True, False))
         await trio.testing.wait_all_tasks_blocked()  # write-back has begun, and found nothing
         await write_file(fs, "f", UNIT)
-        assert not fs.io.open and not fs.io.is_resting
+        assert not fs.io.table.open and not fs.io.inodes.is_resting
         assert await fs.server_admin.watch() == busy_s
         await fs.writeback.work()
         assert await fs.server_admin.watch() == idle_s

@@ -208,7 +208,7 @@ async def test_the_time_of_a_write_below_a_size_that_is_being_recorded_is_record
     async with opened(directory, base=modes.OFF) as fs:
         (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
         await fs.write(handle, 0, bytes(SIZE))
-        file = fs.io.open[inode.ino]
+        file = fs.io.table.open[inode.ino]
         async with held(fs, "put_size", "after") as hold, trio.open_nursery() as nursery:
             nursery.start_soon(fs.write, handle, SIZE + 100, b"x" * 10)
             await hold.arrived.wait()
@@ -216,7 +216,7 @@ async def test_the_time_of_a_write_below_a_size_that_is_being_recorded_is_record
             while not file.unsaved:  # until it has been written
                 await trio.lowlevel.checkpoint()
             hold.release.set()
-        await fs.io.save_all()
+        await fs.io.inodes.save_all()
         recorded = await fs.store.engine.view(namespace.get_inode, inode.ino)
         assert (recorded.mtime_ns, recorded.size) == (file.inode.mtime_ns, SIZE + 110)
         await fs.release(handle)
@@ -233,7 +233,7 @@ async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again
             await meanwhile(
                 fs, hold, lambda: fs.fsync(handle), lambda: overwrite(fs, ino, 0, b"new")
             )
-        file = fs.io.open[ino]
+        file = fs.io.table.open[ino]
         assert file.marked and not file.opening
         await fs.release(handle)
         assert (await read_file(fs, ino))[:4] == b"new\0"
@@ -242,16 +242,16 @@ async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again
 async def test_a_close_that_was_cancelled_is_done_later(directory: Path) -> None:
     async with opened(directory, base=WAITING) as fs:
         ino = await write_file(fs, b"f", bytes(SIZE))
-        file = await fs.io.acquire(ino)
+        file = await fs.io.inodes.acquire(ino)
         await file.gate.enter_alone()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.io.release, file)
+            nursery.start_soon(fs.io.inodes.release, file)
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         file.gate.leave_alone()
-        assert ino in fs.io.open
-        await fs.io.save_all()
-        assert ino not in fs.io.open
+        assert ino in fs.io.table.open
+        await fs.io.inodes.save_all()
+        assert ino not in fs.io.table.open
 
 
 @WHEN

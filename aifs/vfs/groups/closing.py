@@ -79,7 +79,7 @@ class Closing:
             group = self._members.group_of.get(inode.ino)
         if group is not None and not group.is_open:
             return self._members.closed_late(inode)
-        opened = self._io.open.get(inode.ino)
+        opened = self._io.table.open.get(inode.ino)
         if (opened is not None and opened.writers) or not inode.nlink:
             return False
         if group is not None and group.ino != top:
@@ -126,7 +126,7 @@ class Closing:
 
     def _require_one_writer(self, ino: int) -> bool:
         """Whether a file is open for writing. Raises Busy if it is more than once."""
-        opened = self._io.open.get(ino)
+        opened = self._io.table.open.get(ino)
         if opened is not None and opened.writers > 1:
             raise Busy("others have the file open for writing")
         return opened is not None and opened.writers == 1

@@ -390,7 +390,7 @@ class Members:
 
     def _look_again(self, group: DirectoryGroup, file: File) -> None:
         """Where nobody has opened it (a truncation, a new name), nobody is going to close it."""
-        opened = self._io.open.get(file.ino)
+        opened = self._io.table.open.get(file.ino)
         if file.state is FileState.WRITING and (opened is None or not opened.writers):
             file.state = FileState.BUFFERED
             self.prepare_soon(group, file)
@@ -521,7 +521,7 @@ class Members:
         group.wake()
 
     def _is_written(self, file: File) -> bool:
-        opened = self._io.open.get(file.ino)
+        opened = self._io.table.open.get(file.ino)
         return opened is not None and opened.writers > 0
 
 

@@ -230,7 +230,7 @@ class Groups:
             if what.files is None:
                 dentry = Dentry(ino, 0, _DIRECTORY)
                 synced = await self._barrier.sync_below(dentry)
-                await self._io.forget_marks(synced)
+                await self._io.table.forget_marks(synced)
             else:
                 found = await look_up(self._engine, self._io, ino, wanted)
                 inos = [inode.ino for _, _, inode in found if inode is not None]
@@ -266,10 +266,10 @@ class Groups:
             raise Invalid(
                 f"rank {rank}: {os.fsdecode(what.sized)} is no file in the group's directory"
             )
-        opened = self._io.open.get(inode.ino)
+        opened = self._io.table.open.get(inode.ino)
         path = await self._engine.view(paths.describe, inode.ino)
         group.require_may_commit(rank, what.again)
-        size = (inode if opened is None else self._io.attributes(opened)).size
+        size = (inode if opened is None else self._io.inodes.attributes(opened)).size
         for first, expected in group.sizes.items():
             if size != expected and first != rank:
                 raise Invalid(

@@ -79,8 +79,8 @@ class Barrier:
     async def _sync_own(self, dentry: Dentry) -> dict[int, object | None]:
         if dentry.type != _DIRECTORY:
             return await self._writeback.sync_bytes([dentry.ino])
-        unsynced = [ino for ino in self._io.open if self._io.is_unsynced(ino)]
-        unsynced += [ino for ino in self._io.unsynced if ino not in self._io.open]
+        unsynced = [ino for ino in self._io.table.open if self._io.table.is_unsynced(ino)]
+        unsynced += [ino for ino in self._io.table.unsynced if ino not in self._io.table.open]
         return await self._writeback.sync_bytes(
             await _those_below(self._engine, unsynced, dentry.ino)
         )
@@ -156,7 +156,7 @@ class Barrier:
                 inode = await self._engine.view(namespace.find_inode, ino)
                 if inode is not None:
                     synced = await self._sync_own(Dentry(ino, 0, inode.mode >> 12))
-                    await self._io.forget_marks(synced)
+                    await self._io.table.forget_marks(synced)
         await self._engine.shown()
         return Answer()
 

@@ -50,14 +50,14 @@ async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
 
 
 async def _content(io: FileIO, ino: int) -> bytes:
-    file, data = await io.acquire(ino), bytearray()
+    file, data = await io.inodes.acquire(ino), bytearray()
     try:
         while piece := await io.read(file, len(data), _PIECE):
             data += piece
             await trio.lowlevel.checkpoint()
     finally:
         with trio.CancelScope(shield=True):
-            await io.release(file)
+            await io.inodes.release(file)
     return bytes(data)
 
 

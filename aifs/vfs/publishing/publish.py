@@ -134,7 +134,7 @@ class Publishing:
         faults.reach(_DURABLE)
         cookies = (await self._ids.take(), await self._ids.take())
         async with self._naming.naming(*directories) if directories else nullcontext():
-            with self._io.forgetting(synced) if synced else nullcontext(()) as quiet:
+            with self._io.table.forgetting(synced) if synced else nullcontext(()) as quiet:
                 inode, other = await self._engine.transact(
                     publishing.rename,
                     parent,
@@ -175,7 +175,7 @@ class Publishing:
             await self._ids.take(),
         )
         async with self._naming.naming(what.ino):
-            with self._io.forgetting(synced) as quiet:
+            with self._io.table.forgetting(synced) as quiet:
                 done = await self._engine.transact(
                     _publish, what, caller, ids, time.time_ns(), quiet
                 )
@@ -211,7 +211,7 @@ class Publishing:
     ) -> dict[int, object | None]:
         """All that ``dentry`` names is where the policy of the new directory wants it before it
         shows, and its group lets it get a name. Returns the files that had to be synced here, as
-        FileIO.forgetting wants them. ``strict``: see Barrier.sync_below."""
+        OpenTable.forgetting wants them. ``strict``: see Barrier.sync_below."""
         if dentry.type == _DIRECTORY:
             await self._naming.require_complete(dentry.ino)
         synced = await self._barrier.sync_below(dentry, strict)

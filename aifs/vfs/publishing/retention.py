@@ -235,7 +235,7 @@ class Retention:
         """All directories above files that programs have open. Those that have had several names
         are left out: what is open stays until it is closed."""
         found: set[int] = set()
-        for ino in self._io.programs_have_open():
+        for ino in self._io.table.programs_have_open():
             found |= await self._engine.view(_ancestors, ino, found)
         return found
 

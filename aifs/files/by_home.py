@@ -1,0 +1,131 @@
+"""Files whose home is another host: they are taken from it, or read and changed by way of it; and
+the bytes of files that other hosts have moved are followed. docs/hosts.md has the rules.
+"""
+
+from aifs.burst.remote import Homes, Operation
+from aifs.core.errors import Stale, Unavailable
+from aifs.core.log import logger
+from aifs.files.open_inode import LostBytes, OpenInode
+from aifs.files.open_inodes import OpenInodes
+from aifs.files.open_table import OpenTable
+from aifs.files.transitions import Transitions, alone
+from aifs.meta import forms
+from aifs.meta.kv import Engine
+from aifs.peers.transport import Answer
+
+_log = logger(__name__)
+
+_CHANGES = (Operation.WRITE, Operation.APPEND, Operation.TRUNCATE, Operation.ALLOCATE)
+"""What is lost with its home, unless it has been synced there."""
+
+
+class ByHome:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        homes: Homes,
+        transitions: Transitions,
+        table: OpenTable,
+        inodes: OpenInodes,
+    ) -> None:
+        self._engine = engine
+        self._homes = homes
+        self._transitions = transitions
+        self._table = table
+        self._inodes = inodes
+
+    async def take_from_home(self, file: OpenInode, is_emptied: bool = False) -> bool:
+        """If the newest bytes of the file are on another host, or it is being changed there, it is
+        given up there. Whether that cannot be, as it is open for writing there: then we have joined
+        those who write to it, and it is read and changed by way of its home (``at_home``).
+        ``is_emptied``: its bytes are not needed any more. Raises Unavailable, which names the host.
+        """
+        ino = file.inode.ino
+        while home := file.home:
+            if file.is_joined:
+                return True
+            try:
+                if not await self._homes.give_up(home, ino, is_emptied, file.inode.copy):
+                    file.joined = home
+                    continue
+            except Stale:
+                pass  # it is not its home any more
+            await self.follow_bytes(ino)
+        return False
+
+    async def at_home(
+        self, file: OpenInode, operation: Operation, *args: int, body: bytes | memoryview = b""
+    ) -> Answer | None:
+        """Have its home do this with a file that we have joined. What it answers; None: it is not
+        its home any more, or does not know of us, and nothing has been done. Raises Unavailable,
+        which names the host, and what the operation raises there.
+        """
+        home, inode = file.joined, file.inode
+        try:
+            answer = await self._homes.carry_out(home, inode.ino, operation, args, body, inode.copy)
+        except Stale:
+            if file.joined == home:
+                file.joined = 0
+            await self.follow_bytes(inode.ino)
+            return None
+        if file.joined == home:  # else it may be ours by now, and have been changed since
+            inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
+        if operation == Operation.SYNC:
+            file.unsynced_there = False
+        elif operation in _CHANGES and file.joined == home:
+            file.unsynced_there = True
+        return answer
+
+    async def look_at_home(self, file: OpenInode) -> None:
+        """Core has the attributes of a file that we have joined on return, as far as its home
+        tells."""
+        file.handles += 1
+        try:
+            if file.is_joined:
+                await self.at_home(file, Operation.LOOK)
+        except Unavailable as error:
+            _log.info("what is known of inode %d may be old: %s", file.inode.ino, error)
+        finally:
+            await self._inodes.release(file)
+
+    def is_joined(self, ino: int) -> bool:
+        """Whether it is open here, and changed by way of its home, which is another host."""
+        file = self._table.open.get(ino)
+        return file is not None and file.is_joined
+
+    async def set_mtime_at_home(self, ino: int, mtime_ns: int) -> None:
+        """The mtime of any inode is going to be set: its home, if that is another host, gives it up
+        before, or sets it, too."""
+        inode, changer, _ = await self._engine.view(forms.load, ino)
+        is_here = inode.copy is None or not self._homes.of(inode.copy.server)
+        if inode.is_file and not (is_here and changer in (None, self._engine.host)):
+            file = await self._inodes.acquire(ino)
+            try:
+                while await self.take_from_home(file):
+                    if await self.at_home(file, Operation.SET_MTIME, mtime_ns):
+                        break
+            finally:
+                await self._inodes.release(file)
+
+    async def follow_bytes(self, ino: int) -> None:
+        """Another host has moved or changed the bytes of a file that may be open here: those who
+        read it go on with what it is now.
+        """
+        while ino in self._table.claims:
+            await self._table.claims[ino].wait()
+        token, file = self._table.overtaken.get(ino), self._table.open.get(ino)
+        if file is not None:
+            file.handles += 1  # or it might be closed meanwhile, and opened anew
+            try:
+                async with alone([file]):
+                    await self._transitions.look_again(file)
+                if file.unsynced_there and not file.is_joined:
+                    file.unsynced_there = False
+                    why = f"inode {ino}: its home has begun a new session, or has ended"
+                    file.lost = LostBytes(0, why)
+            finally:
+                await self._inodes.release(file)
+        if self._table.overtaken.get(ino) is token:
+            self._table.overtaken.pop(ino, None)

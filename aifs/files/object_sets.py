@@ -1,0 +1,114 @@
+"""What holds the bytes of files on the capacity tier, and who moves them."""
+
+from functools import partial
+
+from aifs.burst.making import MakingTools
+from aifs.burst.transfer import Mover
+from aifs.data.checking.together import Sharing
+from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
+from aifs.data.servers import Servers
+from aifs.files.containers import Containers
+from aifs.files.damage import Damage
+from aifs.files.open_table import OpenTable
+from aifs.files.together import Together
+from aifs.layout.striped import Striped
+from aifs.meta import forms
+from aifs.meta.degraded import find_unread
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.movers.movers import Movers
+from aifs.movers.pool import Pool
+
+
+class ObjectSets:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        containers: Containers,
+        table: OpenTable,
+        damage: Damage,
+        pool: Pool,
+        verify: bool,
+        together: Together | None,
+    ) -> None:
+        """``verify``: what is read through the caches is compared with checksums. ``together``:
+        None where the store has one host."""
+        self._engine = engine
+        self._servers = servers
+        self._containers = containers
+        self._table = table
+        self._damage = damage
+        self._pool = pool
+        self._verify = verify
+        self._join = None if together is None else together.join
+        """Tells other hosts what large files are read here; None: there are none."""
+
+    def objects_of(self, inode: Inode, unread: int = 0) -> Bytes | None:
+        """What holds the bytes of a file on the capacity tier; None if nothing does. ``unread``:
+        mask of columns that must not be read.
+        """
+        layout = inode.layout
+        if layout is None:
+            return None
+        chunks = layout.chunks
+        if chunks is not None:
+            return self._containers.objects_of(chunks, inode.oid)
+        objects = layout.objects
+        assert objects is not None  # what has a layout has objects, or chunks
+        return self.set_of(objects, inode.ino, inode.oid, unread, self._verify, is_shared=True)
+
+    def set_of(
+        self,
+        layout: Striped,
+        ino: int,
+        oid: int,
+        unread: int = 0,
+        checked: bool = False,
+        is_shared: bool = False,
+    ) -> ObjectSet:
+        """The objects of a striped file. ``checked``: what is read past the caches is compared with
+        checksums. ``is_shared``: other hosts that read them, too, are told.
+        """
+        load = partial(self._engine.view, forms.get_checksums, oid)
+        join = self._join if is_shared else None
+        return ObjectSet(
+            self._servers,
+            layout,
+            ino,
+            oid,
+            unread=unread,
+            on_damage=partial(self._damaged, layout),
+            digests=load if checked else None,
+            verify=self._verify,
+            shared=None if join is None else Sharing(load, join),
+        )
+
+    async def to_be_copied(self, inode: Inode) -> Bytes | Followed:
+        """The bytes of a settled file, checked, by way of the caches of those who read it."""
+        ino, oid, layout, unread = inode.ino, inode.oid, inode.objects, 0
+        if inode.chunks is not None:
+            return self._containers.objects_of(inode.chunks, oid, copied=True)
+        assert layout is not None  # what has a layout has objects, or chunks
+        if layout.is_protected:
+            unread = await self._engine.view(find_unread, oid)
+        return Followed(self.set_of(layout, ino, oid, unread, checked=True))
+
+    def movers(self, mover: Mover) -> Movers:
+        """Who carries out work under the limits of ``mover``."""
+        containers = self._containers.files
+        tools = MakingTools(
+            self._servers, mover, containers, self._verify, self._damaged, self._join
+        )
+        return Movers(tools, self._pool)
+
+    def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
+        """Found by somebody who read by this layout: if the column has moved meanwhile, its old
+        object may be gone.
+        """
+        file = self._table.open.get(ino)
+        now = file.inode.objects if file is not None and file.inode.oid == oid else None
+        if now is not None and now.servers[column] == layout.servers[column]:
+            self._damage.report(oid, ino, column)

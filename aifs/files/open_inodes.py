@@ -1,0 +1,363 @@
+"""Bringing inodes into core, and letting them go: the last one who needs an inode settles it, and
+records what core knows. Attributes of what is in core are told and changed here, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from aifs.burst.copy import BurstCopy
+from aifs.burst.remote import Homes
+from aifs.burst.tier import BurstTier
+from aifs.core.config import Config
+from aifs.core.errors import FsError, Stale
+from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep, Work
+from aifs.data.objects.recovery import forget_columns
+from aifs.data.patience import giving_up
+from aifs.data.servers import Servers
+from aifs.files.burst_io import BurstIO
+from aifs.files.capacity_io import CapacityIO, count_blocks
+from aifs.files.collector import Collector
+from aifs.files.forecast import Forecast, Kin
+from aifs.files.handles import Handles
+from aifs.files.object_sets import ObjectSets
+from aifs.files.open_inode import OpenInode
+from aifs.files.open_table import OpenTable
+from aifs.files.transitions import Transitions
+from aifs.meta import forms, moves, namespace
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+
+_log = logger(__name__)
+
+ACCESSES_S = 10.0
+"""How often accesses are recorded of files that were opened without us."""
+
+_ACCESSES = 256  # in one transaction
+
+
+class OpenInodes:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        table: OpenTable,
+        sets: ObjectSets,
+        transitions: Transitions,
+        capacity: CapacityIO,
+        burst: BurstIO,
+        handles: Handles,
+        collector: Collector,
+        homes: Homes,
+        upkeep: Upkeep,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._tier = tier
+        self._table = table
+        self._sets = sets
+        self._transitions = transitions
+        self._capacity = capacity
+        self._burst = burst
+        self._handles = handles
+        self._collector = collector
+        self._homes = homes
+        self._upkeep = upkeep
+        self._inline_limit = config.layout.inline_limit
+        self.commit_interval_s = config.meta.commit_interval_s
+        """How often in-core attributes are saved while files are open."""
+        self.forecast = Forecast(self._inline_limit)
+        """Which new files need no burst copy."""
+        self.is_resting = True
+        """Write-back has found no open file, and none has been opened since."""
+        self.find_room = servers.descriptors.find_room
+        """Waits, before something is opened, until there are descriptors for it."""
+        servers.descriptors.add_users(table.open.values)
+        servers.tell_of_burst(handles.recall_all)  # files there are read elsewhere, or not any more
+
+    # --- into core, and out of it ---
+
+    async def acquire(self, ino: int) -> OpenInode:
+        """The open inode of a regular file, with one more handle. Raises NotFound, Stale,
+        Unavailable.
+        """
+        await self.find_room()
+        while (file := self._table.open.get(ino)) is None:
+            if ino in self._table.claims:
+                await self._table.claims[ino].wait()
+                continue
+            self._table.begin_opening(ino)
+            try:
+                inode, changer, unread = await self._engine.view(forms.load, ino)
+                if not inode.is_file:
+                    raise Stale(f"inode {ino} is not a regular file")
+                self._note_open()
+                file = self._table.open[ino] = self._opened(inode, changer, unread)
+                self._handles.take_back(file)
+                if ino in self._table.forgotten:
+                    self._table.forgotten.discard(ino)
+                    file.forgotten = True
+            finally:
+                self._table.end_opening(ino)
+        file.handles += 1
+        file.used = True
+        return file
+
+    def _opened(self, inode: Inode, changer: int | None, unread: int) -> OpenInode:
+        file = OpenInode(inode, self._sets.objects_of(inode, unread), marked=False)
+        file.lost = self._table.lost.pop(inode.ino, None)
+        self._transitions.find_copy(file, changer)
+        return file
+
+    def _note_open(self) -> None:
+        """A file is about to be opened: work that sleeps while none is looks after it."""
+        if self.is_resting:
+            self.is_resting = False
+            now_s = trio.current_time()
+            self._upkeep.at(Work.WRITE_BACK, now_s + self.commit_interval_s)
+            self._upkeep.at(Work.WATCH_SERVERS, now_s + self._servers.watch_again_s(is_busy=True))
+
+    def adopt_new(self, inode: Inode, copy: BurstCopy | None, kin: Kin | None) -> OpenInode:
+        """The open inode of a file that has just been created, with one handle; ``opening`` counts
+        it until the caller has given it a handle of the kernel."""
+        self._note_open()
+        file = self._table.open[inode.ino] = OpenInode(inode, None, marked=False)
+        file.handles = file.opening = 1
+        file.kin = kin
+        if copy is not None:
+            self._transitions.adopt_new(file, copy)
+        return file
+
+    async def release(self, file: OpenInode) -> None:
+        """Give one handle back; the last one brings the objects to their lengths and forgets the
+        in-core state.
+        """
+        file.handles -= 1
+        if file.joined and not file.may_be_written:
+            await self._leave_home(file)
+        if file.handles:
+            return
+        ino = file.inode.ino
+        await file.gate.enter_alone()
+        try:
+            if file.handles or self._table.open.get(ino) is not file:
+                return
+            token = None
+            if file.inode.nlink and file.marked:
+                token = await self._settle_at_close(file)
+            if file.handles:
+                return
+            if file.unsaved:
+                try:
+                    await self._transitions.save(file)
+                except FsError as error:
+                    _log.info(
+                        "inode %d stays open until its attributes can be recorded: %s", ino, error
+                    )
+                    return
+            if file.handles:
+                return
+            file.note_lost()
+            if file.inode.nlink and file.lost and (file.lost.reason or file.has_lost):
+                self._table.lost[ino] = file.lost
+            del self._table.open[ino]
+            if ino not in self._table.stale:
+                self._handles.lend(file)
+            if file.objects is not None:
+                file.objects.close()
+            self._transitions.detach(file)
+        finally:
+            file.gate.leave_alone()
+        if file.kin is not None and file.inode.nlink:
+            self.forecast.closed(file.kin, file.inode.size, file.changes)
+        if file.inode.nlink == 0:
+            if file.forgotten:
+                self._collector.add_orphan(ino)
+        elif file.marked:
+            self._table.unsynced[ino] = None if ino in self._table.lost else token
+        else:
+            self._table.unsynced.pop(ino, None)
+
+    async def _settle_at_close(self, file: OpenInode) -> object | None:
+        try:
+            if file.inode.in_burst:
+                assert file.copy is not None  # it is the file
+                await file.copy.ensure_open()
+                self._burst.look(file)
+                if file.inode.size <= self._inline_limit:
+                    await self._burst.become_inline(file)
+                if file.inode.in_burst and not await self._burst.settle(file):
+                    return None  # a mapping outlives its handle, so the mark is not removed unseen
+            else:
+                with giving_up():  # nobody waits for that, but an unmount
+                    await self._capacity.settle(file)
+            return None if file.inode.ino in self._capacity.perhaps_mapped else object()
+        except FsError as error:
+            # The dirty mark stays, so write-back, which says that it has to wait, or the next mount
+            # will try again.
+            _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
+            return None
+
+    async def _leave_home(self, file: OpenInode) -> None:
+        home, file.joined, file.unsynced_there = file.joined, 0, False
+        try:
+            await self._homes.leave(home, file.inode.ino)
+        except Stale:
+            pass  # it has ended since
+        except FsError as error:
+            _log.info(
+                "inode %d may stay undrained until this mount ends: %s", file.inode.ino, error
+            )
+
+    # --- attributes ---
+
+    def attributes(self, file: OpenInode) -> Inode:
+        """The inode as stat(2) should show it now. Does not block: what an open file is made of is
+        local knowledge.
+        """
+        inode = file.inode
+        if file.marked:
+            if not inode.in_burst:
+                count_blocks(file)
+            else:
+                assert file.copy is not None  # it is the file
+                if file.copy.is_open:
+                    self._burst.look(file)
+            file.shown = (inode.mtime_ns, inode.blocks)
+        return inode
+
+    def current(self, inode: Inode) -> Inode:
+        """An inode of which this is on record, as stat(2) should show it now. Does not block."""
+        file = self._table.open.get(inode.ino)
+        return self._handles.accessed(inode) if file is None else self.attributes(file)
+
+    async def change(
+        self,
+        ino: int,
+        change: Callable[[Inode, Any], None],
+        argument: Any,
+        mtime_ns: int | None = None,
+    ) -> Inode:
+        """Apply ``change(inode, argument)`` to the attributes of any inode, on record and in core,
+        or to neither. The inode as it is then. ``mtime_ns``: that it sets, which the burst copy of
+        a file that lies there is to tell, too. Raises NotFound, and what ``change`` raises.
+        """
+        while True:
+            file = self._table.open.get(ino)
+            stays_lent = self._handles.stays_lent(ino)
+            if file is not None:
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+            elif ino not in self._table.claims and not stays_lent:
+                if self._handles.recall(ino) or self._handles.was_accessed(ino):
+                    file = await self.acquire(ino)
+            if file is not None:
+                try:
+                    if file.home:  # whose copy is none of ours
+                        mtime_ns = None
+                    if mtime_ns is not None and file.inode.in_burst:
+                        await self._burst.know_mtime(file)
+                    await self._transitions.change_attributes(file, change, argument)
+                    if mtime_ns is not None and file.inode.in_burst:
+                        await self._burst.set_mtime(file, mtime_ns)
+                    return self.attributes(file)
+                finally:
+                    await self.release(file)
+            if ino in self._table.claims:
+                await self._table.claims[ino].wait()
+                continue
+            self._table.begin_opening(ino)
+            try:
+                inode = await self._engine.transact(forms.change_attributes, ino, change, argument)
+                if stays_lent:
+                    self._handles.lend_still(inode)
+                place = inode.copy if inode.in_burst else None
+                if mtime_ns is not None and place is not None and not self._homes.of(place.server):
+                    copy = self._tier.open(place)
+                    try:
+                        await copy.set_mtime(mtime_ns)
+                    finally:
+                        copy.close()
+                return inode
+            finally:
+                self._table.end_opening(ino)
+
+    async def save_all(self) -> None:
+        """Record the in-core attributes of every open file. Files whose close has failed, or was
+        cancelled, are closed."""
+        if self._engine.host:  # others see what was written past us when it is on record
+            for file in self._table.open.values():
+                if file.backing and file.writers and file.inode.in_burst and file.own_copy.is_open:
+                    self._burst.look(file)
+        for file in [f for f in self._table.open.values() if f.unsaved or not f.handles]:
+            if file.unsaved and file.handles:
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+                try:
+                    await self._transitions.save(file)
+                finally:
+                    await self.release(file)
+            if not file.handles and file.gate.is_free:
+                file.handles = 1
+                await self.release(file)
+
+    def follow(self, stored: Inode) -> bool:
+        """Another host has made this of an inode's record. Whether programs have it open here. Does
+        not block."""
+        file, ino = self._table.adopt(stored), stored.ino
+        objects = stored.objects
+        if objects is not None and not objects.is_protected:  # those are written in place
+            forget_columns(self._servers.cache, objects, (ino, stored.oid))
+        if file is None:
+            if ino in self._table.claims:
+                self._table.overtake(ino)
+            return self._table.recall(ino)
+        if file.marked:  # by us; or we have given it up just now, and core does not say so yet
+            is_overtaken = not namespace.has_form_of(stored, file.inode)
+        else:
+            is_overtaken = self._transitions.follow(file, stored)
+        if is_overtaken:
+            self._table.overtake(ino)
+        return True
+
+    async def lose_columns(self, ino: int, oid: int, mask: int) -> bool:
+        """Columns of a file's objects were found to be wrong: from now on nobody reads them.
+        Whether that is on record (see moves.put_damaged). No gate is waited for: who reads a column
+        that turns out to be wrong may hold it.
+        """
+        while True:
+            file = self._table.open.get(ino)
+            if file is not None:
+                file.handles += 1  # or it might be closed meanwhile, and opened anew
+                try:
+                    return await self._transitions.lose_columns(file, oid, mask)
+                finally:
+                    await self.release(file)
+            if ino in self._table.claims:
+                await self._table.claims[ino].wait()
+                continue
+            with self._table.opening(ino, lent=True):
+                return await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
+
+    # --- uses that we hear of later ---
+
+    def hear_of_uses(self) -> None:
+        """Of copies of files that were opened without us. Does not block."""
+        for copy_id in self._handles.used_copies():
+            self._tier.touch(copy_id)
+
+    async def record_accesses(self) -> float:
+        """Record when files were accessed that were opened without us; in how many seconds to do it
+        again."""
+        self.hear_of_uses()
+        inos = self._handles.accessed_inos
+        for start in range(0, len(inos), _ACCESSES):
+            with self._table.opening(*inos[start : start + _ACCESSES], lent=True) as claimed:
+                times = self._handles.find_accessed(claimed)
+                await self._engine.transact(forms.put_access_times, times)
+                self._handles.forget_accessed(times)
+        return ACCESSES_S

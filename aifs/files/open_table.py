@@ -1,0 +1,220 @@
+"""Which inodes are in core: those that are open, what is known of them besides, and of files that
+were closed with a dirty mark.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import trio
+
+from aifs.files.collector import Collector
+from aifs.files.handles import Handles
+from aifs.files.open_inode import LostBytes, OpenInode
+from aifs.meta import forms
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+
+
+class OpenTable:
+    """Used from one trio thread."""
+
+    def __init__(self, engine: Engine, handles: Handles, collector: Collector) -> None:
+        self._engine = engine
+        self._handles = handles
+        self._collector = collector
+        self.open: dict[int, OpenInode] = {}
+        """By inode number, the files that are open."""
+        self.claims: dict[int, Opening] = {}
+        """By inode number, those whose in-core state is being made."""
+        self.forgotten: set[int] = set()
+        """Inodes that nobody can find any more, and that are open though they are not in core."""
+        self.overtaken: dict[int, object] = {}
+        """Files that may be open here, and have been changed or moved by another host: whoever
+        needs the bytes looks first where they are (``ByHome.follow_bytes``). With a token of the
+        last time."""
+        self.stale: dict[int, int] = {}
+        """Files that another host has changed, until the kernel has none of the pages from before:
+        who opens one has it drop them. With the ``seq`` of the last change."""
+        self.lost: dict[int, LostBytes] = {}
+        """By inode number, what closed files have lost."""
+        self.unsynced: dict[int, object | None] = {}
+        """Files with a dirty mark that were closed since it was made: a token of that close, None
+        if the objects could not be settled."""
+
+    # --- who is in core, or may come there ---
+
+    def is_open(self, ino: int) -> bool:
+        """Whether it is in core, or is being opened."""
+        return ino in self.open or ino in self.claims
+
+    def recall(self, ino: int) -> bool:
+        """As ``is_open``, also of an inode that is lent. If it is not open, it is lent no more."""
+        return self.is_open(ino) or self._handles.recall(ino)
+
+    def opening(self, *inos: int, lent: bool = False) -> "_Claims":
+        """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
+        open one waits until this ends. What he finds then is in ``open``, or on record. ``lent``:
+        also those that are lent, open or not, which stays so; else they are no more.
+        """
+        return _Claims(self, inos, lent)
+
+    def begin_opening(self, ino: int) -> None:
+        """As ``opening``, of one inode that is not open, nor being opened, and is not lent or stays
+        lent.
+        """
+        self.claims[ino] = Opening()
+
+    def end_opening(self, ino: int) -> None:
+        """Its end."""
+        claim, file = self.claims.pop(ino), self.open.get(ino)
+        if claim.stored is not None and file is not None:
+            file.adopt(claim.stored)
+        if claim.forgotten:
+            self.forget(ino)
+        claim.end()
+
+    def adopt(self, stored: Inode) -> OpenInode | None:
+        """A transaction has made this of an inode's record. The open inode, which has taken it
+        over, if there is one."""
+        file = self.open.get(stored.ino)
+        if file is not None:
+            file.adopt(stored)
+        elif stored.ino in self.claims:
+            claim = self.claims[stored.ino]
+            if claim.stored is None or claim.stored.seq < stored.seq:
+                claim.stored = stored
+        return file
+
+    def forget(self, ino: int) -> None:
+        """Nobody can find this inode any more: it is removed when it is closed."""
+        file = self.open.get(ino)
+        if file is not None:
+            file.forgotten = True
+        elif ino in self.claims:
+            self.claims[ino].forgotten = True
+        elif self._handles.recall(ino):
+            self.forgotten.add(ino)
+        else:
+            self.lost.pop(ino, None)
+            self._collector.add_orphan(ino)
+
+    def close_unseen(self, ino: int) -> None:
+        """A handle of an inode that is lent is closed, which cannot be brought into core."""
+        if not self._handles.close_unseen(ino) and ino in self.forgotten:
+            self.forgotten.discard(ino)
+            self._collector.add_orphan(ino)
+
+    def recall_all(self) -> None:
+        """What is lent was lent by rules that have changed."""
+        self._handles.recall_all()
+
+    def programs_have_open(self) -> list[int]:
+        """The numbers of the inodes that programs have open. Takes some milliseconds."""
+        return [ino for ino, file in self.open.items() if file.users] + self._handles.lent_open()
+
+    # --- what other hosts have changed ---
+
+    def overtake(self, ino: int) -> None:
+        """Another host has begun to change a file, or has ended. Does not block."""
+        if self.is_open(ino):
+            self.overtaken[ino] = object()
+        file = self.open.get(ino)
+        if file is not None:
+            file.changes += 1  # what is being made of the bytes here must not count
+
+    def overtake_objects(self, oid: int) -> None:
+        """Another host knows that columns of these objects must not be read. Does not block."""
+        for ino in [ino for ino, file in self.open.items() if file.inode.oid == oid]:
+            self.overtake(ino)
+
+    # --- dirty marks of closed files, and what these have lost ---
+
+    def proof_of_rest(self, ino: int) -> object | None:
+        """What says of a file with a dirty mark that is not open that at its last close nobody had
+        it mapped for writing; it holds as long as it is in ``unsynced``, and the file closed.
+        """
+        return None if self.is_open(ino) else self.unsynced.get(ino)
+
+    def is_unsynced(self, ino: int) -> bool:
+        """Whether a regular file may have bytes or attributes that are not on stable storage."""
+        file = self.open.get(ino)
+        return ino in self.unsynced if file is None else file.marked or file.unsaved
+
+    def note_lost(self, ino: int, lost: LostBytes) -> None:
+        """Bytes of a file could not be made durable, which was not open when that was tried."""
+        file = self.open.get(ino)
+        if file is not None:
+            file.lost = lost
+        elif ino in self.unsynced:
+            self.unsynced[ino], self.lost[ino] = None, lost
+
+    def has_lost(self, ino: int) -> bool:
+        """Whether bytes of a closed file are lost: another sync changes nothing."""
+        return ino in self.lost
+
+    async def forget_marks(self, synced: Mapping[int, object | None]) -> None:
+        """Remove the dirty marks of closed files; see ``forgetting``."""
+        with self.forgetting(synced) as inos:
+            if inos:
+                await self._engine.transact(forms.remove_marks, inos)
+
+    @contextmanager
+    def forgetting(self, synced: Mapping[int, object | None]) -> Iterator[Collection[int]]:
+        """Files that have been synced: by inode number, the token that each had in ``unsynced``
+        before. Which of them nobody has opened since; a transaction within the block is to remove
+        their dirty marks. It must wait for nobody who opens files.
+        """
+        quiet = [
+            ino
+            for ino, token in synced.items()
+            if token is not None and self.unsynced.get(ino) is token
+        ]
+        with self.opening(*quiet, lent=True) as inos:
+            yield inos
+            for ino in inos:
+                self.unsynced.pop(ino, None)
+
+
+class _Claims:
+    """A context manager: of some inodes those that could be claimed."""
+
+    __slots__ = ("_inos", "_lent", "_table")
+
+    def __init__(self, table: OpenTable, inos: Iterable[int], lent: bool) -> None:
+        self._table, self._inos, self._lent = table, inos, lent
+
+    def __enter__(self) -> Collection[int]:
+        is_open = self._table.is_open if self._lent else self._table.recall
+        self._inos = {ino for ino in self._inos if not is_open(ino)}
+        for ino in self._inos:
+            self._table.begin_opening(ino)
+        return self._inos
+
+    def __exit__(self, *_: object) -> None:
+        for ino in self._inos:
+            self._table.end_opening(ino)
+
+
+class Opening:
+    """A claim on an inode that is not open.
+
+    ``stored``: what the newest transaction meanwhile has made of its record; ``forgotten``: see
+    OpenInode.
+    """
+
+    __slots__ = ("_ended", "forgotten", "stored")
+
+    def __init__(self) -> None:
+        self.stored: Inode | None = None
+        self.forgotten = False
+        self._ended: trio.Event | None = None  # made by who waits, as seldom anybody does
+
+    async def wait(self) -> None:
+        """Wait for its end."""
+        if self._ended is None:
+            self._ended = trio.Event()
+        await self._ended.wait()
+
+    def end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
