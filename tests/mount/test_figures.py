@@ -1,5 +1,5 @@
-"""The numbers of docs/grouped.md are those of docs/figures/grouped.json, and scripts/figures makes
-both.
+"""The numbers of docs/grouped.md and docs/datasets.md are those of docs/figures/*.json, and
+scripts/figures makes both.
 """
 
 import json
@@ -13,31 +13,33 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MEASURING_MAX_S = 1000
+GUIDES = ("grouped.md", "datasets.md")
 
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    """A copy of the guide, without its numbers."""
-    guide = (DOCS / "grouped.md").read_text()
-    marks = re.findall(r"^<!-- .*numbers.* -->\n", guide, re.MULTILINE)
-    assert len(marks) == 2
-    before, _, rest = guide.partition(marks[0])
+    """Copies of the guides, without their numbers."""
     copy = tmp_path / "docs"
     copy.mkdir()
-    (copy / "grouped.md").write_text(before + "".join(marks) + rest.partition(marks[1])[2])
+    for name in GUIDES:
+        guide = (DOCS / name).read_text()
+        marks = re.findall(r"^<!-- .*numbers.* -->\n", guide, re.MULTILINE)
+        assert len(marks) == 2
+        before, _, rest = guide.partition(marks[0])
+        (copy / name).write_text(before + "".join(marks) + rest.partition(marks[1])[2])
     return copy
 
 
-def figures(*words: str | Path) -> None:
-    command = [sys.executable, ROOT / "scripts/benchmarks/figures.py", *words]
+def figures(*words: str | Path, program: str = "figures.py") -> None:
+    command = [sys.executable, ROOT / "scripts/benchmarks" / program, *words]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=MEASURING_MAX_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def require_figures(docs: Path) -> None:
-    linked = re.findall(r"!\[.*?\]\((figures/.*?)\)", (docs / "grouped.md").read_text())
+def require_figures(docs: Path, guide: str = "grouped.md") -> None:
+    linked = re.findall(r"!\[.*?\]\((figures/.*?)\)", (docs / guide).read_text())
     assert linked
     for name in linked:
         assert (docs / name).read_text().count("<svg") == 1
@@ -49,6 +51,16 @@ def test_the_guide_has_the_numbers_of_the_last_run(docs: Path) -> None:
     assert (docs / "grouped.md").read_text() == (DOCS / "grouped.md").read_text()
     require_figures(docs)
     require_figures(DOCS)
+
+
+def test_the_guide_to_datasets_has_the_numbers_of_the_last_run(docs: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the figures extra)")
+    numbers = DOCS / "figures/datasets.json"
+    figures("--from", numbers, "--docs", docs, program="dataset_figures.py")
+    assert (docs / "datasets.md").read_text() == (DOCS / "datasets.md").read_text()
+    require_figures(docs, "datasets.md")
+    require_figures(DOCS, "datasets.md")
 
 
 @pytest.mark.long
