@@ -7,10 +7,12 @@ no mount namespaces: each host mounts at a place of its own, where everybody see
 and the commands ip and nsenter.
 """
 
+import itertools
 import json
 import os
 import select
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -34,12 +36,17 @@ class Failed(Exception):
     """A command, or a process that should live, has ended; with what it said."""
 
 
+_networks = itertools.count()
+"""Those of this process may be there at the same time."""
+
+
 class Network:
     """A bridge of this machine, and network namespaces. Raises OSError, CalledProcessError."""
 
     def __init__(self) -> None:
-        self._tag = f"aifs{os.getpid() % 100_000}"
-        number = os.getpid() % (1 << 14)
+        number = next(_networks)
+        self._tag = f"aifs{os.getpid() % 100_000}{string.ascii_lowercase[number % 26]}"
+        number = (os.getpid() + 5281 * number) % (1 << 14)
         self._subnet = f"10.{190 + (number >> 8)}.{number & 255}"
         self._count = 0
         """Of namespaces."""

@@ -35,7 +35,7 @@ def nothing_is_left_of(demo: "subprocess.Popen[str]", scratch: Path) -> None:
     assert not list(scratch.iterdir())
     assert str(scratch) not in Path("/proc/mounts").read_text()
     spaces = subprocess.run(["ip", "netns"], check=True, capture_output=True, text=True).stdout
-    assert f"aifs{demo.pid % 100_000}-" not in spaces
+    assert f"aifs{demo.pid % 100_000}" not in spaces
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert os.fsencode(scratch) not in process.read_bytes()

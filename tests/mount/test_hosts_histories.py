@@ -5,13 +5,13 @@ they have seen, also if a host dies, hangs, is cut off, or the database does.
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.histories import History, require_explained
-from tests.support.hosts import Both, Cluster, Host, Settings, many_hosts, until
+from tests.support.hosts import Both, Cluster, Host, Settings, many_hosts, require_same, until
 from tests.support.players import Going, players, playing, writers
 from tests.support.postgres import Postgres
 from tests.support.registers import Register
@@ -21,32 +21,8 @@ LONG = pytest.mark.long
 
 def goes_on(going: Going, history: History, host: int, count: int = 40) -> None:
     """The host does so many operations more."""
-    before = done(history, host)
-    going(lambda: done(history, host) >= before + count, f"host {host} goes on")
-
-
-def done(history: History, host: int) -> int:
-    return sum(event.host == host for event in history.events)
-
-
-def require_same(places: Sequence[Path]) -> None:
-    """A directory is the same on all hosts, at the latest when what they do there is shown."""
-    for number, place in enumerate(places):
-        (place / f"of {number}").write_bytes(b"")
-        (place / f"of {number}").unlink()
-    trees = [tree(place) for place in places]
-    assert all(found == trees[0] for found in trees)
-
-
-def tree(root: Path) -> dict[str, object]:
-    return {
-        os.path.relpath(os.path.join(path, name), root): (
-            os.lstat(os.path.join(path, name)).st_ino,
-            os.lstat(os.path.join(path, name)).st_nlink,
-        )
-        for path, directories, names in os.walk(root)
-        for name in directories + names
-    }
+    before = history.count(host)
+    going(lambda: history.count(host) >= before + count, f"host {host} goes on")
 
 
 def steps(request: pytest.FixtureRequest) -> int:

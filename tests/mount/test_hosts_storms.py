@@ -1,15 +1,62 @@
-"""Much at a time on the hosts of a store: random system calls on one while the other one looks."""
+"""Much at a time on the hosts of a store: random system calls on one while the other one looks; a
+storm of creates, renames and removes in one directory; all that, while frames between the hosts are
+late, lost, and come twice, and connections break; git, pip and SQLite.
+"""
 
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from aifs.peers.transport import FRAME, PUSH, REQUEST
+from scripts.machines import PEER_PORT
 from tests.support.agreement import require_agreement
-from tests.support.hosts import Both, Cluster, many_hosts
+from tests.support.histories import History, require_explained
+from tests.support.hosts import Both, Cluster, Host, many_hosts, require_same
+from tests.support.meddler import Meddler, in_thread
+from tests.support.players import players, playing, writers
 from tests.support.posix_ops import generate
-from tests.support.postgres import Postgres
+from tests.support.postgres import Postgres, Servers
+from tests.support.registers import Register
+from tests.support.storms import Stormer, prepare, require_manifests
 
 LONG = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def relayed(postgres_servers: Servers) -> Iterator[tuple[Cluster, Meddler]]:
+    """Two hosts with a relay between them, which passes everything on until a test says else."""
+    with (
+        tempfile.TemporaryDirectory(prefix="aifs-hosts-") as place,
+        many_hosts(Path(place), postgres_servers.get("wheel"), mounted=False) as hosts,
+    ):
+        first = hosts[0]  # the younger one dials
+        relay = Meddler(PEER_PORT, host=first.namespace.address, at=hosts.network.address)
+        with in_thread(relay):
+            first.configure("host", "address", relay.address)
+            for host in hosts:
+                host.mount()
+            yield hosts, relay
+            hosts.finish()
+
+
+@pytest.fixture
+def two(relayed: tuple[Cluster, Meddler]) -> Cluster:
+    hosts, _ = relayed
+    assert all(host.is_alive() for host in hosts), "an earlier test has lost a host"
+    return hosts
+
+
+@pytest.fixture
+def relay(relayed: tuple[Cluster, Meddler]) -> Iterator[Meddler]:
+    """Between the two. Afterwards it passes everything on again."""
+    _, relay = relayed
+    meddle, delay_s = relay.meddle, relay.delay_s
+    yield relay
+    relay.meddle, relay.delay_s = meddle, delay_s
 
 
 @pytest.fixture
@@ -66,3 +113,108 @@ def test_many_random_system_calls_while_the_other_host_looks(
             ops = generate(3000 + seed, 1000, bridged=shape != "no-bridge")
             here, there = hosts.paths[seed % 2], hosts.paths[1 - seed % 2]
             require_agreement(here, reference, ops, there)
+
+
+# --- storms ---
+
+
+def storm(
+    hosts: Cluster, places: list[Path], seed: int, count: int, victim: Host | None = None
+) -> None:
+    """Two at each host do so many operations each. ``victim``: is killed in the middle, and comes
+    back."""
+    dead: set[int] = set()
+    prepare(places[0])
+    require_same(places)
+    stormers = [
+        Stormer(number, host, place, dead, seed)
+        for number, (host, place) in enumerate([*enumerate(places)] * 2)
+    ]
+
+    def have_done(number: int) -> bool:
+        return all(one.count >= number for one in stormers if one.host not in dead)
+
+    with playing(stormers) as going:
+        if victim is not None:
+            going(lambda: have_done(count // 2), "all go on")
+            dead.add([*hosts].index(victim))
+            victim.kill()
+            victim.mount()
+        going(lambda: have_done(count), "all go on")
+    require_same(places)
+    require_manifests(stormers, places)
+
+
+def test_a_storm_in_one_directory(two: Cluster, both: Both) -> None:
+    storm(two, list(both), 1, 40)
+
+
+@LONG
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_four_hosts(scratch: Path, a_postgres: Postgres, seed: int, dies: bool) -> None:
+    with many_hosts(scratch, a_postgres, 4) as hosts:
+        (hosts[0].path / "storm").mkdir()
+        require_same(hosts.paths)
+        places = [path / "storm" for path in hosts.paths]
+        storm(hosts, places, seed, 1000, hosts[seed] if dies else None)
+
+
+# --- what a network does ---
+
+
+def make_bad(relay: Meddler, seed: object, breaks: float) -> Counter[str]:
+    """Frames are late; what is pushed is lost and comes twice, requests come twice, and now and
+    then the connection ends. How often each has happened."""
+    chance, fates = random.Random(f"{seed}"), Counter[str]()
+
+    def meddle(frame: bytes) -> list[bytes]:
+        kind, drawn = FRAME.unpack_from(frame)[0], chance.random()
+        if chance.random() < breaks:
+            fates["breaks"] += 1
+            raise EOFError
+        if kind == PUSH and drawn < 0.3:
+            fates["lost"] += 1
+            return []
+        if kind in (PUSH, REQUEST) and drawn < 0.5:
+            fates["twice"] += 1
+            return [frame, frame]
+        return [frame]
+
+    relay.meddle = meddle
+    relay.delay_s = lambda: chance.choice((0, 0, 0.001, 0.005))
+    return fates
+
+
+@pytest.mark.parametrize("breaks", [0, 0.01])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in range(1, 6))])
+def test_names_and_bytes_through_a_bad_network(
+    two: Cluster,
+    both: Both,
+    relay: Meddler,
+    breaks: float,
+    seed: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    steps = 800 if request.config.getoption("--long") else 60
+    fates = make_bad(relay, seed, breaks)
+    history, registers = History(), [Register(f"r{number}") for number in range(2)]
+    playing_now = players(both, history, seed)
+    if not breaks:  # else what is written by way of the other host may fail
+        playing_now += writers(both, registers, history, seed)
+    with playing(playing_now) as going:
+        for number in (1, 2):
+            going(lambda number=number: history.count(number) >= steps, f"{number} goes on")  # type: ignore[misc]
+    assert fates["lost"] and fates["twice"] and bool(fates["breaks"]) == bool(breaks)
+    require_explained(history.events, has_kernel=True)
+    require_same(list(both))
+    for path in both:
+        for one in registers:
+            if one.versions[-1]:
+                one.check(len(one.versions) - 1, (path / one.name).read_bytes())
+
+
+def test_a_storm_through_a_bad_network(two: Cluster, both: Both, relay: Meddler) -> None:
+    fates = make_bad(relay, 1, 0.02)
+    storm(two, list(both), 2, 30)
+    assert fates["lost"] and fates["twice"] and fates["breaks"]

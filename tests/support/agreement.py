@@ -75,7 +75,7 @@ def _run(ops: list[Op], expected: Machine, found: Machine, there: Machine | None
         if position % CHECKPOINT == CHECKPOINT - 1 or position == len(ops) - 1:
             trees = {"the mount": found.tree()}
             if there is not None:
-                found.sync_slots()
+                found.show()
                 trees["the other host"] = there.tree()
             for who, tree in trees.items():
                 if difference := tree_difference(expected.tree(), tree):

@@ -503,6 +503,10 @@ class History:
         """Hosts of which nothing is demanded any more: an operation that fails there may have been
         done."""
 
+    def count(self, host: int) -> int:
+        """The operations of a host."""
+        return sum(event.host == host for event in self.events)
+
     @contextmanager
     def doing(self, host: int, kind: str, *args: Any) -> Iterator[Event]:
         """The block does an operation, and puts its result; a refusal is one, too, and is raised.

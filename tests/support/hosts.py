@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import yaml
 
 from scripts.machines import Namespace, Network, host_file
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
@@ -46,6 +47,12 @@ class Host(Mounted):
         self._ended = -1
         self.path.mkdir(parents=True)
         self.source.write_text(host_file(name, directory, namespace, cluster))
+
+    def configure(self, section: str, name: str, value: object) -> None:
+        """Before it mounts."""
+        tree = yaml.safe_load(self.source.read_text())
+        tree.setdefault(section, {})[name] = value
+        self.source.write_text(yaml.safe_dump(tree))
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """A command at that host."""
@@ -203,3 +210,23 @@ def many_hosts(
             raise
         finally:
             cluster.abandon()
+
+
+def require_same(places: Sequence[Path]) -> None:
+    """A directory is the same on all hosts, at the latest when what they do there is shown."""
+    for number, place in enumerate(places):
+        (place / f"of {number}").write_bytes(b"")
+        (place / f"of {number}").unlink()
+    trees = [_tree(place) for place in places]
+    assert all(found == trees[0] for found in trees)
+
+
+def _tree(root: Path) -> dict[str, object]:
+    return {
+        os.path.relpath(os.path.join(path, name), root): (
+            os.lstat(os.path.join(path, name)).st_ino,
+            os.lstat(os.path.join(path, name)).st_nlink,
+        )
+        for path, directories, names in os.walk(root)
+        for name in directories + names
+    }

@@ -78,11 +78,12 @@ class Machine:
         while self._slots:
             os.close(self._slots.popitem()[1])
 
-    def sync_slots(self) -> None:
-        """What was written to files that are open, or mapped, is durable."""
+    def show(self) -> None:
+        """What was done, and written to files that are open, or mapped, is there for all hosts."""
         for fd in [*self._slots.values(), *(fd for _, fd in self._maps.values())]:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 os.fsync(fd)
+        os.fchmod(self.root, stat.S_IMODE(os.fstat(self.root).st_mode))
 
     @contextmanager
     def inside(self):
