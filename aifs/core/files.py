@@ -368,6 +368,7 @@ def set_mtime(fd: int, mtime_ns: int) -> None:
 
 
 def set_mode(fd: int, mode: int) -> None:
+    _before("set_mode", _path_of(fd))
     os.fchmod(fd, mode)
 
 

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -31,13 +32,11 @@ ROOT = Path(__file__).resolve().parents[2]
 _PADDING = "-" * 4096
 """Its place is taken by the arguments of the command, for whoever looks into /proc."""
 _IMPORTED = (
-    "aifs.cli.main",
     "aifs.check.fsck",
-    "aifs.cli.daemon",
     "aifs.fuse.session",
     "aifs.meta.replicated.engine",
 )
-"""With what they import: most of what commands import when they run."""
+"""Beside the commands, and with what these import: most of what commands import when they run."""
 _MESSAGE_MAX = 1 << 17
 _CLONE_NEWNET = 0x40000000
 
@@ -200,7 +199,8 @@ def _end(code: int) -> None:
 
 
 def _main() -> None:
-    for name in _IMPORTED:
+    commands = [f"aifs.cli.{module.name}" for module in pkgutil.iter_modules([ROOT / "aifs/cli"])]
+    for name in (*commands, *_IMPORTED):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
