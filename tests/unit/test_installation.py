@@ -65,11 +65,17 @@ def reachable(modules: set[str]) -> set[str]:
 
 
 def test_the_client_imports_what_is_always_installed() -> None:
-    ours = reachable({name for name in MODULES if name.startswith("aifs.client")})
-    names = {name.partition(".")[0] for module in ours for name in imported(module)}
-    others = names - set(sys.stdlib_module_names) - {"aifs"}
-    assert others - FRAMEWORKS - ASKED_FOR <= requirements()
-    assert {module.split(".")[1] for module in ours if "." in module} == {"client", "core"}
+    client = {name for name in MODULES if name.startswith("aifs.client")}
+    data = {name for name in client if name.startswith("aifs.client.data")}
+    for asked, extras, layers in (
+        (client - data, requirements(), {"client", "core"}),
+        (data, requirements() | requirements("data"), {"client", "core", "datasets", "layout"}),
+    ):
+        ours = reachable(asked)
+        names = {name.partition(".")[0] for module in ours for name in imported(module)}
+        others = names - set(sys.stdlib_module_names) - {"aifs"}
+        assert others - FRAMEWORKS - ASKED_FOR <= extras
+        assert {module.split(".")[1] for module in ours if "." in module} <= layers
 
 
 def test_the_command_knows_what_the_daemon_needs() -> None:
