@@ -225,18 +225,21 @@ static inline bool was_written(const struct fuse_flush_in *in)
     return (in->fh & (LENT_HANDLE | WRITABLE_HANDLE)) == WRITABLE_HANDLE;
 }
 
-/* Whether an OPEN is answered here: for reading, of an inode that is lent. */
+/* Whether an OPEN is answered here: for reading, of an inode that is lent. What was not locked before is closed without
+ * a FLUSH, for which close(2) would wait: a lock that is taken by it ends with its RELEASE. */
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct fuse_open_in *in, uint64_t now_ns,
                               struct answer *answer)
 {
     if (passes_on(bridge) || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
+        return false;
+    if (is_in(bridge->locked, ino))
         return false;
     const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
     if (lent == NULL)
         return false;
     answer->open = (struct open_out){
         .fh = LENT_HANDLE | ino,
-        .open_flags = no_flush(&bridge->state) | (lent->backing ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
+        .open_flags = FOPEN_NOFLUSH | (lent->backing ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
         .backing_id = lent->backing,
     };
     answer->size = sizeof answer->open;

@@ -24,7 +24,7 @@ from tests.support.mounts import TIMEOUT_S, Mounted, mounted_store
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
 
-SETLK, SETLKW = "32", "33"
+OPEN, SETLK, SETLKW = "14", "32", "33"
 MANY = 400
 LOCKING = ("72", "73")
 """Numbers of the system calls fcntl and flock, as /proc has them."""
@@ -331,16 +331,48 @@ def _has_flock(fd: int) -> bool:
 
 
 def test_files_that_are_not_locked_cost_python_nothing(cluster: Mounted) -> None:
+    """Nor does close(2) wait for us, but where a lock may end."""
     path = cluster.path / "unlocked"
     path.write_bytes(b"content")
-    before = bridge_of(cluster)["requests"].get(FLUSH, 0)
-    answered = bridge_of(cluster)["answered"].get(FLUSH, 0)
+    path.read_bytes()
+    before = bridge_of(cluster)
     for _ in range(50):
         assert path.read_bytes() == b"content"
     status = bridge_of(cluster)
-    flushes = status["requests"][FLUSH] - before
-    assert flushes >= 50
-    assert status["answered"][FLUSH] - answered == flushes
+    assert status["answered"][OPEN] - before["answered"].get(OPEN, 0) >= 49
+    assert status["requests"][FLUSH] - before["requests"][FLUSH] <= 1
+    with path.open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+    flushes = bridge_of(cluster)["requests"][FLUSH]
+    for _ in range(3):
+        path.read_bytes()
+    assert bridge_of(cluster)["requests"][FLUSH] == flushes + 3
+
+
+def test_a_lock_by_a_file_that_was_open_before_ends_with_it(cluster: Mounted) -> None:
+    """Nobody had locked the inode when it was opened, so close(2) of it is not told to us."""
+    path = cluster.path / "read-only"
+    path.write_bytes(b"content")
+    path.read_bytes()  # opens for reading are answered by the bridge from now on
+    path.with_name("another").write_bytes(b"")
+    with programs(3, path.with_name("another")) as (one, two, other):
+        opening = f"files.__setitem__('r', os.open({str(path)!r}, os.O_RDONLY))"
+        for program in (one, two):
+            program.do(opening)
+        assert one.lockf("SH", name="r") == "None"
+        assert two.lockf("SH", name="r") == "None"
+        other.open(path)  # as "f"
+        assert other.lockf("EX NB") in ("EAGAIN", "EACCES")
+        assert one.lockf("UN", name="r") == "None"
+        one.close("r")
+        assert other.lockf("EX NB") in ("EAGAIN", "EACCES")
+        two.kill()
+        until(lambda: other.lockf("EX NB") == "None")
+        one.do(opening)  # it is known to be locked now
+        assert other.lockf("UN") == "None"
+        assert one.lockf("SH", name="r") == "None"
+        one.close("r")
+        assert other.lockf("EX NB") == "None"
 
 
 def test_sqlite_of_two_processes(cluster: Mounted) -> None:
