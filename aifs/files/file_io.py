@@ -463,3 +463,16 @@ class FileIO:
                 file.shown_as = closed_as
         except FsError as error:
             _log.info("inode %d is not on record as it is: %s", inode.ino, error)
+
+    def is_shown(self, file: OpenInode, is_new: bool) -> bool:
+        """Whether ``show`` has nothing to do, as for a file that was made and closed. Does not
+        block.
+        """
+        inode = file.inode
+        if file.is_joined:
+            return False
+        if inode.in_burst and file.own_copy.is_open:
+            self.burst.look(file)
+        if file.unsaved:
+            return False
+        return not inode.nlink or is_new or file.shown_as == (inode.size, inode.mtime_ns)

@@ -155,8 +155,12 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
 static ssize_t bridge_writev(int fd, struct iovec *parts, int count, void *userdata)
 {
     const struct fuse_out_header *header = parts[0].iov_base;
+    void *body = count > 1 ? parts[1].iov_base : NULL;
+    size_t size = count > 1 ? parts[1].iov_len : 0;
     if (header->unique != 0 && bridge.expected_count != 0)
-        edit_reply(&bridge, header, count > 1 ? parts[1].iov_base : NULL, count > 1 ? parts[1].iov_len : 0);
+        edit_reply(&bridge, header, body, size);
+    if (header->unique != 0)
+        note_reply(&bridge, header, body, size);
     return writev(fd, parts, count);
 }
 
@@ -275,6 +279,7 @@ static PyObject *listing(PyObject *self, PyObject *args)
         size_t length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
         if (length == 0)
             break;
+        note_told(&bridge.state, big_endian(entry.start));
         used += length;
         if (is_last && i + 1 == PyList_GET_SIZE(entries))
             note_end(&bridge.directories, key);

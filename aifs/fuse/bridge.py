@@ -21,6 +21,7 @@ from aifs.core.errors import MountError
 from aifs.core.log import logger
 from aifs.files.types import Lent
 from aifs.fuse import extension, extension_error
+from aifs.meta.keys import ROOT_INO
 from aifs.meta.listing import Listing
 from aifs.meta.memtable import Writes
 
@@ -74,7 +75,7 @@ _BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
 _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
-_OPCODES, _FRESH, _ACLS = 64, 4096, 1 << 20
+_OPCODES, _FRESH, _ACLS, _TOLD = 64, 4096, 1 << 20, 1 << 23
 
 _INC_EPOCH = struct.pack("=IiQ", 16, 8, 0)
 """FUSE_NOTIFY_INC_EPOCH (kernel 6.16 or later), a header alone: all names are looked up anew."""
@@ -138,6 +139,7 @@ class BridgeState(ctypes.Structure):
         ("counts", (ctypes.c_uint64 * 2) * _OPCODES),
         ("fresh", ctypes.c_uint64 * _FRESH),
         ("acls", ctypes.c_uint8 * (_ACLS // 8)),
+        ("told", ctypes.c_uint8 * (_TOLD // 8)),
     ]
 
 
@@ -300,6 +302,15 @@ class Bridge:
         """
         byte, bit = divmod(ino % _ACLS, 8)
         self._state.acls[byte] |= 1 << bit
+
+    def was_told(self, ino: int) -> bool:
+        """Whether the kernel may know the inode: it, its names if it is a directory, or its
+        listing. Where there are no other hosts nobody keeps account of that.
+        """
+        if self._state.granted & LOCKS != LOCKS or ino == ROOT_INO:
+            return True
+        byte, bit = divmod(ino % _TOLD, 8)
+        return bool(self._state.told[byte] & 1 << bit)
 
     def begin_directory(self, ino: int) -> None:
         """An inode that does not exist yet may become a directory, of which all names pass

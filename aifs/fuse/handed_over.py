@@ -504,7 +504,9 @@ class HandedOver:
     def _flush_at_once(self, ino: int, body: bytes) -> bool:
         handle, number = _FLUSH.unpack_from(body)
         locks = self._fs.locks
-        return not handle & WRITABLE and locks.flush_at_once(ino, locks.owner(number))
+        if handle & WRITABLE and not self._fs.is_flushed(handle):
+            return False
+        return locks.flush_at_once(ino, locks.owner(number))
 
     @answers
     async def release(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

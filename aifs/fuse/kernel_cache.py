@@ -122,6 +122,11 @@ class KernelCache(Kernel):
     async def forget(
         self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
     ) -> set[int]:
+        bridge = self._bridge
+        if bridge is not None:  # a thread costs more than most changes
+            names = [name for name in names if bridge.was_told(name[0])]
+            inodes = [ino for ino in inodes if bridge.was_told(ino)]
+            pages = [ino for ino in pages if bridge.was_told(ino)]
         listings = set(pages)
         told: list[tuple[Any, ...]] = [(pyfuse3.invalidate_inode, ino) for ino in listings]
         told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - listings]

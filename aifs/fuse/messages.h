@@ -95,7 +95,7 @@ static const struct kind kinds[OPCODES] = {
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
 
-enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192 };
+enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192, TOLD_MAX = 1 << 23 };
 
 struct expected {
     uint64_t unique, nodeid, xattr_changes;
@@ -126,6 +126,7 @@ struct state {
     uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
     uint64_t fresh[FRESH_MAX];   /* directories all of whose names have been noted, each in its place by its number */
     uint8_t acls[INODES_MAX / 8]; /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
+    uint8_t told[TOLD_MAX / 8];   /* inodes that the kernel may know, in the same way, where there are other hosts */
 };
 
 struct bridge {
@@ -207,11 +208,23 @@ static inline bool is_in(const uint8_t *inodes, uint64_t nodeid)
     return inodes[nodeid % INODES_MAX / 8] >> nodeid % 8 & 1;
 }
 
+static inline bool has_locks(const struct state *state)
+{
+    return state->granted & FUSE_POSIX_LOCKS;
+}
+
+/* The kernel is about to be told of an inode, which other hosts may change then. */
+static inline void note_told(struct state *state, uint64_t ino)
+{
+    if (has_locks(state))
+        state->told[ino % TOLD_MAX / 8] |= (uint8_t)(1 << ino % 8);
+}
+
 /* The flag of an open file that says that close(2) need not be told to us: a write leaves nothing to do for it. Where
  * locks are ours it may end one. */
 static inline uint32_t no_flush(const struct state *state)
 {
-    return state->granted & FUSE_POSIX_LOCKS ? 0 : FOPEN_NOFLUSH;
+    return has_locks(state) ? 0 : FOPEN_NOFLUSH;
 }
 
 static inline bool passes_on(const struct bridge *bridge)
@@ -417,6 +430,17 @@ static inline void edit_open(const struct state *state, struct open_out *out)
     } else if (out->open_flags & FOPEN_DIRECT_IO) {
         out->open_flags |= FOPEN_PARALLEL_DIRECT_WRITES;
     }
+}
+
+/* A reply, as its header and the part behind it. One with an entry is known by its length; another of that length does
+ * no harm. */
+static inline void note_reply(struct bridge *bridge, const struct fuse_out_header *header, const void *body, size_t size)
+{
+    uint64_t ino;
+    if (header->error != 0 || (size != sizeof(struct fuse_entry_out) && size != sizeof(struct create_out)))
+        return;
+    memcpy(&ino, body, sizeof ino);
+    note_told(&bridge->state, ino);
 }
 
 /* A reply, as its header and the part behind it (size 0: none). Edits both in place. */

@@ -383,6 +383,7 @@ class Filesystem:
         self.copy_file_range = files.copy_file_range
         self.fsync = files.fsync
         self.flush = files.flush
+        self.is_flushed = files.is_flushed
         self.release = files.release
         self.is_joined = io.by_home.is_joined
         self.sync = files.sync

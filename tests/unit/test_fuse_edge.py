@@ -264,6 +264,32 @@ async def test_what_another_host_has_changed_is_told_by_one_thread(
             assert (1, b"locked") in told
 
 
+async def test_what_the_kernel_was_never_told_of_is_not_told_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a host pays nearly nothing for what others do in directories that nobody uses here."""
+    told: list[tuple[object, ...]] = []
+
+    class KnowsThree:
+        def was_told(self, ino: int) -> bool:
+            return ino == 3
+
+    monkeypatch.setattr(pyfuse3, "invalidate_inode", lambda *what: told.append(what))
+    monkeypatch.setattr(pyfuse3, "invalidate_entry", lambda *what: told.append(what))
+    cache = KernelCache()
+    cache.announce(KnowsThree(), [])  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        with cache.serving(nursery):
+            monkeypatch.setattr(trio.to_thread, "run_sync", None)
+            assert await cache.forget([(2, b"name")], [2, 7], [2]) == set()
+            assert told == []
+            monkeypatch.undo()
+            monkeypatch.setattr(pyfuse3, "invalidate_inode", lambda *what: told.append(what))
+            monkeypatch.setattr(pyfuse3, "invalidate_entry", lambda *what: told.append(what))
+            assert await cache.forget([(3, b"name"), (2, b"name")], [3, 7], [3, 2]) == {3}
+            assert set(told) == {(3,), (3, b"name")}
+
+
 # --- conversions ---
 
 
