@@ -3,10 +3,15 @@ storm of creates, renames and removes in one directory; all that, while frames b
 late, lost, and come twice, and connections break; git, pip and SQLite.
 """
 
+import os
 import random
+import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,7 @@ from tests.support.agreement import require_agreement
 from tests.support.histories import History, require_explained
 from tests.support.hosts import Both, Cluster, Host, many_hosts, require_same
 from tests.support.meddler import Meddler, in_thread
+from tests.support.mounts import TIMEOUT_S
 from tests.support.players import players, playing, writers
 from tests.support.posix_ops import generate
 from tests.support.postgres import Postgres, Servers
@@ -207,7 +213,7 @@ def test_names_and_bytes_through_a_bad_network(
             going(lambda number=number: history.count(number) >= steps, f"{number} goes on")  # type: ignore[misc]
     assert fates["lost"] and fates["twice"] and bool(fates["breaks"]) == bool(breaks)
     require_explained(history.events, has_kernel=True)
-    require_same(list(both))
+    require_same(both)
     for path in both:
         for one in registers:
             if one.versions[-1]:
@@ -218,3 +224,132 @@ def test_a_storm_through_a_bad_network(two: Cluster, both: Both, relay: Meddler)
     fates = make_bad(relay, 1, 0.02)
     storm(two, list(both), 2, 30)
     assert fates["lost"] and fates["twice"] and fates["breaks"]
+
+
+# --- programs on both hosts at a time ---
+
+PUSH_FOUR = """
+set -e
+git clone -q "$1/origin.git" "$1/work-$2"
+cd "$1/work-$2"
+for n in 1 2 3 4; do
+    echo "$2 $n" > "$2-$n"
+    git add .
+    git commit -q -m "$2 $n"
+    tries=0
+    until git pull -q --rebase && git push -q; do
+        tries=$((tries + 1))
+        test $tries -lt 50
+    done
+done
+"""
+INSTALL = """
+set -e
+cp -r "$1/package" "$1/package-$2"
+"$3" -m pip install -q --no-index --no-build-isolation --no-deps --disable-pip-version-check \
+    --cache-dir "$1/cache" --target "$1/site-$2" "$1/package-$2"
+"""
+INSERT = """
+set -e
+for n in $(seq 10); do
+    "$3" -c "import sqlite3, sys; base = sqlite3.connect(sys.argv[1], timeout=60)
+with base: base.execute('insert into t values (?, ?)', sys.argv[2:])" "$1/data.sqlite" "$2" $n
+done
+"""
+GIT_ALONE = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_SYSTEM": "/dev/null",
+    "GIT_AUTHOR_NAME": "A",
+    "GIT_AUTHOR_EMAIL": "a@example.org",
+    "GIT_COMMITTER_NAME": "A",
+    "GIT_COMMITTER_EMAIL": "a@example.org",
+}
+
+
+def at_once(places: Both, *scripts: str) -> None:
+    """Each script on both hosts, all at the same time, with the directory, the host and Python."""
+    running = [
+        subprocess.Popen(
+            ["sh", "-c", script, "sh", place, host, sys.executable],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **GIT_ALONE},
+        )
+        for script in scripts
+        for host, place in zip("ab", places, strict=True)
+    ]
+    said = [process.communicate(timeout=TIMEOUT_S)[0] for process in running]
+    assert not any(process.returncode for process in running), said
+
+
+def git(where: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", where, *words],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **GIT_ALONE},
+    )
+    return done.stdout
+
+
+def make_repository(here: Path) -> None:
+    """Bare, with one commit."""
+    git(here, "init", "-q", "--bare", "-b", "main", "origin.git")
+    git(here, "clone", "-q", "origin.git", "first")
+    git(here / "first", "checkout", "-q", "-b", "main")
+    git(here / "first", "commit", "-q", "--allow-empty", "-m", "first")
+    git(here / "first", "push", "-q", "-u", "origin", "main")
+
+
+def require_pushed(both: Both) -> None:
+    for place in both:
+        git(place / "origin.git", "fsck", "--strict")
+        said = git(place / "origin.git", "log", "--format=%s", "main").split("\n")[:-1]
+        wanted = {f"{host} {number}" for host in "ab" for number in (1, 2, 3, 4)} | {"first"}
+        assert len(said) == 9 and set(said) == wanted
+        for host in "ab":
+            own = [line for line in said if line.startswith(host)]
+            assert own == [f"{host} {number}" for number in (4, 3, 2, 1)]
+            git(place / f"work-{host}", "fsck", "--strict")
+
+
+@LONG
+def test_git_on_both_hosts_at_a_time(two: Cluster, both: Both) -> None:
+    """Both push to one repository: who comes second fetches, rebases and tries again."""
+    make_repository(both[0])
+    require_same(both)
+    at_once(both, PUSH_FOUR)
+    require_pushed(both)
+
+
+@LONG
+def test_git_pip_and_sqlite_on_both_hosts_at_a_time(two: Cluster, both: Both) -> None:
+    here = both[0]
+    make_repository(here)
+    (here / "package" / "tiny").mkdir(parents=True)
+    (here / "package" / "tiny" / "__init__.py").write_text("WORD = 'installed'\n")
+    (here / "package" / "setup.py").write_text(
+        "from setuptools import setup\nsetup(name='tiny', version='1', packages=['tiny'])\n"
+    )
+    with closing(sqlite3.connect(here / "data.sqlite")) as base, base:
+        base.execute("create table t (who, number)")
+    require_same(both)
+    at_once(both, PUSH_FOUR, INSTALL, INSERT)
+    require_pushed(both)
+    for place in both:
+        for host in "ab":
+            code = "import tiny; print(tiny.WORD)"
+            said = subprocess.run(
+                [sys.executable, "-c", code],
+                check=True,
+                capture_output=True,
+                env={**os.environ, "PYTHONPATH": str(place / f"site-{host}")},
+            )
+            assert said.stdout == b"installed\n"
+        with closing(sqlite3.connect(place / "data.sqlite", timeout=60)) as base:
+            assert base.execute("pragma integrity_check").fetchone() == ("ok",)
+            counts = "select who, count(distinct number) from t group by who order by who"
+            assert base.execute(counts).fetchall() == [("a", 10), ("b", 10)]
