@@ -5,7 +5,9 @@ All run on the processors of this machine: hosts, their programs, and the databa
 of several hosts at once is what they share these for, not what they reach on machines of their own;
 processor times tell more, and model.py makes of them what many machines would do.
 
-    python scripts/benchmarks/hosts.py [--quick] [PART]...
+    python scripts/benchmarks/hosts.py [--quick] [--looks=N] [PART]...
+
+``--looks``: how often it is looked whether a host sees something old. Without a PART all are done.
 """
 
 import fcntl
@@ -629,8 +631,16 @@ PARTS: dict[str, Part] = {
 def main(words: Sequence[str]) -> None:
     """Rows as they come."""
     amount, rounds = QUICK if "--quick" in words else NORMAL
+    parts = []
+    for word in words:
+        if word.startswith("--looks="):
+            amount = amount._replace(checks=int(word.removeprefix("--looks=")))
+        elif word in PARTS:
+            parts.append(word)
+        elif word != "--quick":
+            sys.exit(f"there is no part {word}; there are: {', '.join(PARTS)}")
     with medium(None) as place:
-        for row in hosts_rows(place, amount, rounds, [word for word in words if word in PARTS]):
+        for row in hosts_rows(place, amount, rounds, parts):
             ratio = "" if row.aifs_to_plain is None else f"{row.aifs_to_plain:.2f}"
             print(row.work, row.plain, ratio, row.aifs, row.target, sep=" | ", flush=True)
 

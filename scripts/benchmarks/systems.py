@@ -71,9 +71,8 @@ class MountedSystem(System):
     def __enter__(self) -> "System":
         super().__enter__()
         device = self.path.stat().st_dev
-        self.daemon = subprocess.Popen(
-            self.command, cwd=REPOSITORY, stderr=(self.base / "log").open("w")
-        )
+        with (self.base / "log").open("w") as log:
+            self.daemon = subprocess.Popen(self.command, cwd=REPOSITORY, stderr=log)
         while self.path.stat().st_dev == device:
             if self.daemon.poll() is not None:
                 raise RuntimeError(

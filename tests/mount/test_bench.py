@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.machines import Network
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "scripts/benchmarks"
 SMALL, FILES = 100_000, 20
 
@@ -46,6 +48,37 @@ def test_a_missing_tool_makes_a_row_say_so(tmp_path: Path, monkeypatch: pytest.M
         ("git", "not done: git is not installed", True),
         ("pip install", f"not done: there are no wheels in {tmp_path}", True),
     ]
+
+
+LONG_PARTS = ("create", "cached names", "own copies", "remote copy", "locks", "one file on 4 hosts")
+
+
+@pytest.mark.parametrize(
+    "part", ["seen", *(pytest.param(part, marks=pytest.mark.long) for part in LONG_PARTS)]
+)
+def test_hosts_are_measured(part: str) -> None:
+    """Each row has been measured; what is said of old bytes and names does not depend on time."""
+    import hosts
+    from systems import medium
+
+    try:
+        Network().close()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces can be made here: {error}")
+    amount = hosts.Amount(files=24, mib=8, checks=90, locks=40)
+    with medium(None) as base:
+        rows = list(hosts.hosts_rows(base, amount, 1, [part]))
+    assert rows
+    for row in rows:
+        assert "not measured" not in row.target
+        assert row.passed or not row.work.startswith("something old")
+
+
+def test_a_part_of_hosts_that_is_not_there() -> None:
+    import hosts
+
+    with pytest.raises(SystemExit, match=r"there is no part sene; there are: create, .*seen"):
+        hosts.main(["--quick", "sene"])
 
 
 @pytest.mark.long
