@@ -17,8 +17,9 @@ from aifs.meta.records import APPEND_ONLY, Inode
 
 _log = logger(__name__)
 
-HANDLE_MAX = (1 << 32) - 1
-"""The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew."""
+HANDLE_MAX = (1 << 31) - 1
+"""The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew.
+As many above are left to virtual files."""
 
 
 class Handles:

@@ -62,12 +62,19 @@ static inline void mark(struct directories *directories, uint32_t place)
     directories->marks[place % MARKS_MAX / 64] |= UINT64_C(1) << place % 64;
 }
 
+/* Names that lead somewhere and are no entries: ".", "..", and ".aifs", where virtual files are. */
+static inline bool is_special(struct span name)
+{
+    static const char virtual[] = ".aifs"; /* NAME of aifs/vfs/virtual/numbers.py */
+    return name.start[0] == '.' && (name.length <= 2 || (name.length == sizeof virtual - 1
+                                                         && memcmp(name.start, virtual, name.length) == 0));
+}
+
 /* Whether the name is in no directory, if its parent is one of `fresh`. */
 static inline bool is_absent(const struct directories *directories, const uint64_t *fresh, uint64_t parent,
                              struct span name)
 {
-    if (parent == 0 || fresh[parent % FRESH_MAX] != parent || name.length > NAME_MAX
-        || (name.start[0] == '.' && name.length <= 2)) /* "." and ".." lead somewhere, and are no entries */
+    if (parent == 0 || fresh[parent % FRESH_MAX] != parent || name.length > NAME_MAX || is_special(name))
         return false;
     uint64_t hash = name_hash(parent, name);
     return !is_marked(directories, (uint32_t)hash) || !is_marked(directories, (uint32_t)(hash >> 32));

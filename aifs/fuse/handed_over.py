@@ -28,6 +28,7 @@ from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import Wanted, make_options
+from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 (
     RELEASE,
@@ -443,7 +444,7 @@ class HandedOver:
 
     @answers
     async def getlk(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        _, space, lock = self._lock(body)
+        _, space, lock = self._lock(nodeid, body)
         found = await self._fs.locks.test(nodeid, space, lock)
         if found is None:
             return _LOCK_REPLY.pack(0, 0, fcntl.F_UNLCK, 0)
@@ -460,7 +461,7 @@ class HandedOver:
         return await self._set_lock(nodeid, body, True)
 
     async def _set_lock(self, ino: int, body: bytes, wait: bool) -> bytes:
-        handle, space, lock = self._lock(body)
+        handle, space, lock = self._lock(ino, body)
         if _LOCK.unpack_from(body)[4] == fcntl.F_UNLCK:
             await self._fs.locks.unlock(ino, space, lock.owner, lock.start, lock.end)
         else:
@@ -469,7 +470,7 @@ class HandedOver:
         return b""
 
     def _set_lock_at_once(self, ino: int, body: bytes, wait: bool) -> bool:
-        handle, space, lock = self._lock(body)
+        handle, space, lock = self._lock(ino, body)
         locks = self._fs.locks
         if _LOCK.unpack_from(body)[4] == fcntl.F_UNLCK:
             return locks.unlock_at_once(ino, space, lock.owner, lock.start, lock.end)
@@ -484,8 +485,11 @@ class HandedOver:
         if self._fs.is_joined(ino):
             self._fs.kernel.drop_attributes(ino)
 
-    def _lock(self, body: bytes) -> tuple[int, int, Lock]:
-        """The handle, the space, and the lock that a request is about."""
+    def _lock(self, ino: int, body: bytes) -> tuple[int, int, Lock]:
+        """The handle, the space, and the lock that a request is about. Raises NotSupported for
+        what is virtual."""
+        if ino >= FIRST_VIRTUAL:
+            raise NotSupported("it is no file on record")
         handle, owner, start, end, kind, pid, flags = _LOCK.unpack_from(body)
         is_exclusive = kind == fcntl.F_WRLCK
         lock = Lock(self._fs.locks.owner(owner), start, min(end, LAST), is_exclusive, pid)

@@ -35,6 +35,7 @@ from aifs.meta.records import Inode
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.operation_log import Request
+from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 log = logging.getLogger(__name__)
 
@@ -225,10 +226,12 @@ class Operations(pyfuse3.Operations):
     @answers
     async def lookup(self, parent: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         try:
-            entry = self._entry(await self._fs.lookup(parent, name))
+            inode = await self._fs.lookup(parent, name, ctx)
         except NotFound:
-            return self._unkept if (parent, name) in self._fs.pointers else self._negative
-        if (parent, name) in self._fs.pointers:
+            is_kept = (parent, name) not in self._fs.pointers and parent < FIRST_VIRTUAL
+            return self._negative if is_kept else self._unkept
+        entry = self._entry(inode)
+        if (parent, name) in self._fs.pointers or inode.ino >= FIRST_VIRTUAL:
             entry.entry_timeout = 0
         return entry
 
@@ -345,7 +348,8 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def open(self, ino: int, flags: int, ctx: RequestContext) -> FileInfo:
-        return file_info(await self._fs.open(ino, flags | self._flags, self._kill_privileges()))
+        owed = self._kill_privileges()
+        return file_info(await self._fs.open(ino, flags | self._flags, owed, ctx))
 
     @answers
     async def read(self, handle: int, offset: int, length: int) -> Any:

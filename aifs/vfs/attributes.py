@@ -13,6 +13,9 @@ from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.open_files import OpenFiles
+from aifs.vfs.virtual.files import VirtualFiles
+from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
+from aifs.vfs.virtual.numbers import require_on_record
 
 _POLICIES_MAX = 1024
 
@@ -20,8 +23,16 @@ _POLICIES_MAX = 1024
 class Attributes:
     """All inodes of a mount."""
 
-    def __init__(self, engine: Engine, servers: Servers, io: FileIO, files: OpenFiles) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        files: OpenFiles,
+        virtual: VirtualFiles,
+    ) -> None:
         self._engine = engine
+        self._virtual = virtual
         self._servers = servers
         self._io = io
         self._files = files
@@ -31,6 +42,8 @@ class Attributes:
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
         await self._engine.sure()
+        if ino >= FIRST_VIRTUAL:
+            return await self._virtual.getattr(ino)
         file = self._io.table.open.get(ino)
         if file is not None:
             if file.is_joined:
@@ -41,7 +54,10 @@ class Attributes:
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
     ) -> Inode:
-        """Change attributes; ``size`` truncates or extends. Who may is the kernel's decision."""
+        """Change attributes; ``size`` truncates or extends. Who may is the kernel's decision.
+        Raises ReadOnly for what is virtual.
+        """
+        require_on_record(ino)
         if changes.size is not None:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
@@ -56,8 +72,9 @@ class Attributes:
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
         """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
-        NotSupported.
+        NotSupported, ReadOnly for what is virtual.
         """
+        require_on_record(ino)
         if flags & (IMMUTABLE | APPEND_ONLY):
             await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
         await self.change(ino, attribute_changes.apply_flags, (flags, project))

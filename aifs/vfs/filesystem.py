@@ -69,6 +69,7 @@ from aifs.vfs.recovery import Recovered
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.xattrs import ExtendedAttributes
 
 _DEAD_WHILE_OPEN = 32
@@ -238,6 +239,7 @@ class Filesystem:
         )
 
         # What programs ask for.
+        virtual = VirtualFiles(engine, io, refusals)
         self.files = files = OpenFiles(
             engine,
             tier,
@@ -249,6 +251,7 @@ class Filesystem:
             closing,
             kernel,
             options,
+            virtual,
         )
         self.home: Home | None = None
         """What is done here for other hosts."""
@@ -267,9 +270,20 @@ class Filesystem:
         self.locks = locks = Locks(engine, hosts or Alone())
         if store.peers is not None:
             store.peers.serve(SERVICE, locks.answer)
-        self.attributes = attributes = Attributes(engine, servers, io, files)
+        self.attributes = attributes = Attributes(engine, servers, io, files, virtual)
         self.names = names = Names(
-            engine, ids, tier, io, drain, closing, trash, kernel, files, attributes, options
+            engine,
+            ids,
+            tier,
+            io,
+            drain,
+            closing,
+            trash,
+            kernel,
+            files,
+            attributes,
+            options,
+            virtual,
         )
         burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(

@@ -24,6 +24,8 @@ from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.virtual import numbers as virtual
+from aifs.vfs.virtual.files import VirtualFiles
 
 _READDIR_BATCH = 32  # where nobody says how many a reply holds
 _AHEAD_MAX = 8  # listings that are read ahead
@@ -45,8 +47,10 @@ class Names:
         files: OpenFiles,
         attributes: Attributes,
         options: ServeOptions,
+        virtual: VirtualFiles,
     ) -> None:
         self._engine = engine
+        self._virtual = virtual
         self._ids = ids
         self._tier = tier
         self._io = io
@@ -64,10 +68,16 @@ class Names:
         self._ahead: dict[tuple[int, int, int], Listing] = {}
         """Parts of directories that are likely to be asked for, by (ino, cookie, limit)."""
 
-    async def lookup(self, parent: int, name: bytes) -> Inode:
+    async def lookup(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
+        """The kernel sees to who may, except of what is virtual: any name on record comes first."""
         if self._trash.holds(parent):
             raise NotFound("the directory has been removed")
-        return self._io.inodes.current(await self._engine.view(namespace.lookup, parent, name))
+        try:
+            return self._io.inodes.current(await self._engine.view(namespace.lookup, parent, name))
+        except NotFound:
+            if parent < virtual.FIRST and name != virtual.NAME:
+                raise
+        return await self._virtual.lookup(parent, name, caller)
 
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
@@ -75,7 +85,9 @@ class Names:
         """A new regular file, opened with ``flags``; without a name it is gone when it is closed
         unless ``link`` names it. Raises Exists; with several hosts, without O_EXCL, Stale: then the
         kernel looks the name up anew, which another host has made just before, and opens the file.
+        This and what makes or removes names below raise ReadOnly for what is virtual.
         """
+        virtual.require_on_record(parent)
         await self._io.inodes.find_room()
         ino, copy, kin = await self._ids.take(), None, None
         if flags & os.O_ACCMODE:
@@ -119,17 +131,20 @@ class Names:
         self, parent: int, name: bytes, mode: int, rdev: int, caller: CallerLike
     ) -> Inode:
         """A regular file, fifo, socket or device node."""
+        virtual.require_on_record(parent)
         if stat.S_IFMT(mode) in (stat.S_IFDIR, stat.S_IFLNK):
             raise Invalid("mknod makes neither directories nor symlinks")
         mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
         return await self._create(await self._ids.take(), parent, name, mode, caller, rdev)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: CallerLike) -> Inode:
+        virtual.require_on_record(parent)
         ino, mode = await self._ids.take(), stat.S_IFDIR | stat.S_IMODE(mode)
         self._kernel.begin_directory(ino)
         return await self._create(ino, parent, name, mode, caller)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: CallerLike) -> Inode:
+        virtual.require_on_record(parent)
         if len(target) > namespace.SYMLINK_MAX:
             raise NameTooLong()
         mode = stat.S_IFLNK | 0o777
@@ -156,6 +171,8 @@ class Names:
 
     async def link(self, ino: int, new_parent: int, new_name: bytes) -> Inode:
         """Another name for a file, or the first one of a file that was created without."""
+        virtual.require_on_record(ino)
+        virtual.require_on_record(new_parent)
         cookie = await self._ids.take()
         nameless = ino in self._nameless
         if nameless:  # it is no orphan from the commit on, unless somebody unlinks it again
@@ -177,11 +194,15 @@ class Names:
         return inode
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        self.unlinked(await self._engine.transact(namespace.unlink, parent, name, time.time_ns()))
+        with virtual.unchanged(parent, name):
+            now = time.time_ns()
+            self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now))
         await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        self.unlinked(await self._engine.transact(namespace.rmdir, parent, name, time.time_ns()))
+        with virtual.unchanged(parent, name):
+            now = time.time_ns()
+            self.unlinked(await self._engine.transact(namespace.rmdir, parent, name, now))
         await self._engine.shown()
 
     async def remove_tree(

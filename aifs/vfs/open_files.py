@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import NotPermitted, Stale
+from aifs.core.errors import NotPermitted, NotSupported, Stale
 from aifs.files import ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
@@ -26,6 +26,8 @@ from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.virtual.files import VirtualFiles
+from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 NEW_S = 0.1
 """Who makes a file and closes it sooner does not wait until other hosts are shown what is in it, as
@@ -49,8 +51,10 @@ class OpenFiles:
         closing: Closing,
         kernel: Kernel,
         options: ServeOptions,
+        virtual: VirtualFiles,
     ) -> None:
         self._engine = engine
+        self._virtual = virtual
         self._tier = tier
         self._handles = handles
         self._io = io
@@ -63,11 +67,15 @@ class OpenFiles:
 
     # --- open and close ---
 
-    async def open(self, ino: int, flags: int, kill_privileges: bool = False) -> Opened:
+    async def open(
+        self, ino: int, flags: int, kill_privileges: bool = False, caller: CallerLike = ROOT
+    ) -> Opened:
         """Opening for reading counts as access, since the kernel reads most pages without asking.
 
         Opening for writing ends file capabilities, since a write that is passed through could not.
         """
+        if ino >= FIRST_VIRTUAL:
+            return await self._virtual.open(ino, flags, caller)
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
@@ -160,6 +168,9 @@ class OpenFiles:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
+        if self._virtual.has(handle):
+            self._virtual.release(handle)
+            return
         try:
             await self._take_back(handle)
         except BaseException:
@@ -198,6 +209,8 @@ class OpenFiles:
         """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
         dropped.
         """
+        if self._virtual.has(handle):
+            return await self._virtual.read(handle, offset, length)
         await self._take_back(handle)
         return await self._io.read(self._handles.readable(handle), offset, length)
 
@@ -262,6 +275,8 @@ class OpenFiles:
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
+        if self._virtual.has(handle):
+            return self._virtual.seek(handle, offset, whence)
         await self._take_back(handle)
         return await ranges.seek(self._io, self._handles[handle].file, offset, whence)
 
@@ -275,8 +290,10 @@ class OpenFiles:
         caller: CallerLike = ROOT,
     ) -> int:
         """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
-        ``fallocate``.
+        ``fallocate``. Raises NotSupported for a virtual source, which the kernel then reads.
         """
+        if self._virtual.has(handle_in):
+            raise NotSupported("it is no file on record")
         await self._take_back(handle_in)
         source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
         await self._before_change(target, caller.uid != 0)
@@ -317,6 +334,8 @@ class OpenFiles:
         """The file's bytes, size and name are on stable storage when this returns. Raises
         Unavailable, NoSpace.
         """
+        if self._virtual.has(handle):
+            return
         await self._take_back(handle)
         file = self._handles[handle].file
         await self._io.fsync(file)

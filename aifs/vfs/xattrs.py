@@ -11,6 +11,8 @@ from aifs.meta.kv import Engine
 from aifs.vfs import attribute_changes, hints
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.hints import Hints
+from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
+from aifs.vfs.virtual.numbers import require_on_record
 
 _ACLS = (acl.ACCESS, acl.DEFAULT)
 
@@ -25,7 +27,10 @@ class ExtendedAttributes:
         self._hints = hints
 
     async def get(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> bytes:
-        """getxattr(2). Raises NoAttribute, and of hints what these raise."""
+        """getxattr(2). Raises NoAttribute, and of hints what these raise. What is virtual has none:
+        why it was refused its directory tells."""
+        if ino >= FIRST_VIRTUAL:
+            raise NoAttribute()
         if name.startswith(hints.PREFIX):
             return await self._hints.get(ino, name, caller)
         if name in _ACLS:
@@ -39,7 +44,8 @@ class ExtendedAttributes:
     async def put(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, caller: CallerLike = ROOT
     ) -> None:
-        """setxattr(2)."""
+        """setxattr(2). Raises ReadOnly for what is virtual."""
+        require_on_record(ino)
         if name.startswith(hints.PREFIX):
             await self._hints.put(ino, name, value, caller)
         elif name in _ACLS:
@@ -63,7 +69,8 @@ class ExtendedAttributes:
         )
 
     async def remove(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> None:
-        """removexattr(2). Raises NoAttribute."""
+        """removexattr(2). Raises NoAttribute, ReadOnly for what is virtual."""
+        require_on_record(ino)
         if name.startswith(hints.PREFIX):
             await self._hints.remove(ino, name, caller)
         elif name in _ACLS:

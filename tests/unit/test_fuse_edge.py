@@ -343,7 +343,7 @@ async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> No
     )
     await ops.setattr(7, pyfuse3.EntryAttributes(), fields, None, CALLER)
     (_, opened), (_, written), (_, set_to) = fs.calls
-    assert (opened, written) == ((7, os.O_WRONLY, owed), (3, 10, b"bytes", owed, False))
+    assert (opened, written) == ((7, os.O_WRONLY, owed, CALLER), (3, 10, b"bytes", owed, False))
     assert set_to[1].kill_privileges is owed
 
 

@@ -31,6 +31,7 @@ from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.virtual import numbers as virtual
 
 _DURABLE = faults.declare(
     "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
@@ -94,11 +95,17 @@ class Publishing:
         on return.
 
         Raises Busy for a pending directory that is not complete, and what a drain raises where the
-        policy of the new directory is to publish from the capacity tier; then nothing is renamed.
+        policy of the new directory is to publish from the capacity tier, ReadOnly for what is
+        virtual; then nothing is renamed.
         Who may is the kernel's decision.
         """
+        virtual.require_on_record(new_parent)
+        if new_name == virtual.NAME:
+            with virtual.unchanged(new_parent, new_name):
+                await self._engine.view(namespace.get_dentry, new_parent, new_name)
         while True:
-            moving = await self._engine.view(namespace.get_dentry, parent, name)
+            with virtual.unchanged(parent, name):
+                moving = await self._engine.view(namespace.get_dentry, parent, name)
             with self._refusals.noted(moving.ino, caller, "rename"), suppress(namespace.Overtaken):
                 inode, other, synced = await self._rename(
                     moving, parent, name, new_parent, new_name, flags

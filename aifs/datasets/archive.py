@@ -1,0 +1,167 @@
+"""A tree of files as one tar archive, of which nothing is made before it is read.
+
+Headers are ustar's, of 512 bytes, or pax where that cannot say it: a name that is long or not
+ASCII, 8 GiB or more, a large owner. Owners are numbers. Pure.
+"""
+
+import stat
+import tarfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from aifs.datasets.virtual import Piece, SourceRange, cut
+
+BLOCK = tarfile.BLOCKSIZE
+_RECORD = tarfile.RECORDSIZE
+_NAME_MAX = 100
+_OWNER_END = 8**7
+_SIZE_END = _TIME_END = 8**11
+_NS = 10**9
+
+_TYPES = {
+    stat.S_IFREG: tarfile.REGTYPE,
+    stat.S_IFDIR: tarfile.DIRTYPE,
+    stat.S_IFLNK: tarfile.SYMTYPE,
+    stat.S_IFIFO: tarfile.FIFOTYPE,
+}
+
+
+class ArchiveMember(NamedTuple):
+    """A file, directory, symlink or fifo of the tree."""
+
+    name: bytes
+    """Below the tree's top, without a slash at either end."""
+    source: int
+    """What the caller calls it."""
+    mode: int
+    """As st_mode."""
+    uid: int
+    """The owner."""
+    gid: int
+    """The group."""
+    size: int
+    """Of a regular file; else 0."""
+    mtime_ns: int
+    """Since the epoch."""
+    target: bytes = b""
+    """Of a symlink."""
+
+
+def is_member(mode: int) -> bool:
+    """Whether an archive can hold what has this st_mode; not sockets, nor devices, which nobody
+    wants to have made anew."""
+    return stat.S_IFMT(mode) in _TYPES
+
+
+def header_of(member: ArchiveMember) -> bytes:
+    """What lies before a member's bytes."""
+    header = _encode(member)
+    # Who finds pax headers takes all times for exact ones.
+    return header if len(header) == BLOCK else _encode(member, exact_time=True)
+
+
+def _encode(member: ArchiveMember, exact_time: bool = False) -> bytes:
+    info = tarfile.TarInfo(member.name.decode("utf-8", "surrogateescape"))
+    info.type = _TYPES[stat.S_IFMT(member.mode)]
+    info.mode = stat.S_IMODE(member.mode)
+    info.uid, info.gid, info.size = member.uid, member.gid, member.size
+    info.linkname = member.target.decode("utf-8", "surrogateescape")
+    seconds, rest_ns = divmod(member.mtime_ns, _NS)
+    info.mtime = seconds
+    if exact_time and seconds >= 0:
+        info.pax_headers = {"mtime": f"{seconds}.{rest_ns:09}"}
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _is_plain(member: ArchiveMember) -> bool:
+    """Whether its header is one block; what this is unsure of is found out by making it."""
+    name = member.name
+    return (
+        len(name) < _NAME_MAX
+        and name.isascii()
+        and member.target.isascii()
+        and len(member.target) < _NAME_MAX
+        and member.size < _SIZE_END
+        and member.uid < _OWNER_END
+        and member.gid < _OWNER_END
+        and 0 <= member.mtime_ns < _TIME_END * _NS
+    )
+
+
+class Archive:
+    """The ``VirtualBytes`` of a tar archive: its members in the order in which they are added,
+    complete before it is read. Some 120 bytes and the name are kept of each.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        """In bytes, with what ends an archive."""
+        self.sources = array("Q")
+        """Of each member, what the caller calls it; its place here is its number as a source."""
+        self.sizes = array("Q")
+        """Of each member, in bytes; 0 for what is no regular file."""
+        self.mtimes = array("q")
+        """Of each member, in ns."""
+        self._names: list[bytes] = []  # of members
+        self._modes = array("L")  # of members, as st_mode
+        self._owners = array("Q")  # uid << 32 | gid
+        self._targets: dict[int, bytes] = {}  # of symlinks, by place
+        self._starts = array("Q", [0])  # of headers, and where the last member ends
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, member: ArchiveMember) -> None:
+        if member.target:
+            self._targets[len(self)] = member.target
+        self.sources.append(member.source)
+        self.sizes.append(member.size)
+        self.mtimes.append(member.mtime_ns)
+        self._names.append(member.name)
+        self._modes.append(member.mode)
+        self._owners.append(member.uid << 32 | member.gid)
+        header = BLOCK if _is_plain(member) else len(header_of(member))
+        end = self._starts[-1] + header + _padded(member.size)
+        self._starts.append(end)
+        self.size = -(-(end + 2 * BLOCK) // _RECORD) * _RECORD
+
+    def name(self, source: int) -> bytes:
+        return self._names[source]
+
+    def has(self, number: int, member: ArchiveMember) -> bool:
+        """Whether that is what member ``number`` is."""
+        return self._member(number) == member
+
+    def _member(self, number: int) -> ArchiveMember:
+        owners = self._owners[number]
+        return ArchiveMember(
+            self._names[number],
+            self.sources[number],
+            self._modes[number],
+            owners >> 32,
+            owners & 0xFFFFFFFF,
+            self.sizes[number],
+            self.mtimes[number],
+            self._targets.get(number, b""),
+        )
+
+    def pieces(self, offset: int, length: int) -> Iterator[Piece]:
+        """As VirtualBytes."""
+        number = bisect_right(self._starts, offset) - 1
+        return cut(self._from(number), offset - self._starts[number], length)
+
+    def _from(self, first: int) -> Iterator[Piece]:
+        for number in range(first, len(self)):
+            member = self._member(number)
+            yield header_of(member)
+            if member.size:
+                yield SourceRange(number, 0, member.size)
+            if padding := _padded(member.size) - member.size:
+                yield bytes(padding)
+        yield bytes(self.size - self._starts[-1])
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

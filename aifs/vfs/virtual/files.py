@@ -1,0 +1,255 @@
+"""The namespace of virtual files, and their handles.
+
+A file has a number for each content: what was opened stays what it was, or tells ESTALE, and the
+kernel may keep all pages. A name leads to what its directory holds now, so the kernel asks for it
+each time. Nothing is on record.
+"""
+
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import trio
+
+from aifs.core.errors import (
+    Invalid,
+    NoSuchAddress,
+    NotADirectory,
+    NotFound,
+    ReadOnly,
+    Stale,
+)
+from aifs.core.tasks import run_all
+from aifs.datasets.virtual import SourceRange
+from aifs.files.file_io import FileIO
+from aifs.files.handles import HANDLE_MAX
+from aifs.files.permissions import asker_of
+from aifs.files.types import CallerLike, Opened
+from aifs.meta import namespace
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.vfs.refusals import Refusals
+from aifs.vfs.virtual import numbers, trees
+from aifs.vfs.virtual.numbers import FILES, FIRST
+from aifs.vfs.virtual.sources import VirtualContent, require_all, right_to
+from aifs.vfs.virtual.watching import SourceWatch, Watches
+
+_KNOWN_MAX = 64
+_SOURCES_MAX = trees.MEMBERS_MAX
+"""Of files that are not open: these many are remembered, of so many sources altogether."""
+
+Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
+"""Of a directory's number, and what the file held before, to what it holds now. All that is looked
+at is watched from before that on."""
+
+
+class _VirtualFile:
+    """A name's content; another one when that changes."""
+
+    __slots__ = ("content", "inode", "opens", "watch")
+
+    def __init__(self, inode: Inode, content: VirtualContent, watch: SourceWatch) -> None:
+        self.inode = inode
+        self.content = content
+        self.watch = watch
+        self.opens = 0
+
+
+class VirtualFiles:
+    """All virtual files and directories of a mount."""
+
+    def __init__(self, engine: Engine, io: FileIO, refusals: Refusals) -> None:
+        self._engine = engine
+        self._io = io
+        self._refusals = refusals
+        self._watches = Watches(engine, io)
+        self._named: dict[tuple[int, bytes], _VirtualFile] = {}
+        """By directory and name; those that were asked for last at the end."""
+        self._files: dict[int, _VirtualFile] = {}
+        """By number; also those that are open, and that no name leads to any more."""
+        self._opened: dict[int, _VirtualFile] = {}
+        """By handle."""
+        self._making: dict[tuple[int, bytes], trio.Lock] = {}
+        """By directory and name, held by who looks at the sources."""
+        self._last = 0
+        """The number that was given last, and the handle."""
+
+    # --- names ---
+
+    async def lookup(self, parent: int, name: bytes, caller: CallerLike) -> Inode:
+        """What a name leads to that is not on record. Raises NotFound; AccessDenied for who may not
+        read all that it is made of; and what the dataset is refused with."""
+        if parent < FIRST:
+            directory = await self._engine.view(namespace.get_directory, parent)
+            return _directory(FIRST | parent, directory)
+        if parent >= FILES:
+            raise NotADirectory()
+        top = numbers.directory_of(parent)
+        directory = await self._engine.view(namespace.get_directory, top)
+        if name != b"files.tar":
+            raise NotFound()
+        make = partial(trees.list_tree, self._engine, self._io)
+        asker = asker_of(caller)
+        require_all([right_to(directory)], asker)
+        with self._refusals.noted(top, caller, os.fsdecode(name)):
+            file = await self._find(top, name, make, directory)
+            require_all(file.content.rights, asker)
+        return file.inode
+
+    async def _find(self, top: int, name: bytes, make: Maker, directory: Inode) -> _VirtualFile:
+        """What a name leads to now."""
+        key = (top, name)
+        lock = self._making.setdefault(key, trio.Lock())
+        try:
+            async with lock:
+                known = self._named.get(key)
+                file = known
+                if known is None or not self._watches.is_whole(known.watch):
+                    watch = self._watches.begin()
+                    content = await make(top, watch, None if known is None else known.content)
+                    if known is None or known.content.fingerprint != content.fingerprint:
+                        file = self._add(content, directory, watch)
+                    else:
+                        known.content, known.watch = content, watch
+                assert file is not None
+                self._named.pop(key, None)
+                self._named[key] = file
+                self._forget()
+                return file
+        finally:
+            if not lock.statistics().tasks_waiting:
+                self._making.pop(key, None)
+
+    def _add(self, content: VirtualContent, directory: Inode, watch: SourceWatch) -> _VirtualFile:
+        self._last += 1
+        size, time_ns = content.bytes.size, content.mtime_ns
+        inode = Inode(
+            FILES | self._last,
+            stat.S_IFREG | 0o444,
+            directory.uid,
+            directory.gid,
+            1,
+            0,
+            size,
+            -(-size // 512),
+            time_ns,
+            time_ns,
+            time_ns,
+        )
+        file = self._files[inode.ino] = _VirtualFile(inode, content, watch)
+        return file
+
+    def _forget(self) -> None:
+        """What has not been asked for lately is made anew when it is."""
+        named = set(map(id, self._named.values()))
+        for ino, file in list(self._files.items()):
+            if not file.opens and id(file) not in named:
+                del self._files[ino]
+        idle = [key for key, file in self._named.items() if not file.opens][:-1]
+        held = sum(self._named[key].content.sources for key in idle)
+        count = len(self._named)
+        for key in idle:
+            if count <= _KNOWN_MAX and held <= _SOURCES_MAX:
+                break
+            file = self._named.pop(key)
+            held -= file.content.sources
+            count -= 1
+            del self._files[file.inode.ino]
+
+    async def getattr(self, ino: int) -> Inode:
+        """Raises Stale for a file that is remembered no more, NotFound."""
+        if ino >= FILES:
+            return self._file(ino).inode
+        top = numbers.directory_of(ino)
+        return _directory(ino, await self._engine.view(namespace.get_directory, top))
+
+    def _file(self, ino: int) -> _VirtualFile:
+        try:
+            return self._files[ino]
+        except KeyError:
+            raise Stale("the virtual file is to be found by its name again") from None
+
+    # --- open files ---
+
+    async def open(self, ino: int, flags: int, caller: CallerLike) -> Opened:
+        """Raises ReadOnly, Stale, AccessDenied for who may not read all that it is made of."""
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            raise ReadOnly("virtual files cannot be written")
+        file = self._file(ino)
+        require_all(file.content.rights, asker_of(caller))
+        self._last += 1
+        handle = HANDLE_MAX + 1 + self._last % HANDLE_MAX
+        while handle in self._opened:
+            handle = HANDLE_MAX + 1 + (handle + 1) % HANDLE_MAX
+        self._opened[handle] = file
+        file.opens += 1
+        return Opened(handle)
+
+    def has(self, handle: int) -> bool:
+        """Whether it is the handle of a virtual file."""
+        return handle in self._opened
+
+    def release(self, handle: int) -> None:
+        file = self._opened.pop(handle)
+        file.opens -= 1
+        self._forget()
+
+    async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
+        """Up to ``length`` bytes, fewer only at the end of the file. Raises Stale if a source has
+        changed, and what reading it raises."""
+        file = self._opened[handle]
+        content = file.content
+        length = min(length, content.bytes.size - offset)
+        if length <= 0:
+            return b""
+        data = memoryview(bytearray(length))
+        reads, at = [], 0
+        for piece in content.bytes.pieces(offset, length):
+            if isinstance(piece, SourceRange):
+                target = data[at : at + piece.length]
+                reads.append(partial(self._read_source, content, piece, target))
+            else:
+                target = data[at : at + len(piece)]
+                target[:] = piece
+            at += len(target)
+        try:
+            await run_all(*reads)
+        except Stale:
+            file.watch.changed = True
+            raise
+        return data
+
+    async def _read_source(
+        self, content: VirtualContent, piece: SourceRange, target: memoryview
+    ) -> None:
+        ino, size, mtime_ns, name = content.source(piece.source)
+        try:
+            file = await self._io.inodes.acquire(ino)
+        except NotFound:
+            raise Stale(f"{os.fsdecode(name)} has been removed") from None
+        try:
+            data = await self._io.read(file, piece.offset, piece.length)
+            now = self._io.inodes.attributes(file)
+            if (now.size, now.mtime_ns) != (size, mtime_ns) or len(data) != piece.length:
+                raise Stale(f"{os.fsdecode(name)} has changed")
+            target[:] = data
+        finally:
+            await self._io.inodes.release(file)
+
+    def seek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""
+        size = self._opened[handle].content.bytes.size
+        if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise Invalid(f"whence {whence} is none of ours")
+        if not 0 <= offset < size:
+            raise NoSuchAddress()
+        return offset if whence == os.SEEK_DATA else size
+
+
+def _directory(ino: int, of: Inode) -> Inode:
+    """A virtual directory, with the owner and the times of the one that it belongs to. Who may
+    read what is decided file by file."""
+    mode = stat.S_IFDIR | 0o555
+    times = of.atime_ns, of.mtime_ns, of.ctime_ns
+    return Inode(ino, mode, of.uid, of.gid, 2, 0, 0, 0, *times, of.ino)

@@ -1,0 +1,40 @@
+"""What virtual files and directories are called, and their inode numbers, which no inode on record
+can have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aifs.core.errors import NotFound, ReadOnly
+
+NAME = b".aifs"
+"""In each directory. A name on record wins."""
+
+FIRST = 1 << 62
+"""Of all numbers of what is virtual: it and the number of the directory are that of ``.aifs``."""
+
+FILES = FIRST | 1 << 60
+"""From here on come files, one number for each content."""
+
+
+def require_on_record(ino: int) -> None:
+    """Raises ReadOnly for what is virtual, which nobody changes."""
+    if ino >= FIRST:
+        raise ReadOnly("it is virtual")
+
+
+@contextmanager
+def unchanged(parent: int, name: bytes) -> Iterator[None]:
+    """A name is to be taken away inside, which NotFound says is not on record. Raises ReadOnly
+    instead if it is virtual."""
+    try:
+        yield
+    except NotFound:
+        if name == NAME:
+            raise ReadOnly("it is virtual") from None
+        require_on_record(parent)
+        raise
+
+
+def directory_of(ino: int) -> int:
+    """The directory on record that a virtual directory belongs to."""
+    return ino & ~FIRST

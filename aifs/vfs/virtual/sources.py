@@ -1,0 +1,64 @@
+"""What virtual files are made of, and who may read that."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aifs.core.errors import AccessDenied
+from aifs.datasets.virtual import VirtualBytes
+from aifs.files.permissions import READ, SEARCH
+from aifs.meta import acl
+from aifs.meta.askers import Asker
+from aifs.meta.records import Inode
+
+
+class Source(NamedTuple):
+    """A file on record, and what tells that its bytes are still the same."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+    name: bytes
+    """Below the directory, for messages."""
+
+
+class ReadRight(NamedTuple):
+    """What of an inode decides who may read it."""
+
+    acl: bytes
+    mode: int
+    uid: int
+    gid: int
+
+
+def right_to(inode: Inode) -> ReadRight:
+    return ReadRight(inode.acl, inode.mode, inode.uid, inode.gid)
+
+
+def require_all(rights: Collection[ReadRight], asker: Asker) -> None:
+    """Raises AccessDenied unless ``asker`` may read all of these, and search what are
+    directories."""
+    if asker.uid == 0:
+        return
+    for right in rights:
+        wanted = READ | SEARCH if right.mode >> 12 == 4 else READ
+        if not acl.granted(*right, asker.uid, set(asker.gids), wanted):
+            raise AccessDenied("the caller may not read all that the file is made of")
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualContent:
+    """What a virtual file was made to hold. It never changes."""
+
+    bytes: VirtualBytes
+    """In terms of the numbers of sources."""
+    source: Callable[[int], Source]
+    """The source of a number."""
+    sources: int
+    """How many there are."""
+    rights: frozenset[ReadRight]
+    """To all of them, and to the directories above."""
+    mtime_ns: int
+    """When the newest of them changed."""
+    fingerprint: int
+    """The same as long as sources and their order are."""
