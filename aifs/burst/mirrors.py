@@ -1,6 +1,7 @@
 """Mirrors: copies that other hosts keep of burst copies of this one (docs/hosts.md)."""
 
 import time
+from collections.abc import Collection
 
 import trio
 
@@ -9,7 +10,7 @@ from aifs.core.errors import FsError, Stale
 from aifs.core.log import logger
 from aifs.core.rendezvous import weight
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import mirrors, namespace
+from aifs.meta import forms, mirrors, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode, MirrorOf
 from aifs.peers.peers import CALL_S, Peers
@@ -20,6 +21,8 @@ KEEP = "burst.keep"
 _log = logger(__name__)
 
 _KEEP_S = 600.0
+_PRUNE_AT = 1000  # inode numbers
+
 _TICK_S = 0.01
 """Of the clock of file times at most: what is written within one has the same ctime."""
 
@@ -33,6 +36,8 @@ class Mirrors:
         self._peers = peers
         self.lacking: set[int] = set()
         """Inodes of files that no other host has taken a mirror of, when they were synced last."""
+        self._prune_at = _PRUNE_AT
+        """How many of these there are when it is looked which are drained by now."""
         self._has_said = False
 
     def wants(self, inode: Inode) -> bool:
@@ -72,9 +77,17 @@ class Mirrors:
             except FsError as error:
                 why = f"host {name}: {error}"
         self.lacking.add(inode.ino)
+        if len(self.lacking) >= self._prune_at:
+            self._prune_at = max(_PRUNE_AT, 2 * len(await self.find_lacking()))
         if not self._has_said:
             self._has_said = True
             _log.warning("inode %d has no mirror until it is drained: %s", inode.ino, why)
+
+    async def find_lacking(self) -> Collection[int]:
+        """Those of ``lacking`` that are not drained yet; others are not in it any more."""
+        known = frozenset(self.lacking)
+        self.lacking -= known - (await self._engine.view(forms.find_burst_files, known)).keys()
+        return self.lacking
 
     async def _is_kept(self, peers: Peers, name: str, ino: int, place: Copy, now: MirrorOf) -> bool:
         """Whether a host has a mirror of this on return; False: it is not the file any more."""

@@ -48,7 +48,7 @@ class Operation(str, enum.Enum):
     LOOK = "look"
     """None: its attributes are answered, as they are with all others."""
     LEAVE = "leave"
-    """None: the other host writes to it no more."""
+    """The number of the other host's last join: it writes to it no more."""
 
 
 _AGAIN_S = 0.2
@@ -97,18 +97,20 @@ class Homes:
 
         return await self._ask(self.of(copy.server), copy.ino, call, place=copy.place)
 
-    async def give_up(self, host: int, ino: int, is_emptied: bool, place: Copy | None) -> bool:
-        """Whether a file that ``host`` changes, or keeps in its burst directory, is on the data
-        servers on return, and nobody's, which is on record here; else it is open for writing there,
-        and this host has joined those who do that. ``is_emptied``: its bytes are not needed any
-        more. ``place``: its copy there, as far as the caller knows; None: it is changed in place.
+    async def give_up(self, host: int, ino: int, is_emptied: bool, place: Copy | None) -> int:
+        """0: a file that ``host`` changes, or keeps in its burst directory, is on the data servers
+        on return, and nobody's, which is on record here. Else it is open for writing there, and
+        this host has joined those who do that: the number to ``leave`` by, which is greater than
+        those that were given before. ``is_emptied``: its bytes are not needed any more. ``place``:
+        its copy there, as far as the caller knows; None: it is changed in place.
 
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
 
-        async def call(peers: Peers, name: str) -> bool:
+        async def call(peers: Peers, name: str) -> int:
             asked = [ino, is_emptied]
-            return not (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
+            number: int = (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
+            return number
 
         return await self._ask(host, ino, call, place=place)
 
@@ -159,11 +161,12 @@ class Homes:
         is_repeated, waits = operation != Operation.APPEND, operation != Operation.SHOW
         return await self._ask(host, ino, call, is_repeated, waits, place)
 
-    async def leave(self, host: int, ino: int) -> None:
-        """This host writes to the file no more. Raises Stale, Unavailable."""
+    async def leave(self, host: int, ino: int, number: int) -> None:
+        """This host, which has joined by this ``number``, writes to the file no more; nothing
+        happens if it has joined once more since. Raises Stale, Unavailable."""
 
         async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, CARRY_OUT, [ino, Operation.LEAVE])
+            await peers.call(name, CARRY_OUT, [ino, Operation.LEAVE, number])
 
         await self._ask(host, ino, call, waits=False)
 

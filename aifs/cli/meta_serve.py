@@ -74,7 +74,12 @@ def serve_command(directory: str, listen: str, user: str, systemd: bool) -> int:
     settings. For high availability use a replicated or managed PostgreSQL instead.
     """
     from aifs.core.kinds import split_endpoint
-    from aifs.meta.embedded import EmbeddedDatabase, choose_user, find_programs
+    from aifs.meta.embedded import (
+        EmbeddedDatabase,
+        choose_user,
+        find_programs,
+        require_free,
+    )
 
     try:
         address, port = split_endpoint(listen)
@@ -83,6 +88,8 @@ def serve_command(directory: str, listen: str, user: str, systemd: bool) -> int:
     if systemd:
         print(_unit(os.path.abspath(directory), listen, user), end="")
         return 0
+    if not os.path.exists(directory):  # nothing is made of what cannot begin
+        require_free(address, port)
     account = choose_user(directory, user)
     database = EmbeddedDatabase(directory, account, find_programs())
     try:

@@ -47,8 +47,9 @@ class ByHome:
             if file.is_joined:
                 return True
             try:
-                if not await self._homes.give_up(home, ino, is_emptied, file.inode.copy):
-                    file.joined = home
+                number = await self._homes.give_up(home, ino, is_emptied, file.inode.copy)
+                if number:
+                    file.joined, file.joined_as = home, max(number, file.joined_as)
                     continue
             except Stale:
                 pass  # it is not its home any more
@@ -62,20 +63,21 @@ class ByHome:
         its home any more, or does not know of us, and nothing has been done. Raises Unavailable,
         which names the host, and what the operation raises there.
         """
-        home, inode = file.joined, file.inode
+        home, inode, unsynced = file.joined, file.inode, file.unsynced_there
         try:
             answer = await self._homes.carry_out(home, inode.ino, operation, args, body, inode.copy)
         except Stale:
             if file.joined == home:
-                file.joined = 0
+                file.joined = file.joined_as = 0
             await self.follow_bytes(inode.ino)
             return None
         if file.joined == home:  # else it may be ours by now, and have been changed since
             inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
         if operation == Operation.SYNC:
-            file.unsynced_there = False
+            if file.unsynced_there is unsynced:  # else a write has ended meanwhile
+                file.unsynced_there = None
         elif operation in _CHANGES and file.joined == home:
-            file.unsynced_there = True
+            file.unsynced_there = object()
         return answer
 
     async def look_at_home(self, file: OpenInode) -> None:
@@ -121,8 +123,8 @@ class ByHome:
             try:
                 async with alone([file]):
                     await self._transitions.look_again(file)
-                if file.unsynced_there and not file.is_joined:
-                    file.unsynced_there = False
+                if file.unsynced_there is not None and not file.is_joined:
+                    file.unsynced_there = None
                     why = f"inode {ino}: its home has begun a new session, or has ended"
                     file.lost = LostBytes(0, why)
             finally:

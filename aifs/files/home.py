@@ -42,6 +42,8 @@ class _Joined(NamedTuple):
 
     file: OpenInode
     """It counts among its writers."""
+    number: int
+    """Of its last join; they ascend. Who leaves by an earlier one has joined again since."""
     end: AsyncExitStack
     """What follows when it does not any more."""
 
@@ -73,6 +75,8 @@ class Home:
         self._peers = peers
         self._joined: dict[tuple[int, int], _Joined] = {}
         """By session and inode number, what other hosts write to by way of this one."""
+        self._joins = 0
+        """How often others have joined."""
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
         peers.serve(CARRY_OUT, self._carry_out)
@@ -101,10 +105,10 @@ class Home:
         return Answer(None, FilePart(fd, offset, max(0, min(length, size - offset))))
 
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Whether a file, as [inode number, whether its bytes are not needed], stays with us, as it
-        is open for writing here, or cannot be given up: then who asks has joined those who write to
-        it. Else it is on the data servers, and nobody's, which is on record there, when this
-        returns. Raises Stale as ``_join`` does.
+        """A file, as [inode number, whether its bytes are not needed], is on the data servers, and
+        nobody's, which is on record there, when this answers 0. Else it stays with us, as it is
+        open for writing here, or cannot be given up: who asks has joined those who write to it, by
+        the number that is answered. Raises Stale as ``_join`` does.
         """
         ino, is_emptied = arguments
         until_s, stays = trio.current_time() + _CLOSING_S, False
@@ -113,8 +117,7 @@ class Home:
                 while self._is_written(ino):
                     await trio.sleep(_LOOK_S)
             if stays or self._is_written(ino):
-                await self._join(asker.session, ino)
-                return Answer(True)
+                return Answer(await self._join(asker.session, ino))
             if is_emptied:  # by who asks, in a moment
                 async with self._changing(ino) as file:
                     await self._io.truncate(file, 0)
@@ -126,7 +129,7 @@ class Home:
             await self._writeback.sync_files([ino])
             if not await self._engine.view(self._is_home, ino):
                 await self._engine.shown()
-                return Answer(False)
+                return Answer(0)
             # It is just being closed; or it is one that nobody can give up: its one object may be
             # mapped, it has no name any more, or it has lost bytes.
             stays = trio.current_time() >= until_s
@@ -140,20 +143,24 @@ class Home:
         await self._engine.shown()
         return Answer()
 
-    async def _join(self, session: int, ino: int) -> None:
-        """Count another host among those who have a file open for writing, until it leaves, or
-        ends. Raises Stale, once that is on record there, if this host is not its home."""
+    async def _join(self, session: int, ino: int) -> int:
+        """Count another host among those who have a file open for writing, until it leaves by the
+        number that this returns, or ends. Raises Stale, once that is on record there, if this host
+        is not its home."""
         async with AsyncExitStack() as end:
             file = await end.enter_async_context(self._changing(ino))
             await self._io.begin_writing(file)
             file.opening -= 1
-            if file.home or (session, ino) in self._joined:
-                if file.home:
-                    await self._engine.shown()
-                    raise Stale(f"inode {ino} has another home")
-                return
-            file.writers += 1
-            self._joined[session, ino] = _Joined(file, end.pop_all())
+            if file.home:
+                await self._engine.shown()
+                raise Stale(f"inode {ino} has another home")
+            self._joins += 1
+            known = self._joined.get((session, ino))
+            if known is None:
+                file.writers += 1
+                known = _Joined(file, 0, end.pop_all())
+            self._joined[session, ino] = known._replace(number=self._joins)
+            return self._joins
 
     async def _leave(self, session: int, ino: int) -> None:
         joined = self._joined.pop((session, ino), None)
@@ -172,7 +179,8 @@ class Home:
         await self._engine.sure()
         joined = self._joined.get((asker.session, ino))
         if operation == Operation.LEAVE:
-            await self._leave(asker.session, ino)
+            if joined is not None and args[0] >= joined.number:
+                await self._leave(asker.session, ino)
             return Answer()
         if joined is None:
             raise Stale(f"host {asker.name} does not write to inode {ino} here")

@@ -68,6 +68,7 @@ class OpenInode:
         "home",
         "inode",
         "joined",
+        "joined_as",
         "kept",
         "kin",
         "lease",
@@ -126,8 +127,10 @@ class OpenInode:
         self.joined = 0
         """The host that has let us write to the file by way of it, while it has it open for writing
         itself, or others have by way of it; 0: none has."""
-        self.unsynced_there = False
-        """We have written to it there, and have not synced it since."""
+        self.joined_as = 0
+        """The number that it has given us for that, by which we leave."""
+        self.unsynced_there: object | None = None
+        """A token of what we have written last to it there, and have not synced since; or None."""
         self.marked = marked
         """The dirty mark is on record: the bytes may change without notice."""
         self.marked_seq = 0

@@ -205,9 +205,11 @@ class OpenInodes:
             return None
 
     async def _leave_home(self, file: OpenInode) -> None:
-        home, file.joined, file.unsynced_there = file.joined, 0, False
+        home, number = file.joined, file.joined_as
+        file.joined = file.joined_as = 0
+        file.unsynced_there = None
         try:
-            await self._homes.leave(home, file.inode.ino)
+            await self._homes.leave(home, file.inode.ino, number)
         except Stale:
             pass  # it has ended since
         except FsError as error:

@@ -263,7 +263,7 @@ class EmbeddedDatabase:
         """Run the database; returns when it takes connections. It ends in order when this process
         dies. ``settings``: NAME=VALUE. ``log``: where it writes its log to; None: to stderr.
         """
-        _require_free(address, port)
+        require_free(address, port)
         chosen = [f"listen_addresses={address}", f"port={port}", *settings]
         command = [f"{self._programs}/postgres", "-D", self._data]
         command += [word for setting in chosen for word in ("-c", setting)]
@@ -300,7 +300,8 @@ def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
-def _require_free(address: str, port: int) -> None:
+def require_free(address: str, port: int) -> None:
+    """Raises StoreError if a database cannot listen there."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -123,16 +123,20 @@ async def _load(fs: Filesystem) -> None:
     # died get their sizes, and what nobody refers to is queued for deletion.
     await recover(fs.store, fs.tier, fs.collector, fs.recovered)
     await fs.containers.recover()
-    # What earlier mounts have left to do. None of these looks at another.
-    await fs.trash.load()
-    await fs.rebuild.strays.load()
-    await fs.retention.load()
-    # What is known to be wrong on the data servers, because that decides which copies are kept.
-    await fs.scrub.load()
+    await _load_work(fs)
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
     await fs.group_life.load(undrained)
+
+
+async def _load_work(fs: Filesystem, again: bool = False) -> None:
+    """What earlier mounts, or another host, have left to do. None of these looks at another."""
+    await fs.trash.load()
+    await fs.rebuild.strays.load()
+    await fs.retention.load()
+    # What is known to be wrong on the data servers, because that decides which copies are kept.
+    await fs.scrub.load(again)
 
 
 async def _serve_role(fs: Filesystem) -> None:
@@ -145,10 +149,7 @@ async def _serve_role(fs: Filesystem) -> None:
     live = fs.role.live
     await fs.backup.load(fs.options.read_only)
     await take_over(fs.store, fs.role, fs.collector)
-    await fs.trash.load()
-    await fs.rebuild.strays.load()
-    await fs.retention.load()
-    await fs.scrub.load(again=True)
+    await _load_work(fs, again=True)
     fs.upkeep.add(fs.jobs_of_role())
     while True:
         while fs.role.live == live:

@@ -16,10 +16,11 @@ from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFo
 from aifs.core.faults import SimulatedCrash
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import joint, part_host, parts
+from aifs.vfs.groups import joint, part_host, parts, storing
 from aifs.vfs.groups.protocol import Commit
 from tests.support import stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
+from tests.support.points import armed
 from tests.support.stores import LIMIT_S, OWNER, ask, put, read_file
 
 ADMIN = Caller()
@@ -99,6 +100,28 @@ async def test_sizes_that_differ_on_two_hosts(scratch: Path, options: str):
         for fs in (north, south):
             with pytest.raises(Invalid, match="bytes, not the"):
                 await fs.groups.wait(ino, 0, True, LIMIT_S)
+
+
+async def test_sizes_of_a_host_that_does_not_answer_at_once(scratch: Path, monkeypatch):
+    monkeypatch.setattr(parts, "_AGAIN_S", 0.01)
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        services, tries = cluster.calls["south"].services, list[int]()
+        files = services[parts.FILES]
+
+        async def late(*args: Any) -> Any:
+            tries.append(1)
+            if len(tries) < 3:
+                raise Unavailable("host south has not answered for 5 s")
+            return await files(*args)
+
+        monkeypatch.setitem(services, parts.FILES, late)
+        ino = await begin(north, "commit=explicit,same_size=yes")
+        for rank, fs in enumerate((north, south)):
+            await make(fs, ino, b"%d" % rank, DATA)
+        await commit(south, ino, 1)
+        await commit(north, ino, 0)
+        assert (await durable(south, ino))["state"] == "durable"
+        assert len(tries) == 3
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -325,6 +348,30 @@ async def test_a_host_fails_on_the_way(scratch: Path, monkeypatch, service: str)
             assert await read_file(fs, there) == MORE
         await kept_no_more(north)
         cluster.silent.clear()
+
+
+async def test_chunks_that_are_kept_of_a_group_that_ends_meanwhile(scratch: Path, monkeypatch):
+    monkeypatch.setattr(storing, "_BATCH_CHUNKS", 1)
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ended: list[int] = []
+
+        def end() -> None:
+            """As both do when they hear that it has ended."""
+            group = north.group_table.by_directory[ino].record.id
+            ended.append(group)
+            for fs in (north, south):
+                fs.group_drain.let_go(group)
+
+        ino = await begin(north, "commit=explicit,dedup=64KiB")
+        with armed("vfs.group.kept", end):
+            await make(north, ino, b"0", SAME)
+            await make(south, ino, b"1", SAME)
+            await commit(south, ino, 1)
+            await commit(north, ino, 0)
+            assert (await durable(south, ino))["state"] == "durable"
+        assert len(ended) > 2
+        for fs in (north, south):
+            await kept_no_more(fs)
 
 
 async def test_chunks_that_are_kept_by_a_host_that_dies(scratch: Path):

@@ -516,12 +516,60 @@ async def test_a_home_that_has_forgotten_who_joined_has_lost_only_what_was_writt
         ino = await write_file(north, b"f", DATA)
         here, *_ = await north.open(ino, os.O_RDWR)
         there, *_ = await south.open(ino, APPEND)
-        await cluster.calls["south"].call("north", CARRY_OUT, [ino, "leave"])
+        await cluster.calls["south"].call("north", CARRY_OUT, [ino, "leave", 1])
         await append(south, there, b"more")  # refused, and done when it has joined once more
         await south.fsync(there)
         await south.release(there)
         await north.release(here)
         assert await read_file(north, ino) == DATA + b"more"
+
+
+async def test_who_has_joined_once_more_is_not_dropped_by_a_late_leave(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino = await write_file(north, b"f", DATA)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        await south.release(there)
+        assert north.io.table.open[ino].writers == 1
+        there, *_ = await south.open(ino, APPEND)
+        await cluster.calls["south"].call("north", CARRY_OUT, [ino, "leave", 1])
+        assert north.io.table.open[ino].writers == 2
+        await append(south, there, b"more")
+        await south.fsync(there)
+        await south.release(there)
+        assert north.io.table.open[ino].writers == 1
+        await north.release(here)
+        assert await read_file(north, ino) == DATA + b"more"
+
+
+async def test_what_is_written_while_a_sync_is_under_way_may_be_lost(scratch: Path):
+    async with cluster_of(scratch / "s", AT_ONCE) as cluster, cluster.mounted("south") as south:
+        with suppress(SimulatedCrash):
+            async with cluster.mounted("north") as north:
+                ino = await write_file(north, b"f", DATA)
+                await north.open(ino, os.O_RDWR)
+                there, *_ = await south.open(ino, APPEND)
+                services = cluster.calls["north"].services
+                carry_out, synced, written = services[CARRY_OUT], trio.Event(), trio.Event()
+
+                async def held(asker: Any, arguments: Any, body: Any) -> Any:
+                    answer = await carry_out(asker, arguments, body)
+                    if arguments[1] == "sync":
+                        synced.set()
+                        await written.wait()
+                    return answer
+
+                services[CARRY_OUT] = held
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(south.fsync, there)
+                    await synced.wait()
+                    await append(south, there, b"late")
+                    written.set()
+                raise SimulatedCrash
+        async with cluster.mounted("north"):
+            with pytest.raises(Unavailable, match="new session"):
+                await south.fsync(there)
+            await south.release(there)
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
@@ -530,7 +578,7 @@ async def test_a_file_that_may_be_mapped_stays_with_its_home(scratch: Path, flag
         ino = await write_file(north, b"f", DATA)
         await moved_out(north, ino)
         north.io.capacity.perhaps_mapped.add(ino)
-        north.io.burst.bring = no_copy  # type: ignore[method-assign]
+        north.io.stager.bring = no_copy  # type: ignore[method-assign]
         await overwrite(north, ino, 0, b"mapped")
         with trio.fail_after(60):
             there, *_ = await south.open(ino, flags)

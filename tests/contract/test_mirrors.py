@@ -256,6 +256,19 @@ async def test_without_a_second_host_publishing_drains(scratch: Path, caplog):
         assert await mirror_of(north, other) is None
 
 
+async def test_what_has_been_drained_lacks_no_mirror(scratch: Path, caplog, monkeypatch):
+    monkeypatch.setattr("aifs.burst.mirrors._PRUNE_AT", 2)
+    async with hosts(scratch / "s") as two:
+        north = await two.begin("north")
+        first = await synced_file(north, b"f")
+        caplog.clear()
+        await drained(north, first)
+        second = await synced_file(north, b"g")
+        assert north.io.mirrors.lacking <= {second}
+        await drained(north, second)
+        assert not await north.io.mirrors.find_lacking()
+
+
 async def test_what_has_lost_its_mirror_is_drained(scratch: Path):
     async with hosts(scratch / "s") as two:
         north, _ = await two.begin("north"), await two.begin("south")

@@ -107,6 +107,13 @@ def test_a_database_is_served_and_found_again(serve: Callable[..., Served], plac
     assert again.end(signal.SIGINT)[0] == 0
 
 
+def test_nothing_is_made_for_a_port_that_is_taken(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "Address already in use" in refused(place, "--listen", f"127.0.0.1:{port}")
+    assert not place.exists()
+
+
 def serves_as(place: Path) -> int:
     pid = int((place / "data" / "postmaster.pid").read_text().split()[0])
     return os.stat(f"/proc/{pid}").st_uid
@@ -135,7 +142,10 @@ def test_after_a_kill_nothing_is_lost_and_nobody_is_left(
 def test_one_who_died_while_it_was_made_leaves_nothing(
     serve: Callable[..., Served], place: Path
 ) -> None:
-    making = subprocess.Popen([sys.executable, "-m", "aifs.cli.main", "meta", "serve", place])
+    making = subprocess.Popen(
+        [sys.executable, "-m", "aifs.cli.main", "meta", "serve", place]
+        + ["--listen", f"127.0.0.1:{free_port()}"]
+    )
     while not (place / "data.new").exists():
         assert making.poll() is None
         time.sleep(0.001)

@@ -69,6 +69,8 @@ class GroupDrain:
         self._collector = collector
         self._kept: dict[int, list[int]] = {}
         """By id of a group: the lists of what is kept of it for other hosts."""
+        self._keeping: list[int] | None = None
+        """Those that are being added to."""
         self.storing = Storing(
             config, engine, servers, ids, collector, containers, movers, self._flips
         )
@@ -201,12 +203,23 @@ class GroupDrain:
         async with self._one_group:
             kind = MemberKind(asked, some, chunk, report)
             lists = self._kept.setdefault(group_id, [])
-            return await self.storing.keep(kind, wanted, lists)
+            self._keeping = lists
+            try:
+                return await self.storing.keep(kind, wanted, lists)
+            finally:
+                self._keeping = None
+                if self._kept.get(group_id) is not lists:  # it was let go meanwhile
+                    self._give_up(lists)
 
     def let_go(self, group_id: int) -> None:
         """What is kept of a group is kept no more."""
-        for oid in self._kept.pop(group_id, ()):
-            self._collector.add_garbage(oid)
+        lists = self._kept.pop(group_id, [])
+        if lists is not self._keeping:  # else who is adding to them gives them up
+            self._give_up(lists)
+
+    def _give_up(self, lists: list[int]) -> None:
+        while lists:
+            self._collector.add_garbage(lists.pop())
 
     def _kinds(self, members: Sequence[Prepared]) -> dict[Asked, list[Prepared]]:
         """Those that can be stored, but for tiny ones, by what they ask for."""

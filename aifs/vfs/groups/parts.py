@@ -92,14 +92,23 @@ class Parts:
     # --- what the host that sees to a group asks of the others ---
 
     async def files(self, group: DirectoryGroup) -> dict[int, File]:
-        """The files that others have closed, by their inodes. Raises Unavailable."""
+        """The files that others have closed, by their inodes. A host that does not answer is asked
+        again as long as it has a session. Raises Unavailable."""
         found: dict[int, File] = {}
 
         async def ask(host: int) -> None:
-            answer = await self.call(group, host, FILES, _FILES_S)
-            assert not isinstance(answer.body, str)
-            for ino, size in json.loads(bytes(answer.body)):
-                found[ino] = File(ino, size, 0.0)
+            while group.is_open:
+                try:
+                    answer = await self.call(group, host, FILES, _FILES_S)
+                except Unavailable:
+                    if host not in await self._role.ask_live():
+                        raise
+                    await trio.sleep(_AGAIN_S)
+                    continue
+                assert not isinstance(answer.body, str)
+                for ino, size in json.loads(bytes(answer.body)):
+                    found[ino] = File(ino, size, 0.0)
+                return
 
         await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
         return found

@@ -223,8 +223,7 @@ class Publishing:
             await self._naming.require_complete(dentry.ino)
         synced = await self._barrier.sync_below(dentry, strict)
         policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
-        lacking = self._io.mirrors.lacking
-        lacking &= set(await self._engine.view(forms.find_burst_files, lacking))
+        lacking = self._io.mirrors.lacking and await self._io.mirrors.find_lacking()
         if policy.publish == "capacity" or lacking:  # what has no mirror has to be somewhere else
             await self._burst.drain_below(dentry.ino)
         if dentry.type == _DIRECTORY:
