@@ -26,11 +26,12 @@ def _look(directory: int, path: str) -> None:
             if stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode):
                 fd = os.open(name, _OPEN, dir_fd=directory)
                 try:
-                    if stat.S_ISDIR(os.fstat(fd).st_mode):
+                    opened = os.fstat(fd)  # the name may be something else by now
+                    if stat.S_ISDIR(opened.st_mode):
                         _look(fd, here)
-                    elif stat.S_ISREG(found.st_mode):
+                    elif stat.S_ISREG(opened.st_mode):
                         os.read(fd, _READ_MAX)
-                        os.pread(fd, _READ_MAX, max(0, found.st_size - _READ_MAX))
+                        os.pread(fd, _READ_MAX, max(0, opened.st_size - _READ_MAX))
                 finally:
                     os.close(fd)
         except OSError as error:
