@@ -455,7 +455,7 @@ class FileIO:
                 return
             if inode.in_burst and file.own_copy.is_open:
                 self.burst.look(file)
-            if file.unsaved:
+            if file.unsaved or not file.recording.is_free:  # what is under way is not shown yet
                 await self.transitions.save(file)
             closed_as = inode.size, inode.mtime_ns
             if inode.nlink and not is_new and file.shown_as != closed_as:
@@ -473,6 +473,6 @@ class FileIO:
             return False
         if inode.in_burst and file.own_copy.is_open:
             self.burst.look(file)
-        if file.unsaved:
+        if file.unsaved or not file.recording.is_free:
             return False
         return not inode.nlink or is_new or file.shown_as == (inode.size, inode.mtime_ns)
