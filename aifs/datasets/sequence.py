@@ -246,7 +246,7 @@ class Epoch:
 
     def _runs(self, number: int) -> list[range]:
         """The blocks of a window, by file."""
-        if len(self.windows) == 1:
+        if isinstance(self.windows[number], range):
             return [range(len(self.index.rows))]
         return [self.index.blocks_of(file) for file in self.windows[number]]
 
