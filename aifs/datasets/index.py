@@ -47,6 +47,11 @@ class FileBytes(Protocol):
         """``length`` bytes at ``offset``; fewer only at the end of the file."""
         ...
 
+    def beside(self, suffix: str) -> "FileBytes":
+        """The file whose name has ``suffix`` (".idx") in place of this one's. Raises
+        FileNotFoundError."""
+        ...
+
 
 class RowBlock(NamedTuple):
     """A run of a file's bytes that holds whole rows."""

@@ -1,0 +1,85 @@
+"""Rows of Arrow files and streams: dictionaries, by columns. Option ``columns``: these alone.
+
+A batch is read in one piece, and not copied again; one of more than 64 MiB is mapped. (A mapped
+file that shrinks ends the process by SIGBUS, so that smaller ones are read.)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aifs.client.data.rows import DatasetFile
+from aifs.client.data.rows.opened import Clipped, naming, require_rows
+from aifs.datasets.formats import arrow
+from aifs.datasets.formats.reading import SmallReads
+from aifs.datasets.index import RowBlock
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_MAPPED = 64 << 20
+
+
+class _Block:
+    def __init__(self, path: str, block: RowBlock, batch: "pyarrow.RecordBatch") -> None:
+        require_rows(path, block.offset, batch.num_rows, block.rows)
+        self._batch = batch
+
+    def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        import pyarrow
+
+        return self._batch.take(pyarrow.array(rows, pyarrow.int64())).to_pylist()
+
+    def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
+        return self._batch.slice(first, rows)
+
+
+class _File:
+    def __init__(self, file: DatasetFile, columns: Sequence[str] | None) -> None:
+        import pyarrow
+
+        self._file = file
+        self._columns = columns
+        with naming(file.path, 0):
+            span = arrow.schema_span(SmallReads(Clipped(file)))
+            self._schema_message = file.read(span.offset, span.length)
+            self._schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(self._schema_message))
+            # Only where there are dictionaries must the whole file be looked through for them.
+            self._parts = (
+                arrow.parts(Clipped(file))
+                if any("dictionary<" in str(field.type) for field in self._schema)
+                else None
+            )
+
+    def open_block(self, number: int, block: RowBlock) -> _Block:
+        import pyarrow
+
+        with naming(self._file.path, block.offset):
+            if self._parts is None:
+                batch = pyarrow.ipc.read_record_batch(self._buffer(block), self._schema)
+            else:
+                dictionaries = [
+                    self._file.read(*span)
+                    for span in self._parts.dictionaries
+                    if span.offset < block.offset or not self._parts.is_stream
+                ]
+                message = self._file.read(block.offset, block.length)
+                stream = b"".join([self._schema_message, *dictionaries, message])
+                batch = pyarrow.ipc.open_stream(stream).read_next_batch()
+            batch.validate()
+            if self._columns is not None:
+                batch = batch.select(list(self._columns))
+        return _Block(self._file.path, block, batch)
+
+    def _buffer(self, block: RowBlock) -> "pyarrow.Buffer":
+        import pyarrow
+
+        if block.length <= _MAPPED:
+            return pyarrow.py_buffer(self._file.read(block.offset, block.length))
+        self._file.read(block.offset, 1)  # is it the file that was indexed?
+        with pyarrow.memory_map(self._file.path) as mapped:
+            mapped.seek(block.offset)
+            return mapped.read_buffer(block.length)
+
+
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
+    return _File(file, options.get("columns"))

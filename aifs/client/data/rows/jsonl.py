@@ -1,0 +1,77 @@
+"""Lines of JSON: what json.loads makes of each.
+
+Arrow batches: with the option ``schema`` (a pyarrow.Schema) its columns, where a row's other fields
+are left out; without it one column ``json`` of the lines as they are, because lines alone do not
+tell one schema for all batches.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aifs.client.data.rows import DatasetFile
+from aifs.client.data.rows.opened import naming, require_rows
+from aifs.client.data.rows.text import lines_of
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats.jsonl import BOM
+from aifs.datasets.index import RowBlock
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class _Lines:
+    def __init__(
+        self, path: str, block: RowBlock, lines: list[bytes], schema: "pyarrow.Schema | None"
+    ) -> None:
+        require_rows(path, block.offset, len(lines), block.rows)
+        self._path = path
+        self._block = block
+        self._lines = lines
+        self._schema = schema
+
+    def take(self, rows: Sequence[int]) -> list[Any]:
+        return [self._decoded(row) for row in rows]
+
+    def _decoded(self, row: int) -> Any:
+        try:
+            return json.loads(self._lines[row])
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(
+                f"{self._path}: row {row} of the block at byte {self._block.offset} is no JSON:"
+                f" {error}"
+            ) from error
+
+    def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
+        import pyarrow
+        from pyarrow import json as arrow_json
+
+        lines = self._lines[first : first + rows]
+        with naming(self._path, self._block.offset):
+            if self._schema is None:
+                texts = pyarrow.array(lines, pyarrow.large_binary()).cast(pyarrow.large_string())
+                return pyarrow.record_batch([texts], names=["json"])
+            data = pyarrow.BufferReader(b"\n".join(lines) + b"\n")
+            options = arrow_json.ParseOptions(
+                explicit_schema=self._schema, unexpected_field_behavior="ignore"
+            )
+            reading = arrow_json.ReadOptions(use_threads=False, block_size=max(1, data.size()))
+            table = arrow_json.read_json(data, reading, options).select(self._schema.names)
+            return table.combine_chunks().to_batches()[0]
+
+
+class _File:
+    def __init__(self, file: DatasetFile, options: Mapping[str, Any]) -> None:
+        self._file = file
+        self._schema = options.get("schema")
+
+    def open_block(self, number: int, block: RowBlock) -> _Lines:
+        lines = lines_of(self._file, block)
+        if not block.offset and lines:
+            lines[0] = lines[0].removeprefix(BOM)
+        lines = [line for line in lines if line.strip(b" \t\r")]
+        return _Lines(self._file.path, block, lines, self._schema)
+
+
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
+    return _File(file, options)

@@ -1,0 +1,201 @@
+"""Arrow's IPC file and stream: each record batch is a block.
+
+Only metadata are read: messages, in flatbuffers, of which this module knows the few fields that say
+where record batches and dictionaries lie, and how many rows they have (Arrow columnar format,
+"Serialization and Interprocess Communication").
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats.reading import SmallReads
+from aifs.datasets.index import FileBytes, RowBlock
+
+NAME = "arrow"
+SUFFIXES: tuple[str, ...] = (".arrow", ".arrows", ".feather", ".ipc")
+
+MAGIC = b"ARROW1"
+CONTINUED = b"\xff\xff\xff\xff"
+
+_METADATA_MAX = 256 << 20
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
+
+
+class Span(NamedTuple):
+    """A message with its body."""
+
+    offset: int
+    length: int
+
+
+class ArrowParts(NamedTuple):
+    """Where the parts of a file or a stream lie."""
+
+    is_stream: bool
+    schema: Span
+    dictionaries: list[Span]
+    batches: list[RowBlock]
+    """Also those without rows."""
+
+
+class _Table:
+    """A table of a flatbuffer."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self._at = at
+        self._fields = at - _unpack("<i", data, at)  # the vtable
+        self._length = _unpack("<H", data, self._fields)
+
+    @classmethod
+    def root(cls, data: bytes) -> "_Table":
+        return cls(data, _unpack("<I", data, 0))
+
+    def number(self, field: int, kind: str) -> int:
+        at = self._place(field)
+        return _unpack(kind, self._data, at) if at else 0
+
+    def table(self, field: int) -> "_Table":
+        return _Table(self._data, self._target(field))
+
+    def structs(self, field: int, kind: struct.Struct) -> Iterator[tuple[int, ...]]:
+        """Of a vector of structs."""
+        if not self._place(field):
+            return
+        at = self._target(field)
+        count = _unpack("<I", self._data, at)
+        if count * kind.size > len(self._data) - at - 4:
+            raise DatasetError("damaged metadata: a list is longer than they are")
+        yield from kind.iter_unpack(self._data[at + 4 : at + 4 + count * kind.size])
+
+    def _target(self, field: int) -> int:
+        at = self._place(field)
+        if not at:
+            raise DatasetError("damaged metadata: a field is missing")
+        return at + _unpack("<I", self._data, at)
+
+    def _place(self, field: int) -> int:
+        slot = 4 + 2 * field
+        offset = _unpack("<H", self._data, self._fields + slot) if slot < self._length else 0
+        return self._at + offset if offset else 0
+
+
+def _unpack(kind: str, data: bytes, at: int) -> int:
+    if not 0 <= at <= len(data) - struct.calcsize(kind):
+        raise DatasetError("damaged metadata: an offset points outside")
+    return struct.unpack_from(kind, data, at)[0]
+
+
+class _Message(NamedTuple):
+    kind: int
+    rows: int
+    """Of a record batch."""
+
+    end: int
+    """Of the message and its body."""
+
+
+def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
+    if file.size:
+        yield from (batch for batch in parts(file).batches if batch.rows)
+
+
+def parts(file: FileBytes) -> ArrowParts:
+    """Raises DatasetError if this is neither a file nor a stream, or not all of one."""
+    window = SmallReads(file)
+    if file.read(0, len(MAGIC)) == MAGIC:
+        return _of_file(window)
+    return _of_stream(window)
+
+
+def schema_span(window: SmallReads) -> Span:
+    """Where the schema lies. Raises DatasetError if this is neither a file nor a stream."""
+    at = 8 if window.at(0, len(MAGIC)) == MAGIC else 0
+    message = _message(window, at)
+    if message is None or message.kind != _SCHEMA:
+        raise DatasetError(f"neither an Arrow file nor a stream: no schema at byte {at}")
+    return Span(at, message.end - at)
+
+
+def _of_stream(window: SmallReads) -> ArrowParts:
+    schema: Span | None = None
+    dictionaries, batches = [], []
+    at = 0
+    # A stream may end without the mark of its end, but not within a message.
+    while at < window.size and (message := _message(window, at)):
+        if schema is None and message.kind != _SCHEMA:
+            raise DatasetError("neither an Arrow file nor a stream: no schema at byte 0")
+        if message.kind == _SCHEMA:
+            if schema is not None:
+                raise DatasetError(f"a second schema at byte {at}")
+            schema = Span(at, message.end - at)
+        elif message.kind == _DICTIONARY:
+            dictionaries.append(Span(at, message.end - at))
+        elif message.kind == _BATCH:
+            batches.append(RowBlock(at, message.end - at, message.rows))
+        else:
+            raise DatasetError(f"a message of unknown kind {message.kind} at byte {at}")
+        at = message.end
+    if schema is None:
+        raise DatasetError("a stream without a schema")
+    return ArrowParts(True, schema, dictionaries, batches)
+
+
+def _of_file(window: SmallReads) -> ArrowParts:
+    size = window.size
+    if size < 8 + 10 or window.at(size - len(MAGIC), len(MAGIC)) != MAGIC:
+        raise DatasetError("an Arrow file without its end: it is torn")
+    length = int.from_bytes(window.at(size - 10, 4), "little", signed=True)
+    if not 0 < length <= min(size - 18, _METADATA_MAX):
+        raise DatasetError(f"a footer of {length} bytes in a file of {size}: it is damaged")
+    footer = _Table.root(window.at(size - 10 - length, length))
+    kind = struct.Struct("<qi4xq")
+    dictionaries = [_block_of(window, _DICTIONARY, block) for block in footer.structs(2, kind)]
+    batches = [_block_of(window, _BATCH, block) for block in footer.structs(3, kind)]
+    return ArrowParts(
+        False,
+        schema_span(window),
+        [Span(each.offset, each.length) for each in dictionaries],
+        batches,
+    )
+
+
+def _block_of(window: SmallReads, kind: int, block: tuple[int, ...]) -> RowBlock:
+    """A message that a footer points to."""
+    offset, metadata_length, body_length = block
+    message = _message(window, offset)
+    if message is None or message.kind != kind:
+        raise DatasetError(f"the footer points to byte {offset}, where nothing of its kind is")
+    if message.end != offset + metadata_length + body_length:
+        raise DatasetError(f"the footer and the message at byte {offset} differ in its length")
+    return RowBlock(offset, message.end - offset, message.rows)
+
+
+def _message(window: SmallReads, at: int) -> _Message | None:
+    """None at the mark of the end."""
+    prefix = window.at(at, 4)
+    start = at
+    if prefix == CONTINUED:
+        at += 4
+        prefix = window.at(at, 4)
+    at += 4
+    length = int.from_bytes(prefix, "little", signed=True)
+    if length == 0:
+        return None
+    if not 0 < length <= min(window.size - at, _METADATA_MAX):
+        raise DatasetError(
+            f"no message at byte {start}, or a torn one: metadata of {length} bytes in a file of"
+            f" {window.size}"
+        )
+    table = _Table.root(window.at(at, length))
+    body_length = table.number(3, "<q")
+    end = at + length + body_length
+    if body_length < 0 or end > window.size:
+        raise DatasetError(f"the message at byte {start} ends at byte {end}: the file is torn")
+    kind = table.number(1, "<B")
+    rows = table.table(2).number(0, "<q") if kind == _BATCH else 0
+    if rows < 0:
+        raise DatasetError(f"the message at byte {start} has {rows} rows")
+    return _Message(kind, rows, end)

@@ -1,0 +1,118 @@
+"""A directory of files: each file is a row, with a label where each class has a folder of its own.
+
+What stands for the one "file" of the dataset is its *catalogue*: of each file its path below the
+directory, a zero byte, its size and the number of its label (-1: it has none), a zero byte. Blocks
+are runs of it. On a mount of AIFS files are in the order in which containers hold them
+(user.aifs.places), so the files of a block lie together. Elsewhere they are in the order of their
+paths.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats.reading import row_bytes_checked
+from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, RowBlock
+
+NAME = "files"
+SUFFIXES: tuple[str, ...] = ()
+
+_PLACES = "user.aifs.places"
+_NEXT = struct.Struct("<Q")
+_PLACED = struct.Struct("<QQqQQ")
+"""What the attribute tells (aifs/vfs/places.py): the next N; of each file its inode, size, mtime,
+container, and offset there."""
+
+
+class SmallFile(NamedTuple):
+    """A row of a catalogue."""
+
+    path: bytes
+    size: int
+    label: int
+
+
+def catalogue(root: str, options: Mapping[str, Any]) -> tuple[bytes, list[RowBlock]]:
+    """Regular files below ``root``, without hidden ones, and their blocks.
+
+    Labels are the numbers of the sorted folders, if all files are in one of several folders.
+    """
+    found = sorted(_found(os.fsencode(root), b""))
+    labels = _labels([path for _, path, _ in found])
+    parts: list[bytes] = []
+    blocks: list[RowBlock] = []
+    start = end = rows = room = 0
+    for _, path, size in found:
+        row_bytes_checked(end, size)
+        if rows and (rows == BLOCK_ROWS or size > room):
+            blocks.append(RowBlock(start, end - start, rows))
+            start, rows = end, 0
+        if not rows:
+            room = BLOCK_BYTES
+        label = labels.get(path.split(b"/", 1)[0], -1)
+        parts.append(b"%s\0%d %d\0" % (path, size, label))
+        end += len(parts[-1])
+        room -= size
+        rows += 1
+    if rows:
+        blocks.append(RowBlock(start, end - start, rows))
+    return b"".join(parts), blocks
+
+
+def entries(part: bytes) -> Iterator[SmallFile]:
+    """The rows of a run of a catalogue. Raises DatasetError if it is none."""
+    fields = bytes(part).split(b"\0")
+    if len(fields) % 2 != 1 or fields[-1]:
+        raise DatasetError("a torn catalogue of files")
+    for path, numbers in zip(fields[0:-1:2], fields[1::2], strict=True):
+        try:
+            size, label = map(int, numbers.split(b" "))
+        except ValueError as error:
+            raise DatasetError("a torn catalogue of files") from error
+        yield SmallFile(path, size, label)
+
+
+def _found(root: bytes, below: bytes) -> Iterator[tuple[tuple[int, int], bytes, int]]:
+    """Of each file its container and its offset there (both 0: it lies in none), its path, its
+    size."""
+    directory = os.path.join(root, below) if below else root
+    places = _places(directory)
+    folders = []
+    with os.scandir(directory) as listing:
+        for entry in listing:
+            if entry.name.startswith(b"."):
+                continue
+            path = below + b"/" + entry.name if below else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif placed := places.get(entry.inode()):
+                yield placed[1:], path, placed[0]
+            elif entry.is_file():
+                yield (0, 0), path, entry.stat().st_size
+    for folder in folders:
+        yield from _found(root, folder)
+
+
+def _places(directory: bytes) -> dict[int, tuple[int, int, int]]:
+    """Of each file by its inode its size, container and offset; {} elsewhere than on a mount."""
+    places = {}
+    following = 0
+    while True:
+        try:
+            told = os.getxattr(directory, f"{_PLACES}.{following}")
+        except OSError:
+            return {}
+        for inode, size, _, container, offset in _PLACED.iter_unpack(told[_NEXT.size :]):
+            places[inode] = (size, container, offset)
+        (following,) = _NEXT.unpack_from(told)
+        if not following:
+            return places
+
+
+def _labels(paths: list[bytes]) -> dict[bytes, int]:
+    folders = {path.split(b"/", 1)[0] for path in paths if b"/" in path}
+    if len(folders) < 2 or not all(b"/" in path for path in paths):
+        return {}
+    return {folder: number for number, folder in enumerate(sorted(folders))}

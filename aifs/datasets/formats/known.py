@@ -1,0 +1,56 @@
+"""Which formats there are, and which one a directory's files have."""
+
+from collections.abc import Iterable
+from types import ModuleType
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats import arrow, files, jsonl, megatron, parquet, records, tar, text
+from aifs.datasets.formats.lines import GZIP, ZSTD
+from aifs.datasets.index import FileBytes
+
+FORMATS: dict[str, ModuleType] = {
+    module.NAME: module for module in (parquet, arrow, tar, megatron, jsonl, text, records, files)
+}
+"""By name; in the order in which they are looked for."""
+
+
+def is_of(format: str, name: bytes) -> bool:
+    """Whether a file of this name belongs to a dataset of this format. Hidden files never do."""
+    base = name.rpartition(b"/")[2].lower()
+    suffixes = tuple(suffix.encode() for suffix in FORMATS[format].SUFFIXES)
+    return not base.startswith((b".", b"_")) and (not suffixes or base.endswith(suffixes))
+
+
+def format_of(names: Iterable[bytes]) -> str:
+    """The format of a directory, as the names of its files tell: the first that any file has, so
+    notes beside the data (README.txt, state.json) do no harm; else "files".
+
+    A ``.bin`` needs its ``.idx`` to be Megatron's. Raises DatasetError if there is no file.
+    """
+    all_names = {name for name in names if is_of("files", name)}
+    for format, module in FORMATS.items():
+        found = [name for name in all_names if module.SUFFIXES and is_of(format, name)]
+        if format == megatron.NAME:
+            found = [name for name in found if name[: -len(b".bin")] + b".idx" in all_names]
+        # One text among pictures is a note.
+        if found and (format != text.NAME or 2 * len(found) >= len(all_names)):
+            return format
+    if not all_names:
+        raise DatasetError("no files")
+    return files.NAME
+
+
+def format_of_bytes(file: FileBytes) -> str | None:
+    """The format of one file, as its first bytes tell; None if they do not."""
+    head = file.read(0, 512)
+    if head.startswith(b"PAR1"):
+        return parquet.NAME
+    if head.startswith((arrow.MAGIC, arrow.CONTINUED)):
+        return arrow.NAME
+    if head[257:262] == b"ustar":
+        return tar.NAME
+    if head.removeprefix(jsonl.BOM).lstrip()[:1] == b"{":
+        return jsonl.NAME
+    if head and not head.startswith((GZIP, ZSTD)) and b"\0" not in head:
+        return text.NAME
+    return None

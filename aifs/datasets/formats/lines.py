@@ -1,0 +1,164 @@
+"""Lines, plain or compressed: what ``text`` and ``jsonl`` have in common.
+
+Rows are counted by reading all bytes once, at the speed of memchr: samples would guess, and an
+order that is computed needs to know. A compressed file is one block.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats.reading import ROW_BYTES_MAX, row_bytes_checked
+from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
+
+GZIP = b"\x1f\x8b"
+ZSTD = b"\x28\xb5\x2f\xfd"
+
+_SPACE = re.compile(rb"\n[ \t\r\n]")
+_BLANK = b" \t\r\n"
+
+
+def line_blocks(file: FileBytes, skip_blank: bool) -> Iterator[RowBlock]:
+    """Runs of whole lines. ``skip_blank``: lines of spaces alone are no rows."""
+    if file.read(0, 4).startswith((GZIP, ZSTD)):
+        if rows := _count(decompressed(file), skip_blank):
+            yield RowBlock(0, file.size, rows)
+        return
+    start = 0
+    while start < file.size:
+        data = file.read(start, BLOCK_BYTES)
+        if not data:
+            raise DatasetError(f"the file ends at byte {start} while it is read")
+        if start + len(data) < file.size:
+            data = data[: data.rfind(b"\n") + 1]
+        if not data:  # no newline in it
+            length = _line_end(file, start + BLOCK_BYTES) - start
+            yield RowBlock(start, row_bytes_checked(start, length), 1)
+            start += length
+            continue
+        at = 0
+        for end in _thousands(data):
+            if rows := rows_of(data[at:end], skip_blank):
+                yield RowBlock(start + at, end - at, rows)
+            at = end
+        start += len(data)
+
+
+def rows_of(data: bytes, skip_blank: bool) -> int:
+    """How many rows there are in whole lines; the last one may lack its newline."""
+    if skip_blank and (data[:1] in _BLANK or _SPACE.search(data)):
+        return sum(1 for line in data.split(b"\n") if line.strip(_BLANK))
+    return data.count(b"\n") + (not data.endswith(b"\n")) if data else 0
+
+
+def _thousands(data: bytes) -> Iterator[int]:
+    """Where each run of ``BLOCK_ROWS`` lines ends, and the last, shorter one."""
+    left = data.count(b"\n")
+    at = 0
+    while left > BLOCK_ROWS:
+        # Lines of usual length would end here: a few steps lead to the line that is meant.
+        end = at + (len(data) - at) * BLOCK_ROWS // left
+        found = data.count(b"\n", at, end)
+        while found < BLOCK_ROWS:
+            end = data.index(b"\n", end) + 1
+            found += 1
+        while found > BLOCK_ROWS:
+            end = data.rindex(b"\n", at, end)
+            found -= 1
+        at = data.rindex(b"\n", at, end) + 1
+        yield at
+        left -= BLOCK_ROWS
+    if at < len(data):
+        yield len(data)
+
+
+def _line_end(file: FileBytes, at: int) -> int:
+    while at < file.size and (data := file.read(at, BLOCK_BYTES)):
+        if (found := data.find(b"\n")) >= 0:
+            return at + found + 1
+        at += len(data)
+    return file.size
+
+
+def _count(chunks: Iterator[bytes], skip_blank: bool) -> int:
+    rows = 0
+    rest: list[bytes] = []  # of the line that has not ended
+    for chunk in chunks:
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            rows += rows_of(b"".join([*rest, chunk[:cut]]), skip_blank)
+            rest = []
+        rest.append(chunk[cut:])
+    return rows + rows_of(b"".join(rest), skip_blank)
+
+
+def decompressed(file: FileBytes) -> Iterator[bytes]:
+    """The bytes of a gzip or zstd file, in pieces of some MiB at most.
+
+    Raises DatasetError if the file is damaged or torn, or has more than 1 GiB: it is one block, and
+    held in memory as a whole.
+    """
+    total = 0
+    unpacked = _gzip(file) if file.read(0, 2) == GZIP else _zstd(file)
+    for data in unpacked:
+        total += len(data)
+        if total > ROW_BYTES_MAX:
+            raise DatasetError(
+                f"more than {ROW_BYTES_MAX} bytes when decompressed: store it in smaller files, or"
+                " decompressed"
+            )
+        yield data
+
+
+def _gzip(file: FileBytes) -> Iterator[bytes]:
+    at, data = 0, b""
+    member = None
+    try:
+        while data or at < file.size:
+            if not data:
+                data = file.read(at, BLOCK_BYTES)
+                at += len(data)
+                if not data:
+                    break
+            if member is None:
+                data = data.lstrip(b"\0")  # padding between members, as gzip has it
+                if not data:
+                    continue
+                member = zlib.decompressobj(wbits=31)
+            yield member.decompress(data, BLOCK_BYTES)
+            data = member.unconsumed_tail or member.unused_data
+            if member.eof:
+                member = None
+    except zlib.error as error:
+        raise DatasetError(f"damaged gzip data before byte {at}: {error}") from error
+    if member is not None:
+        raise DatasetError(f"the gzip data end at byte {at}, too early: the file is torn")
+
+
+def _zstd(file: FileBytes) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DatasetError("a zstd file: pip install zstandard, or decompress it") from error
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    at, data = 0, b""
+    frame = None
+    try:
+        while data or at < file.size:
+            if not data:
+                # No more than 4 KiB at once: a block of 4 bytes may become 128 KiB.
+                data = file.read(at, 4 << 10)
+                at += len(data)
+                if not data:
+                    break
+            if frame is None:
+                frame = decompressor.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    except zstandard.ZstdError as error:
+        raise DatasetError(f"damaged zstd data before byte {at}: {error}") from error
+    if frame is not None:
+        raise DatasetError(f"the zstd data end at byte {at}, too early: the file is torn")

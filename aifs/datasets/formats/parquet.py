@@ -1,0 +1,85 @@
+"""Parquet: each row group is a block. pyarrow reads the footers."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.index import FileBytes, RowBlock
+
+if TYPE_CHECKING:
+    from pyarrow import parquet
+
+NAME = "parquet"
+SUFFIXES: tuple[str, ...] = (".parquet",)
+
+_MAGIC = b"PAR1"
+_TAIL = 64 << 10
+_FOOTER_MAX = 256 << 20
+"""A larger footer is an attack: it would be held in memory."""
+
+
+def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
+    if not file.size:
+        return
+    data = footer(file)
+    spans = list(_spans(metadata(data), file.size - len(data)))
+    yield from spans
+
+
+def footer(file: FileBytes) -> bytes:
+    """The end of a Parquet file, from the first byte of its metadata. Raises DatasetError if this
+    is no Parquet file, or not all of one."""
+    tail = file.read(max(0, file.size - _TAIL), _TAIL)
+    if len(tail) < 12 or tail[-4:] != _MAGIC or file.read(0, 4) != _MAGIC:
+        encrypted = ": it is encrypted" if tail[-4:] == b"PARE" else ""
+        raise DatasetError(f"no Parquet file, or a torn one ({file.size} bytes){encrypted}")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length + 4 > file.size or length > _FOOTER_MAX:
+        raise DatasetError(f"a footer of {length} bytes in a file of {file.size}: it is damaged")
+    if length > len(tail):
+        tail = file.read(file.size - length, length)
+        if len(tail) < length:
+            raise DatasetError("the footer ends while it is read")
+    return tail[-length:]
+
+
+def metadata(footer: bytes) -> "parquet.FileMetaData":
+    """What pyarrow makes of a footer. Raises DatasetError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_metadata(pyarrow.BufferReader(_MAGIC + footer))
+    except (pyarrow.ArrowException, OSError) as error:
+        message = str(error).splitlines()[0]
+        raise DatasetError(f"a damaged footer: {message}") from error
+
+
+def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
+    """Of each row group; ``end``: of the row groups' bytes."""
+    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+    if not meta.num_columns:
+        raise DatasetError("no columns")
+    starts = [_start(group.column(0)) for group in groups]
+    # As all writers leave them, groups follow one another: the first column says enough.
+    if all(first < following for first, following in itertools.pairwise([*starts, end])):
+        ends = [*starts[1:], end]
+    else:
+        starts, ends = [], []
+        for group in groups:
+            columns = [group.column(number) for number in range(meta.num_columns)]
+            starts.append(min(map(_start, columns)))
+            ends.append(max(_start(each) + each.total_compressed_size for each in columns))
+    for number, (group, first, last) in enumerate(zip(groups, starts, ends, strict=True)):
+        if group.num_rows < 0 or not 4 <= first <= last <= end:
+            raise DatasetError(
+                f"row group {number}: {group.num_rows} rows in bytes {first} to {last}, of {end}"
+            )
+        if group.num_rows:
+            yield RowBlock(first, last - first, group.num_rows)
+
+
+def _start(column: "parquet.ColumnChunkMetaData") -> int:
+    dictionary, data = column.dictionary_page_offset, column.data_page_offset
+    return dictionary if dictionary and 0 < dictionary < data else data

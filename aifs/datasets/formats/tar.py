@@ -1,0 +1,185 @@
+"""Tar archives as WebDataset has them: a row is the members of one stem, which follow one another.
+
+ustar, pax and GNU's long names; only headers are read. Directories, links, devices, members without
+an extension and WebDataset's own notes (``__name__``) belong to no row.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from aifs.core.errors import DatasetError
+from aifs.datasets.formats.reading import SmallReads, in_blocks
+from aifs.datasets.index import FileBytes, RowBlock
+
+NAME = "tar"
+SUFFIXES: tuple[str, ...] = (".tar",)
+
+_BLOCK = 512
+_END = bytes(_BLOCK)
+_EXTENSION_MAX = 1 << 20
+"""Of a long name, or of pax records: a longer one is an attack."""
+
+_STEM = re.compile(rb"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
+_NOTE = re.compile(rb"__[^/]*__($|/)")
+
+
+class TarMember(NamedTuple):
+    """A regular file in an archive."""
+
+    name: bytes
+    start: int
+    """Of its first header."""
+
+    offset: int
+    """Of its bytes."""
+
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + _padded(self.size)
+
+    @property
+    def stem(self) -> tuple[bytes, str] | None:
+        """What the members of a row share, and the extension in lower case; None if the member
+        belongs to no row."""
+        match = _STEM.fullmatch(self.name)
+        if match is None or _NOTE.match(self.name):
+            return None
+        return match[1], match[2].decode(errors="surrogateescape").lower()
+
+
+def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
+    if file.size:
+        yield from in_blocks(_rows(file))
+
+
+def _rows(file: FileBytes) -> Iterator[tuple[int, int]]:
+    stem: bytes | None = None
+    extensions: set[str] = set()
+    start = end = count = skipped = 0
+    for member in members(SmallReads(file), file.size):
+        if (found := member.stem) is None:
+            skipped += 1
+            continue
+        if found[0] != stem:
+            if count:
+                yield start, end
+            stem, start, extensions = found[0], member.start, set()
+        if found[1] in extensions:
+            raise DatasetError(f"the member at byte {member.start} is twice in its row")
+        extensions.add(found[1])
+        end = member.end
+        count += 1
+    if count:
+        yield start, end
+    elif skipped:
+        raise DatasetError("no member has an extension, so none belongs to a row")
+
+
+def members(
+    window: SmallReads, size: int, start: int = 0, stop: int | None = None
+) -> Iterator[TarMember]:
+    """Regular files of an archive of ``size`` bytes: from the header at ``start`` to the mark of
+    the end, or to ``stop``.
+
+    Raises DatasetError where there is no header, or where a member does not lie within the archive.
+    """
+    at = start
+    while at != stop:
+        first, name, length = at, None, None
+        while True:
+            if at + _BLOCK > size:
+                raise DatasetError(f"no mark of the end at byte {at}: the archive is torn")
+            header = window.at(at, _BLOCK)
+            if header == _END:
+                if first != at:
+                    raise DatasetError(f"the member at byte {first} has only an extended header")
+                return
+            kind, own_length = _checked(header, at)
+            at += _BLOCK
+            if kind not in b"LKxXg":
+                break
+            if own_length > _EXTENSION_MAX:
+                raise DatasetError(f"an extended header of {own_length} bytes at byte {at}")
+            data = window.at(at, own_length)
+            if kind in b"L":
+                name = data.split(b"\0", 1)[0]
+            elif kind in b"xX":
+                records = _pax(data, at)
+                name = records.get(b"path", name)
+                if b"size" in records:
+                    length = _decimal(records[b"size"], at)
+                if any(key.startswith(b"GNU.sparse.") for key in records):
+                    raise DatasetError(f"a sparse member at byte {first} is not supported")
+            at += _padded(own_length)
+        if kind in b"S":
+            raise DatasetError(f"a sparse member at byte {first} is not supported")
+        if name is None:
+            name = _name(header)
+        if length is None:
+            length = own_length
+        if kind in b"123456":  # links, devices, directories, pipes: no bytes follow
+            continue
+        if at + _padded(length) > size:
+            raise DatasetError(
+                f"the member at byte {first} has {length} bytes, beyond the end: the archive is"
+                " torn"
+            )
+        if not name.endswith(b"/") and kind in b"\x0007":
+            yield TarMember(name, first, at, length)
+        at += _padded(length)
+        if stop is not None and at > stop:
+            raise DatasetError(f"the member at byte {first} does not end at byte {stop}")
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _checked(header: bytes, at: int) -> tuple[bytes, int]:
+    """Type and size."""
+    digits = header[148:156].strip(b"\0 ")
+    others = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    signed = others - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
+    if not re.fullmatch(rb"[0-7]{1,8}", digits) or int(digits, 8) not in (others, signed):
+        compressed = header.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"))
+        why = ": it is compressed; unpack it" if compressed else ""
+        raise DatasetError(f"no tar header at byte {at}{why}")
+    field = header[124:136]
+    if field[0] == 0x80:
+        return header[156:157], int.from_bytes(field[1:], "big")
+    digits = field.strip(b"\0 ")
+    if not re.fullmatch(rb"[0-7]*", digits):
+        raise DatasetError(f"the header at byte {at} has no size")
+    return header[156:157], int(digits or b"0", 8)
+
+
+def _name(header: bytes) -> bytes:
+    name = header[:100].split(b"\0", 1)[0]
+    prefix = header[345:500].split(b"\0", 1)[0]
+    is_posix = header[257:263] == b"ustar\0"
+    return prefix + b"/" + name if prefix and is_posix else name
+
+
+def _pax(data: bytes, at: int) -> dict[bytes, bytes]:
+    """Records ``LENGTH KEY=VALUE\\n``, where LENGTH counts all of the record."""
+    records = {}
+    position = 0
+    while position < len(data) and data[position]:
+        space = data.find(b" ", position, position + 12)
+        length = _decimal(data[position:space], at) if space > 0 else 0
+        end = position + length
+        key, equals, value = data[space + 1 : end - 1].partition(b"=")
+        if not space + 1 < end <= len(data) or data[end - 1 : end] != b"\n" or not equals:
+            raise DatasetError(f"the extended header at byte {at} is torn")
+        records[key] = value
+        position = end
+    return records
+
+
+def _decimal(digits: bytes, at: int) -> int:
+    if not re.fullmatch(rb"[0-9]{1,20}", digits):
+        raise DatasetError(f"the extended header at byte {at} is torn")
+    return int(digits)
