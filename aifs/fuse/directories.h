@@ -62,10 +62,10 @@ static inline void mark(struct directories *directories, uint32_t place)
     directories->marks[place % MARKS_MAX / 64] |= UINT64_C(1) << place % 64;
 }
 
-/* Names that lead somewhere and are no entries: ".", "..", and ".aifs", where virtual files are. */
+/* Names that lead somewhere and are no entries: ".", "..", and ".aifs-data", where virtual files are. */
 static inline bool is_special(struct span name)
 {
-    static const char virtual[] = ".aifs"; /* NAME of aifs/vfs/virtual/numbers.py */
+    static const char virtual[] = ".aifs-data"; /* NAME of aifs/vfs/virtual/numbers.py */
     return name.start[0] == '.' && (name.length <= 2 || (name.length == sizeof virtual - 1
                                                          && memcmp(name.start, virtual, name.length) == 0));
 }

@@ -32,7 +32,7 @@ def tree(here: Path) -> Path:
 
 
 def archive_of(directory: Path) -> Path:
-    return directory / ".aifs" / "files.tar"
+    return directory / ".aifs-data" / "files.tar"
 
 
 def test_it_is_what_lies_below(tree: Path) -> None:
@@ -80,11 +80,11 @@ def test_any_range_at_any_time(tree: Path) -> None:
 
 def test_nobody_sees_it(tree: Path) -> None:
     assert archive_of(tree).exists()
-    assert ".aifs" not in os.listdir(tree) and os.listdir(tree / ".aifs") == []
+    assert ".aifs-data" not in os.listdir(tree) and os.listdir(tree / ".aifs-data") == []
     found = subprocess.run(["find", tree], check=True, capture_output=True, text=True).stdout
-    assert ".aifs" not in found
+    assert ".aifs-data" not in found
     assert tree.stat().st_nlink == 2 + 2
-    assert not (tree / ".aifs" / "nothing").exists()
+    assert not (tree / ".aifs-data" / "nothing").exists()
     archive_of(tree / "cat").stat()
     subprocess.run(["rm", "-r", tree / "cat"], check=True)
     assert not (tree / "cat").exists() and not archive_of(tree / "cat").exists()
@@ -95,7 +95,7 @@ def test_nobody_sees_it(tree: Path) -> None:
 
 
 def test_it_cannot_be_changed(tree: Path) -> None:
-    archive, directory, other = archive_of(tree), tree / ".aifs", tree / "0.bin"
+    archive, directory, other = archive_of(tree), tree / ".aifs-data", tree / "0.bin"
     archive.stat()
     inside = directory / "new"
     attempts = {
@@ -169,5 +169,5 @@ def test_it_gives_nobody_more_rights(tree: Path) -> None:
 
 
 def test_nothing_gets_the_name(here: Path) -> None:
-    assert errno_of(lambda: os.open(here / ".aifs", os.O_CREAT | os.O_WRONLY)) == errno.EISDIR
+    assert errno_of(lambda: os.open(here / ".aifs-data", os.O_CREAT | os.O_WRONLY)) == errno.EISDIR
     assert os.listdir(here) == []

@@ -1,1 +1,1 @@
-"""Virtual files: below ``DIR/.aifs``, found by name and never listed (docs/datasets.md)."""
+"""Virtual files: below ``DIR/.aifs-data``, found by name and never listed (docs/datasets.md)."""

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 from aifs.core.errors import NotFound, ReadOnly
 
-NAME = b".aifs"
-"""In each directory. A name on record wins."""
+NAME = b".aifs-data"
+"""In each directory. A name on record wins. It is another one than that of a data server's marker:
+a server may lie in a mount."""
 
 FIRST = 1 << 62
-"""Of all numbers of what is virtual: it and the number of the directory are that of ``.aifs``."""
+"""Of all numbers of what is virtual: it and the number of the directory are that of
+``.aifs-data``."""
 
 FILES = FIRST | 1 << 60
 """From here on come files, one number for each content."""
