@@ -89,21 +89,21 @@ def run_command(
 
 
 def _make(path: str, command: tuple[str, ...], venv: bool) -> None:
-    """Raises SystemExit with the exit code of COMMAND."""
+    """Raises click's Exit with the exit code of what has failed."""
     import subprocess
     import sys
 
     from aifs.cli.output import print_error
 
-    if venv:
-        subprocess.run([sys.executable, "-m", "venv", path], stdout=sys.stderr, check=True)
-    try:
-        code = subprocess.run(command, env=_active(path), stdout=sys.stderr).returncode
-    except OSError as error:
-        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
-    if code:
-        print_error(f"no environment was made: {command[0]} has ended with exit code {code}")
-        raise click.exceptions.Exit(code if code > 0 else 128 - code)
+    makers = [(sys.executable, "-m", "venv", path)] if venv else []
+    for maker in (*makers, command):
+        try:
+            code = subprocess.run(maker, env=_active(path), stdout=sys.stderr).returncode
+        except OSError as error:
+            raise click.UsageError(f"{maker[0]}: {error.strerror}") from None
+        if code:
+            print_error(f"no environment was made: {maker[0]} has ended with exit code {code}")
+            raise click.exceptions.Exit(code if code > 0 else 128 - code)
 
 
 def _active(path: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The command ``aifs``: collects the commands, and turns errors into one line and a documented exit
 code.
 
-Commands import what they need when they run, so that help and small commands start fast.
+Commands are imported when they are asked for, and import what they need when they run, so that
+small commands start fast.
 """
 
 import importlib
@@ -53,7 +54,6 @@ Exit codes:
  10  an environment cannot be made, or is not there
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
-
 
 _COMMANDS = {
     "format": "aifs.cli.format:format_command",

@@ -26,10 +26,10 @@ def lock(fd: int, byte: int = 0) -> None:
     _lock(fd, fcntl.F_WRLCK, byte)
 
 
-def wait(fd: int, byte: int, shared: bool) -> bool:
+def wait(fd: int, byte: int, shared: bool) -> None:
     """Wait for the lock ``byte`` of the file, alone or with others who share it. ``fd`` is open for
-    writing. Returns whether the filesystem has locks. Raises OSError."""
-    return _lock(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte, fcntl.F_OFD_SETLKW)
+    writing; to share it, reading will do. Raises OSError."""
+    _lock(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte, fcntl.F_OFD_SETLKW)
 
 
 def unlock(fd: int, byte: int) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import py_compile
+import shutil
 import subprocess
 import sys
 import threading
@@ -253,6 +254,16 @@ def test_env_run_prints_the_path(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert len(run("ls", envs)[1].splitlines()) == 3
     assert run("expire", envs)[1] == "removed 0 environments\n"
     assert run("use", str(tmp_path), "--", "true")[0] == 10
+
+
+def test_a_venv_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback."""
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert main(["env", "run", "--dir", str(tmp_path), "--venv", "--", "true"]) == 1
+    said = capfd.readouterr().err
+    assert said == f"aifs: no environment was made: {sys.executable} has ended with exit code 1\n"
 
 
 def test_a_command_uses_its_environment_until_it_ends(tmp_path: Path) -> None:

@@ -78,18 +78,13 @@ class Environment:
         self.path = path
         self.made = made  # by this call
         self.record = record
-        self._fd = fd
-
-    @property
-    def fd(self) -> int:
-        """A process that inherits this descriptor uses the environment, too."""
-        return self._fd
+        self.fd = fd  # a process that inherits it uses the environment, too; -1: closed
 
     def close(self) -> None:
         """It is in use no more. May be repeated."""
-        if self._fd >= 0:
-            files.close_file(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            files.close_file(self.fd)
+            self.fd = -1
 
     def __fspath__(self) -> str:
         return self.path
@@ -134,7 +129,7 @@ def environment(
     fd = _in_use(above, name)
     try:
         made = False
-        while not os.path.isdir(os.path.join(above, name)):
+        if not os.path.isdir(os.path.join(above, name)):
             with _as_maker(fd):
                 made = _make_if_missing(above, name, whole, make, expire_s, seen, fd)
         _note_use(fd)
