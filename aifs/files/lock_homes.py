@@ -114,14 +114,22 @@ class InodeLocks:
         """Files of this host that are being closed, which may end locks."""
         self.closed = trio.Event()
         """Set when none is being closed any more."""
-        self.by_handle: dict[int, set[LockOwner]] = {}
-        """Owners of fcntl(2) locks by the handle that they were taken by, until a close(2) releases
-        them. Those who are left when the handle is gone are open file descriptions."""
+        self.last_handle: dict[LockOwner, int] = {}
+        """By owner of fcntl(2) locks, the handle by which it has asked for one last, until a
+        close(2) releases them. Who is left when that handle is gone is an open file description, or
+        has closed it without our being told: it holds nothing then."""
 
     def note_taken(self, handle: int, space: int, owner: LockOwner) -> None:
-        """An owner of this host has taken a lock by an open file."""
+        """An owner of this host takes a lock by an open file."""
         if space == FCNTL:
-            self.by_handle.setdefault(handle, set()).add(owner)
+            self.last_handle[owner] = handle
+
+    def owners_left_by(self, handle: int) -> list[LockOwner]:
+        """A handle is gone: whose fcntl(2) locks end by that. They are noted no more."""
+        left = [owner for owner, by in self.last_handle.items() if by == handle]
+        for owner in left:
+            del self.last_handle[owner]
+        return left
 
 
 class LockHomes:

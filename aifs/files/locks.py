@@ -100,6 +100,7 @@ class Locks:
             while inode.closing:  # the kernel may call an owner as one that is on its way out
                 await inode.closed.wait()
             request = _Request(space, lock, next(self._tickets))
+            inode.note_taken(handle, space, lock.owner)  # or another close might end it at once
             with trio.CancelScope(shield=True):
                 is_granted = await self._obtain(ino, inode, request, False)
                 while not is_granted and inode.closing:
@@ -109,7 +110,7 @@ class Locks:
                 raise WouldBlock()
             if not is_granted:
                 await self._wait(ino, inode, request)
-            inode.note_taken(handle, space, lock.owner)
+            inode.note_taken(handle, space, lock.owner)  # it may have closed a file meanwhile
 
     async def unlock(self, ino: int, space: int, owner: LockOwner, start: int, end: int) -> None:
         """The owner holds nothing of the range on return."""
@@ -131,8 +132,8 @@ class Locks:
     def flush_at_once(self, ino: int, owner: LockOwner) -> bool:
         """As ``flush``, if that need neither suspend nor ask another host; else False."""
         inode = self._homes.known(ino)
-        for owners in inode.by_handle.values() if inode else ():
-            owners.discard(owner)
+        if inode is not None:
+            inode.last_handle.pop(owner, None)
         return self.unlock_at_once(ino, FCNTL, owner, 0, LAST)
 
     def begin_close(self, ino: int) -> None:
@@ -153,7 +154,7 @@ class Locks:
         try:
             if flocker is not None:
                 await self.unlock(ino, FLOCK, flocker, 0, LAST)
-            for owner in inode.by_handle.pop(handle, ()) if is_gone else ():
+            for owner in inode.owners_left_by(handle) if is_gone else ():
                 await self.unlock(ino, FCNTL, owner, 0, LAST)
         finally:
             inode.closing -= 1

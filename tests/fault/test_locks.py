@@ -150,6 +150,53 @@ async def test_close_is_over_for_who_asks_after_it(autojump_clock: object) -> No
         assert host.locks.status()["locked"] == 0
 
 
+async def test_a_lock_ends_with_the_file_by_which_its_owner_has_locked_last(
+    autojump_clock: object,
+) -> None:
+    """Closes of files that were open for reading before the inode was locked are not told: the
+    owner has closed that file long ago, and others have it open. What the owner has locked since by
+    another file stays when the last of them closes it."""
+    async with simulated() as (cluster, nursery):
+        host, other = cluster.join(nursery), cluster.join(nursery)
+        owner = host.locks.owner(1)
+        for locks_at_once in (False, True):
+            await host.locks.lock(INO, 5, FCNTL, whole(host, exclusive=False), False)
+            if locks_at_once:
+                assert host.locks.lock_at_once(INO, 6, FCNTL, whole(host), False)
+            else:
+                await host.locks.lock(INO, 6, FCNTL, whole(host), False)
+            host.locks.begin_close(INO)
+            await host.locks.end_close(INO, 5, None, True)
+            with pytest.raises(WouldBlock):
+                await lock(other, wait=False)
+            host.locks.begin_close(INO)
+            await host.locks.flush(INO, owner)
+            await host.locks.end_close(INO, 6, None, True)
+        await lock(other, wait=False)
+
+
+async def test_a_lock_that_is_granted_while_a_file_is_closed_stays(autojump_clock: object) -> None:
+    async with simulated() as (cluster, nursery):
+        home, host = cluster.join(nursery), cluster.join(nursery)
+        await lock(home)
+        await unlock(home)
+        await host.locks.lock(INO, 5, FCNTL, whole(host, exclusive=False), False)
+        serve = home.serve
+
+        async def closed_meanwhile(session: int, request: Any) -> Any:
+            answer = await serve(session, request)
+            if request[0] == "lock" and home.serve is not serve:
+                home.serve = serve  # type: ignore[method-assign]
+                host.locks.begin_close(INO)
+                await host.locks.end_close(INO, 5, None, True)
+            return answer
+
+        home.serve = closed_meanwhile  # type: ignore[method-assign]
+        await host.locks.lock(INO, 6, FCNTL, whole(host), False)
+        with pytest.raises(WouldBlock):
+            await lock(home, wait=False)
+
+
 async def test_a_signal_comes_while_the_grant_is_on_its_way(autojump_clock: object) -> None:
     """The lock has become free just before who waits for it asked again, so its home has had nobody
     wait. Its answer is lost, and the lock is not left behind."""
