@@ -165,9 +165,12 @@ class Home:
     async def _leave(self, session: int, ino: int) -> None:
         joined = self._joined.pop((session, ino), None)
         if joined is not None:
-            await self._io.show(joined.file)
-            joined.file.writers -= 1
-            await joined.end.aclose()
+            try:
+                await self._io.show(joined.file)
+            finally:  # also if nobody waits for it any more, or the file would never be drained
+                joined.file.writers -= 1
+                with trio.CancelScope(shield=True):
+                    await joined.end.aclose()
 
     async def _carry_out(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """An operation on a file, as [inode number, operation, *arguments], and with its bytes.

@@ -127,8 +127,8 @@ class OpenFiles:
         return True
 
     async def give_up(self, file: OpenInode, written: bool) -> None:
-        """An open has failed, or was interrupted. The file may have got into the burst tier all the
-        same.
+        """Somebody needs the file no more who has no handle of the kernel, perhaps because of an
+        error: the file may have got into the burst tier all the same.
         """
         with trio.CancelScope(shield=True):
             await self._io.inodes.release(file)
@@ -325,8 +325,7 @@ class OpenFiles:
         try:
             yield file
         finally:
-            await self._io.inodes.release(file)
-        await self._closed(file, written=True)
+            await self.give_up(file, written=True)
 
     # --- durability ---
 

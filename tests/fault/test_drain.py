@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import NotFound
+from aifs.core.errors import NoSpace, NotFound
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
@@ -239,6 +239,28 @@ async def test_a_file_that_is_open_for_writing_waits_for_its_last_close(director
         await fs.release(handle)
         await fs.drain.wait([ino])
         assert not (await fs.getattr(ino)).in_burst
+
+
+async def test_a_truncation_that_fails_leaves_nothing_that_is_never_drained(
+    directory, monkeypatch: pytest.MonkeyPatch
+):
+    """It has brought the file to the burst tier before."""
+    async with mounted(directory) as fs:
+        data = os.urandom(300_000)
+        ino, _ = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+
+        async def refused(*_: object) -> None:
+            raise NoSpace()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(fs.io.burst, "truncate", refused)
+            with pytest.raises(NoSpace):
+                await fs.setattr(ino, SetAttr(size=1), ROOT)
+        assert (await fs.getattr(ino)).in_burst
+        await fs.drain.wait([ino])
+        assert not (await fs.getattr(ino)).in_burst
+        assert await read_file(fs, ino) == data
 
 
 async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(directory):
