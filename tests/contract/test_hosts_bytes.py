@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import CARRY_OUT
@@ -542,6 +543,35 @@ async def test_who_has_joined_once_more_is_not_dropped_by_a_late_leave(scratch: 
         assert await read_file(north, ino) == DATA + b"more"
 
 
+async def test_a_leave_counts_also_if_nobody_waits_for_it_any_more(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its connection ends, or its time, while what was written is shown: a third host hangs."""
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino = await write_file(north, b"f", DATA)
+        here, *_ = await north.open(ino, os.O_RDWR)
+        there, *_ = await south.open(ino, APPEND)
+        await append(south, there, b"more")
+        hangs = trio.Event()
+
+        async def shown(*_: Any) -> None:
+            await hangs.wait()
+
+        with monkeypatch.context() as patched, trio.CancelScope() as connection:
+            patched.setattr(north.io, "show", shown)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(
+                    cluster.calls["south"].call, "north", CARRY_OUT, [ino, "leave", 9]
+                )
+                await trio.testing.wait_all_tasks_blocked()
+                connection.cancel()
+        assert north.io.table.open[ino].writers == 1
+        await south.release(there)
+        await north.release(here)
+        await drained(north)
+        assert ino not in north.io.table.open
+
+
 async def test_what_is_written_while_a_sync_is_under_way_may_be_lost(scratch: Path):
     async with cluster_of(scratch / "s", AT_ONCE) as cluster, cluster.mounted("south") as south:
         with suppress(SimulatedCrash):
@@ -616,6 +646,30 @@ async def test_a_home_that_does_not_answer_is_named(scratch: Path):
             await overwrite(south, ino, 0, b"x")
         cluster.silent.clear()
         assert await read_file(south, ino) == DATA
+
+
+async def test_a_rename_waits_until_a_dead_host_has_no_session(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It does not answer any more, and its lease is not over yet."""
+    async with two_hosts(scratch / "s", AT_ONCE) as (north, south, cluster):
+        tree = (await south.mkdir(ROOT_INO, b"tree", 0o755, OWNER)).ino
+        await write_file(south, b"f", DATA, tree)
+        assert await numbers_of(north, b"w"), "it is not synced"
+        cluster.silent.add("south")
+        asked = 0
+
+        async def ask_live() -> frozenset[int]:
+            nonlocal asked
+            asked += 1
+            hosts = {one.store.engine.host for one in (north, south)}
+            return frozenset(hosts if asked < 3 else {north.store.engine.host})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(north.role, "ask_live", ask_live)
+            await north.rename(ROOT_INO, b"tree", ROOT_INO, b"new")
+        assert asked == 3
+        cluster.silent.clear()
 
 
 async def test_an_unlinked_copy_is_deleted_by_its_home(scratch: Path):

@@ -25,6 +25,11 @@ from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 
 _DIRECTORY = stat.S_IFDIR >> 12
+_AGAIN_S = 0.2
+_DEATH_S = 30.0
+"""How long a host that does not answer may have its session, at most: it has died, or it is cut off
+from this host alone. A dead one's ends with its lease (10 s), when another host has looked."""
+
 _SLICE = 256  # files that are looked at in one go: about a millisecond
 
 
@@ -97,12 +102,20 @@ class Barrier:
         live = await self._live(inos)
 
         async def ask(host: int) -> None:
-            try:
-                if strict or host in live:
-                    await self._homes.sync(host, inos[host])
-            except Unavailable:
-                if strict or host in self._role.live:
-                    raise
+            if not strict and host not in live:
+                return
+            until_s = trio.current_time() + _DEATH_S
+            while True:
+                try:
+                    return await self._homes.sync(host, inos[host])
+                except Unavailable:
+                    if strict:
+                        raise
+                    if host not in await self._role.ask_live():
+                        return
+                    if trio.current_time() >= until_s:
+                        raise
+                    await trio.sleep(_AGAIN_S)
 
         await run_all(*(lambda host=host: ask(host) for host in inos))
 
