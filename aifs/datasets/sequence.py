@@ -228,9 +228,10 @@ class Epoch:
     def _window(self, number: int) -> "_Window":
         window = self._last.get(number)
         if window is None:
+            window = self._made(number)
             # The one before may still be read from: shares do not cross at the same instant.
-            self._last = {number - 1: self._last[number - 1]} if number - 1 in self._last else {}
-            window = self._last[number] = self._made(number)
+            before = self._last.get(number - 1)
+            self._last = {number: window} | ({} if before is None else {number - 1: before})
         return window
 
     def _made(self, number: int) -> "_Window":
@@ -256,7 +257,18 @@ class Epoch:
         return key_of(self.order.seed, self.order.epoch, _BLOCKS, number)
 
     def _last_pieces(self, number: int, rows: int) -> list[Piece]:
-        """The last rows of a window: they are read with the next one."""
+        """The last rows of a window, and of those before it if it has fewer: they are read with the
+        next one."""
+        pieces: list[Piece] = []
+        while rows:
+            found = self._from_the_end(number, rows)
+            pieces = found + pieces
+            rows -= sum(piece.rows for piece in found)
+            number -= 1
+        return pieces
+
+    def _from_the_end(self, number: int, rows: int) -> list[Piece]:
+        """The last ``rows`` rows of a window, or all it has."""
         runs = self._runs(number)
         ends = list(accumulate(map(len, runs)))
         size, key = ends[-1], self._blocks_key(number)
@@ -272,8 +284,7 @@ class Epoch:
                 pieces.append(Piece(block, self.index.rows[block] - taken, taken))
                 rows -= taken
         pieces.reverse()
-        # A window with fewer rows than this passes on what it was given itself.
-        return (self._last_pieces(number - 1, rows) if rows else []) + pieces
+        return pieces
 
 
 def _follows(last: Piece, piece: Piece) -> bool:

@@ -173,6 +173,17 @@ def test_row_groups_in_another_order(tmp_path: Path) -> None:
     assert [block.length for block in blocks_of("parquet", Disk(path))][:-1] == by_columns[:-1]
 
 
+def test_parquet_with_row_groups_that_have_no_rows(tmp_path: Path) -> None:
+    """Valid files were refused: such a group may say that it lies at byte 0."""
+    path = tmp_path / "a.parquet"
+    table = a_table(4)
+    for counts in ((0,), (3, 0, 4, 0), (0, 2)):
+        with pq.ParquetWriter(path, table.schema) as writer:
+            for count in counts:
+                writer.write_table(table.slice(0, count))
+        assert rows_of("parquet", Disk(path)) == pq.read_table(path).to_pylist()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_arrow(tmp_path: Path, stream: bool) -> None:
     path = an_arrow(tmp_path / "a.arrow", stream)
@@ -190,6 +201,41 @@ def test_arrow_with_dictionaries(tmp_path: Path, stream: bool) -> None:
     table = pa.table({"word": words})
     path = an_arrow(tmp_path / "a.arrow", stream, table)
     assert rows_of("arrow", Disk(path)) == table.to_pylist()
+
+
+class Tag(pa.ExtensionType):
+    """Stored as a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.dictionary(pa.int32(), pa.string()), "tests.tag")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> "Tag":
+        return cls()
+
+
+def test_arrow_of_types_that_cannot_be_taken_by_number(tmp_path: Path) -> None:
+    """They raised pyarrow's own errors."""
+    ends = pa.array([100, 900], pa.int32())
+    words = pa.array(["a", "b", "a"] * 300)
+    pa.register_extension_type(Tag())
+    try:
+        table = pa.table(
+            {
+                "view": words.cast(pa.string_view()),
+                "runs": pa.RunEndEncodedArray.from_arrays(ends, ["x", "y"]),
+                "tag": pa.ExtensionArray.from_storage(Tag(), words.dictionary_encode()),
+                "words": pa.array([["a", None]] * 900, pa.list_(pa.dictionary("i4", "string"))),
+            }
+        )
+        for stream in (True, False):
+            path = an_arrow(tmp_path / "a.arrow", stream, table)
+            assert rows_of("arrow", Disk(path)) == table.to_pylist()
+    finally:
+        pa.unregister_extension_type("tests.tag")
 
 
 def test_large_batches_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +272,23 @@ def test_jsonl_as_json_reads_it(lines: list[str]) -> None:
             assert rows_of("jsonl", Memory(stored)) == expected
 
 
+@pytest.mark.parametrize("data", [b"", b"\n1", b"\r\n\r\n2\r\n", b'"a"\n\nNaN'])
+def test_a_byte_order_mark_belongs_to_no_row(data: bytes) -> None:
+    """It was a part of the first row of texts, or a row of JSON that nothing could read."""
+    marked = b"\xef\xbb\xbf" + data
+    text = data.decode().replace("\r", "").removesuffix("\n")
+    lines = text.split("\n") if data else []
+    for stored in (
+        marked,
+        gzip.compress(marked),
+        gzip.compress(marked[:2]) + gzip.compress(marked[2:]),
+    ):
+        assert rows_of("text", Memory(stored)) == lines
+        objects = [json.loads(line) for line in lines if line]
+        assert str(rows_of("jsonl", Memory(stored))) == str(objects)
+    assert str(rows_of("jsonl", Memory(b"NaN\n1"))) == "[nan, 1]"
+
+
 def test_jsonl_with_a_schema() -> None:
     data = b'{"a": 1, "b": "x"}\n{"b": "y"}\n'
     opened = import_module("aifs.client.data.rows.jsonl").open_file
@@ -242,6 +305,28 @@ def test_zstd(tmp_path: Path) -> None:
     assert rows_of("text", Memory(b"".join(frames))) == expected
     with pytest.raises(DatasetError, match="torn"):
         blocks_of("text", Memory(b"".join(frames)[:-3]))
+
+
+def test_zstd_that_begins_with_a_frame_without_data() -> None:
+    """As pzstd writes it: it was taken for text."""
+    zstandard = pytest.importorskip("zstandard")
+    notes = b"\x5e\x2a\x4d\x18" + struct.pack("<I", 4) + b"note"
+    assert rows_of("text", Memory(notes + zstandard.compress(b"a\nb") + notes)) == ["a", "b"]
+
+
+def test_many_small_gzip_members_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that follows a member was copied, 4 MiB for each 20 bytes."""
+    reads: list[int] = []
+    file = Memory(gzip.compress(b"") * 5000 + gzip.compress(b"last"))
+    read = file.read
+    monkeypatch.setattr(file, "read", lambda at, length: reads.append(length) or read(at, length))
+    assert blocks_of("text", file)[0].rows == 1
+    assert max(reads) <= 64 << 10
+
+
+def test_a_block_has_no_more_lines_than_it_may() -> None:
+    data = b"x\n" * BLOCK_ROWS + b"y"
+    assert [block.rows for block in blocks_of("text", Memory(data))] == [BLOCK_ROWS, 1]
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])

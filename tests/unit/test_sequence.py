@@ -119,3 +119,19 @@ def test_an_index_is_what_was_kept(index: Index) -> None:
     for torn in (record[:-1], record[:-9] + b"x" + record[-8:], b""):
         with pytest.raises(DatasetError):
             decode(torn)
+
+
+def test_thousands_of_windows_without_rows() -> None:
+    """A RecursionError: what a window passes on was looked for in the one before, and so on."""
+    files = [
+        IndexedFile(b"%05d" % number, Version(10, 0), [RowBlock(0, 10, 3)] if number < 9 else [])
+        for number in range(3000)
+    ]
+    epoch = Epoch(index_of("text", files), EpochOrder(seed=1, shares=64, window=1))
+    rows = [
+        (piece.block, piece.first + row)
+        for share in range(64)
+        for piece in epoch.pieces(share)
+        for row in range(piece.rows)
+    ]
+    assert sorted(rows) == [(block, row) for block in range(9) for row in range(3)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aifs.core.errors import DatasetError
-from aifs.datasets.formats.lines import GZIP, ZSTD, line_blocks
+from aifs.datasets.formats.lines import BOM, is_compressed, line_blocks
 from aifs.datasets.index import FileBytes, RowBlock
 
 NAME = "jsonl"
@@ -14,12 +14,10 @@ SUFFIXES: tuple[str, ...] = (
     *(".json.gz", ".json.zst"),
 )
 
-BOM = b"\xef\xbb\xbf"
-
 
 def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
     head = file.read(0, 4096)
     first = head.removeprefix(BOM).lstrip()[:1]
-    if first not in b'{["-0123456789tfn' and not head.startswith((GZIP, ZSTD)):
+    if first not in b'{["-0123456789tfnNI' and not is_compressed(head):
         raise DatasetError("no JSON at its beginning")
     return line_blocks(file, skip_blank=True)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats import arrow, files, jsonl, megatron, parquet, records, tar, text
-from aifs.datasets.formats.lines import GZIP, ZSTD
+from aifs.datasets.formats.lines import BOM, is_compressed
 from aifs.datasets.index import FileBytes
 
 FORMATS: dict[str, ModuleType] = {
@@ -49,8 +49,8 @@ def format_of_bytes(file: FileBytes) -> str | None:
         return arrow.NAME
     if head[257:262] == b"ustar":
         return tar.NAME
-    if head.removeprefix(jsonl.BOM).lstrip()[:1] == b"{":
+    if head.removeprefix(BOM).lstrip()[:1] == b"{":
         return jsonl.NAME
-    if head and not head.startswith((GZIP, ZSTD)) and b"\0" not in head:
+    if head and not is_compressed(head) and b"\0" not in head:
         return text.NAME
     return None

@@ -1,12 +1,15 @@
 """Lines, plain or compressed: what ``text`` and ``jsonl`` have in common.
 
 Rows are counted by reading all bytes once, at the speed of memchr: samples would guess, and an
-order that is computed needs to know. A compressed file is one block.
+order that is computed needs to know. A compressed file is one block. A byte order mark at the
+beginning belongs to no row.
 """
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.reading import ROW_BYTES_MAX, row_bytes_checked
@@ -14,18 +17,35 @@ from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
 
 GZIP = b"\x1f\x8b"
 ZSTD = b"\x28\xb5\x2f\xfd"
+_SKIPPED = tuple(bytes((low,)) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))
+"""Of frames that hold no data: pzstd writes one at the beginning."""
+
+BOM = b"\xef\xbb\xbf"
 
 _SPACE = re.compile(rb"\n[ \t\r\n]")
-_BLANK = b" \t\r\n"
+BLANK = b" \t\r\n"
+"""Lines of these alone are blank."""
+
+_GZIP_READ = 64 << 10
+"""What follows a member is copied: many small members in a large piece would take for ever."""
+
+_ZSTD_READ = 4 << 10
+"""A block of 4 bytes may become 128 KiB."""
+
+
+def is_compressed(head: bytes) -> bool:
+    """Whether a file that begins so is one of gzip or zstd."""
+    return head.startswith((GZIP, ZSTD, *_SKIPPED))
 
 
 def line_blocks(file: FileBytes, skip_blank: bool) -> Iterator[RowBlock]:
     """Runs of whole lines. ``skip_blank``: lines of spaces alone are no rows."""
-    if file.read(0, 4).startswith((GZIP, ZSTD)):
+    head = file.read(0, 4)
+    if is_compressed(head):
         if rows := _count(decompressed(file), skip_blank):
             yield RowBlock(0, file.size, rows)
         return
-    start = 0
+    start = len(BOM) if head.startswith(BOM) else 0
     while start < file.size:
         data = file.read(start, BLOCK_BYTES)
         if not data:
@@ -47,14 +67,14 @@ def line_blocks(file: FileBytes, skip_blank: bool) -> Iterator[RowBlock]:
 
 def rows_of(data: bytes, skip_blank: bool) -> int:
     """How many rows there are in whole lines; the last one may lack its newline."""
-    if skip_blank and (data[:1] in _BLANK or _SPACE.search(data)):
-        return sum(1 for line in data.split(b"\n") if line.strip(_BLANK))
+    if skip_blank and (data[:1] in BLANK or _SPACE.search(data)):
+        return sum(1 for line in data.split(b"\n") if line.strip(BLANK))
     return data.count(b"\n") + (not data.endswith(b"\n")) if data else 0
 
 
 def _thousands(data: bytes) -> Iterator[int]:
     """Where each run of ``BLOCK_ROWS`` lines ends, and the last, shorter one."""
-    left = data.count(b"\n")
+    left = data.count(b"\n") + (not data.endswith(b"\n"))
     at = 0
     while left > BLOCK_ROWS:
         # Lines of usual length would end here: a few steps lead to the line that is meant.
@@ -94,12 +114,13 @@ def _count(chunks: Iterator[bytes], skip_blank: bool) -> int:
 
 
 def decompressed(file: FileBytes) -> Iterator[bytes]:
-    """The bytes of a gzip or zstd file, in pieces of some MiB at most.
+    """The bytes of a gzip or zstd file, without a byte order mark, in pieces of some MiB at most.
 
     Raises DatasetError if the file is damaged or torn, or has more than 1 GiB: it is one block, and
     held in memory as a whole.
     """
     total = 0
+    head = b""  # until it can be told from a byte order mark
     unpacked = _gzip(file) if file.read(0, 2) == GZIP else _zstd(file)
     for data in unpacked:
         total += len(data)
@@ -108,32 +129,23 @@ def decompressed(file: FileBytes) -> Iterator[bytes]:
                 f"more than {ROW_BYTES_MAX} bytes when decompressed: store it in smaller files, or"
                 " decompressed"
             )
+        if total - len(data) < len(BOM):
+            head += data
+            if total < len(BOM):
+                continue
+            data = head.removeprefix(BOM)
         yield data
+    if total < len(BOM):
+        yield head
 
 
 def _gzip(file: FileBytes) -> Iterator[bytes]:
-    at, data = 0, b""
-    member = None
-    try:
-        while data or at < file.size:
-            if not data:
-                data = file.read(at, BLOCK_BYTES)
-                at += len(data)
-                if not data:
-                    break
-            if member is None:
-                data = data.lstrip(b"\0")  # padding between members, as gzip has it
-                if not data:
-                    continue
-                member = zlib.decompressobj(wbits=31)
-            yield member.decompress(data, BLOCK_BYTES)
-            data = member.unconsumed_tail or member.unused_data
-            if member.eof:
-                member = None
-    except zlib.error as error:
-        raise DatasetError(f"damaged gzip data before byte {at}: {error}") from error
-    if member is not None:
-        raise DatasetError(f"the gzip data end at byte {at}, too early: the file is torn")
+    def unpack(member: Any, data: bytes) -> tuple[bytes, bytes]:
+        return member.decompress(data, BLOCK_BYTES), member.unconsumed_tail or member.unused_data
+
+    begin = partial(zlib.decompressobj, wbits=31)
+    # Zeros between members are padding, as gzip has it.
+    return _members(file, "gzip", _GZIP_READ, b"\0", begin, unpack, zlib.error)
 
 
 def _zstd(file: FileBytes) -> Iterator[bytes]:
@@ -141,24 +153,47 @@ def _zstd(file: FileBytes) -> Iterator[bytes]:
         import zstandard
     except ImportError as error:
         raise DatasetError("a zstd file: pip install zstandard, or decompress it") from error
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+
+    def unpack(frame: Any, data: bytes) -> tuple[bytes, bytes]:
+        return frame.decompress(data), frame.unused_data
+
+    begin = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+    return _members(file, "zstd", _ZSTD_READ, b"", begin, unpack, zstandard.ZstdError)
+
+
+def _members(
+    file: FileBytes,
+    kind: str,
+    read_bytes: int,
+    padding: bytes,
+    begin: Callable[[], Any],
+    unpack: Callable[[Any, bytes], tuple[bytes, bytes]],
+    fault: type[Exception],
+) -> Iterator[bytes]:
+    """What the members (frames) of a file hold, one after the other.
+
+    ``begin`` makes the decompressor of a member; ``unpack`` gives it data, and returns what they
+    hold and which of them are left. Bytes of ``padding`` before a member are none of it.
+    """
     at, data = 0, b""
-    frame = None
+    member: Any = None
     try:
         while data or at < file.size:
             if not data:
-                # No more than 4 KiB at once: a block of 4 bytes may become 128 KiB.
-                data = file.read(at, 4 << 10)
+                data = file.read(at, read_bytes)
                 at += len(data)
                 if not data:
                     break
-            if frame is None:
-                frame = decompressor.decompressobj()
-            yield frame.decompress(data)
-            data = frame.unused_data
-            if frame.eof:
-                frame = None
-    except zstandard.ZstdError as error:
-        raise DatasetError(f"damaged zstd data before byte {at}: {error}") from error
-    if frame is not None:
-        raise DatasetError(f"the zstd data end at byte {at}, too early: the file is torn")
+            if member is None:
+                data = data.lstrip(padding)
+                if not data:
+                    continue
+                member = begin()
+            unpacked, data = unpack(member, data)
+            yield unpacked
+            if member.eof:
+                member = None
+    except fault as error:
+        raise DatasetError(f"damaged {kind} data before byte {at}: {error}") from error
+    if member is not None:
+        raise DatasetError(f"the {kind} data end at byte {at}, too early: the file is torn")

@@ -58,9 +58,13 @@ def metadata(footer: bytes) -> "parquet.FileMetaData":
 
 def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
     """Of each row group; ``end``: of the row groups' bytes."""
-    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
     if not meta.num_columns:
         raise DatasetError("no columns")
+    every = [meta.row_group(number) for number in range(meta.num_row_groups)]
+    # One without rows may say that it lies at byte 0, where nothing is.
+    groups = [group for group in every if group.num_rows]
+    if not groups:
+        return
     starts = [_start(group.column(0)) for group in groups]
     # As all writers leave them, groups follow one another: the first column says enough.
     if all(first < following for first, following in itertools.pairwise([*starts, end])):
@@ -76,8 +80,7 @@ def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
             raise DatasetError(
                 f"row group {number}: {group.num_rows} rows in bytes {first} to {last}, of {end}"
             )
-        if group.num_rows:
-            yield RowBlock(first, last - first, group.num_rows)
+        yield RowBlock(first, last - first, group.num_rows)
 
 
 def _start(column: "parquet.ColumnChunkMetaData") -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from aifs.core.errors import DatasetError
+from aifs.datasets.formats.lines import GZIP, ZSTD
 from aifs.datasets.formats.reading import SmallReads, in_blocks
 from aifs.datasets.index import FileBytes, RowBlock
 
@@ -144,7 +145,7 @@ def _checked(header: bytes, at: int) -> tuple[bytes, int]:
     others = sum(header) - sum(header[148:156]) + 8 * ord(" ")
     signed = others - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
     if not re.fullmatch(rb"[0-7]{1,8}", digits) or int(digits, 8) not in (others, signed):
-        compressed = header.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"))
+        compressed = header.startswith((GZIP, ZSTD, b"BZh", b"\xfd7zXZ"))
         why = ": it is compressed; unpack it" if compressed else ""
         raise DatasetError(f"no tar header at byte {at}{why}")
     field = header[124:136]

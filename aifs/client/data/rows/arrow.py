@@ -27,7 +27,10 @@ class _Block:
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         import pyarrow
 
-        return self._batch.take(pyarrow.array(rows, pyarrow.int64())).to_pylist()
+        try:
+            return self._batch.take(pyarrow.array(rows, pyarrow.int64())).to_pylist()
+        except pyarrow.ArrowNotImplementedError:  # of views, and of what is encoded in runs
+            return [self._batch.slice(row, 1).to_pylist()[0] for row in rows]
 
     def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
         return self._batch.slice(first, rows)
@@ -46,7 +49,7 @@ class _File:
             # Only where there are dictionaries must the whole file be looked through for them.
             self._parts = (
                 arrow.parts(Clipped(file))
-                if any("dictionary<" in str(field.type) for field in self._schema)
+                if any(_has_dictionary(field.type) for field in self._schema)
                 else None
             )
 
@@ -79,6 +82,16 @@ class _File:
         with pyarrow.memory_map(self._file.path) as mapped:
             mapped.seek(block.offset)
             return mapped.read_buffer(block.length)
+
+
+def _has_dictionary(kind: "pyarrow.DataType") -> bool:
+    import pyarrow
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        kind = kind.storage_type
+    if pyarrow.types.is_dictionary(kind):
+        return True
+    return any(_has_dictionary(kind.field(each).type) for each in range(kind.num_fields))
 
 
 def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:

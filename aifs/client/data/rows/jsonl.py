@@ -13,7 +13,7 @@ from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import naming, require_rows
 from aifs.client.data.rows.text import lines_of
 from aifs.core.errors import DatasetError
-from aifs.datasets.formats.jsonl import BOM
+from aifs.datasets.formats.lines import BLANK
 from aifs.datasets.index import RowBlock
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ class _File:
         self._schema = options.get("schema")
 
     def open_block(self, number: int, block: RowBlock) -> _Lines:
-        lines = lines_of(self._file, block)
-        if not block.offset and lines:
-            lines[0] = lines[0].removeprefix(BOM)
-        lines = [line for line in lines if line.strip(b" \t\r")]
+        lines = [line for line in lines_of(self._file, block) if line.strip(BLANK)]
         return _Lines(self._file.path, block, lines, self._schema)
 
 

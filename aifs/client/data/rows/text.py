@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import naming, require_rows
-from aifs.datasets.formats.lines import GZIP, ZSTD, decompressed
+from aifs.datasets.formats.lines import decompressed, is_compressed
 from aifs.datasets.formats.reading import InMemory
 from aifs.datasets.index import RowBlock
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def lines_of(file: DatasetFile, block: RowBlock) -> list[bytes]:
     """All lines of a block, without their ends."""
     data = file.read(block.offset, block.length)
-    if data.startswith((GZIP, ZSTD)) and block.length == file.size:
+    if is_compressed(data) and block.length == file.size:
         with naming(file.path, block.offset):
             data = b"".join(decompressed(InMemory(data)))
     lines = data.split(b"\n")
