@@ -18,6 +18,7 @@ import fcntl
 import os
 import resource
 import select
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -69,16 +70,30 @@ def _path_of(fd: int) -> str:
 
 
 def open_file(
-    path: str, *, create: bool = False, exclusive: bool = False, write: bool = True
+    path: str,
+    *,
+    create: bool = False,
+    exclusive: bool = False,
+    write: bool = True,
+    foreign: bool = False,
 ) -> int:
-    """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600)."""
+    """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600).
+
+    ``foreign``: others may make names there. A symlink is not followed then (ELOOP), and nothing is
+    waited for that is no regular file (EINVAL).
+    """
     _before("open_file", path)
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
+    if foreign:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     if create:
         flags |= os.O_CREAT
     if exclusive:
         flags |= os.O_EXCL
     fd = os.open(path, flags, 0o600)
+    if foreign and not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     _open.add(fd)
     if _hook is not None:
         _paths[fd] = path
@@ -248,15 +263,18 @@ def rename(old: str, new: str) -> None:
     _after("rename", old, new)
 
 
-def unlink(path: str) -> None:
+def unlink(path: str, parent: int | None = None) -> None:
+    """``parent``: a descriptor of the directory that the name is in, whatever ``path`` leads to
+    now."""
     _before("unlink", path)
-    os.unlink(path)
+    os.unlink(path if parent is None else os.path.basename(path), dir_fd=parent)
     _after("unlink", path)
 
 
-def remove_dir(path: str) -> None:
+def remove_dir(path: str, parent: int | None = None) -> None:
+    """``parent``: as ``unlink``'s."""
     _before("remove_dir", path)
-    os.rmdir(path)
+    os.rmdir(path if parent is None else os.path.basename(path), dir_fd=parent)
     _after("remove_dir", path)
 
 

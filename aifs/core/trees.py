@@ -9,6 +9,7 @@ says so.
 import ctypes
 import errno
 import os
+import stat
 from contextlib import suppress
 
 from aifs.core import files
@@ -110,7 +111,7 @@ def _rename(old: str, new: str, flags: int, op: str) -> None:
 
 def remove_tree(path: str) -> None:
     """Remove the directory ``path`` and all below it; what is gone already is no error. Not
-    synced.
+    synced. Raises NotADirectoryError for a symlink: none is followed, there or below.
     """
     with suppress(FileNotFoundError):
         empty_dir(path)
@@ -120,10 +121,19 @@ def remove_tree(path: str) -> None:
 def empty_dir(path: str) -> None:
     """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not
     synced.
+
+    It goes by descriptors (fwalk), so whoever puts a symlink where a directory was, meanwhile, has
+    nothing removed behind it.
     """
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            remove_tree(entry.path)
-        else:
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    for where, directories, others, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
+        for name in others + directories:
             with suppress(FileNotFoundError):
-                files.unlink(entry.path)
+                remove = files.remove_dir if _is_directory(name, fd) else files.unlink
+                remove(os.path.join(where, name), fd)
+
+
+def _is_directory(name: str, parent: int) -> bool:
+    """A symlink to one is none, though fwalk counts it among them."""
+    return stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode)

@@ -1,6 +1,7 @@
 """Environments that are made once (aifs.client.startup, aifs env), in a plain directory."""
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from aifs.cli.main import main
 from aifs.client import startup
 from aifs.client.startup import relocate
+from aifs.core import files, trees
 from tests.support import forked
 from tests.support.mounts import TIMEOUT_S
 
@@ -221,6 +223,108 @@ def test_one_that_is_half_removed_is_removed_later(tmp_path: Path) -> None:
     os.rename(found.path, tmp_path / hidden)
     startup.expire(tmp_path)
     assert below(tmp_path) == [] and not record.exists()
+
+
+@pytest.mark.parametrize("making", ["../victim", "/{tmp}/victim", ".", "", 7])
+def test_a_record_of_somebody_else_removes_nothing_but_environments(
+    tmp_path: Path, making: object
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    envs = tmp_path / "envs"
+    if isinstance(making, str):
+        making = making.replace("{tmp}", str(tmp_path))
+    record = json.dumps({"making": making, "expire_s": 0, "attempt": 1})
+    with startup.environment(envs, key=KEY, make=touch) as found:
+        name = os.path.basename(found.path)
+    shutil.rmtree(found.path)
+    (envs / ".aifs-env" / name).write_text(record)
+    startup.expire(envs)
+    with startup.environment(envs, key=KEY, make=touch):
+        pass
+    (envs / "projects").mkdir()
+    (envs / ".aifs-env" / "projects").write_text(record)
+    os.utime(envs / ".aifs-env" / "projects", (0, 0))
+    startup.expire(envs)
+    assert (victim / "file").exists() and (envs / "projects").exists()
+
+
+def test_no_symlink_of_somebody_else_is_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with startup.environment(tmp_path, key=KEY, make=touch) as found:
+        record = tmp_path / ".aifs-env" / os.path.basename(found.path)
+    for target in (victim, tmp_path / "missing"):
+        record.unlink()
+        record.symlink_to(target)
+        with pytest.raises(OSError, match="symbolic links"):
+            startup.environment(tmp_path, key=KEY, make=touch)
+    record.unlink()
+    os.mkfifo(record)
+    with pytest.raises(OSError, match="not a regular file"):
+        startup.environment(tmp_path, key=KEY, make=touch)
+    assert victim.read_text() == "precious"
+    record.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    os.rename(found.path, elsewhere)
+    os.symlink(elsewhere, found.path)
+    with pytest.raises(startup.EnvironmentFailed, match="no environment"):
+        startup.environment(tmp_path, key=KEY, make=touch)
+    assert (elsewhere / "done").exists()
+
+
+def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    with startup.environment(tmp_path, key=KEY, make=touch) as found:
+        os.chown(found.path, 65534, 65534)
+    with startup.environment(tmp_path, key=KEY, make=touch) as again:
+        assert not again.made  # only trusted users write there
+    tmp_path.chmod(0o1777)
+    for use in (
+        lambda: startup.environment(tmp_path, key=KEY, make=touch),
+        lambda: startup.environment_at(found.path),
+    ):
+        with pytest.raises(startup.EnvironmentFailed, match="made by user 65534"):
+            use()
+    os.chown(found.path, 0, 0)
+    startup.environment(tmp_path, key=KEY, make=touch).close()
+
+
+def test_a_record_of_somebody_else_does_not_keep_one_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with startup.environment(tmp_path, key={"n": 1}, make=touch, expire_s=0) as old:
+        theirs = os.path.basename(old.path)
+    open_file = files.open_file
+
+    def refuse(path: str, *, write: bool = True, foreign: bool = False) -> int:
+        if write and path.endswith(theirs):
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return open_file(path, write=write, foreign=foreign)
+
+    monkeypatch.setattr(files, "open_file", refuse)
+    with startup.environment(tmp_path, key={"n": 2}, make=touch) as found:
+        assert found.made
+    with startup.environment(tmp_path, key={"n": 1}, make=touch) as found:
+        assert not found.made
+
+
+def test_a_tree_is_removed_without_following_symlinks(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    (kept / "below").mkdir(parents=True)
+    tree = tmp_path / "tree"
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "b" / "file").touch()
+    (tree / "a" / "link").symlink_to(kept)
+    (tree / "link").symlink_to(tmp_path / "missing")
+    trees.remove_tree(str(tree))
+    trees.remove_tree(str(tree))  # it is gone
+    (tmp_path / "link").symlink_to(kept)
+    with pytest.raises(NotADirectoryError):
+        trees.remove_tree(str(tmp_path / "link"))
+    assert not tree.exists() and (kept / "below").exists()
 
 
 def test_env_run_prints_the_path(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,10 @@ Locks of the record's file: byte 0 has who makes or removes the environment, byt
 use it. The kernel lets go of them when a process has ended, however it did. On a filesystem without
 locks two may make the same environment; the second throws its own away.
 
+Several users may share DIR: so a record is data of somebody else. It names nothing but what is
+beside it, no symlink is followed, and where everybody may make names in DIR an environment is used
+only if the caller, root, or who owns DIR has made it.
+
 Rules (S3, S4 of docs/startup.md): an environment without its name does not exist; a maker that dies
 loses its lock, and the next one removes what it left; one in use is never removed.
 """
@@ -17,16 +21,18 @@ loses its lock, and the next one removes what it left; one in use is never remov
 import errno
 import json
 import os
+import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 from aifs.client import hashing, locks
-from aifs.client.startup.keys import name_of, platform_key
+from aifs.client.startup.keys import DIGITS, name_of, platform_key
 from aifs.client.startup.relocate import relocate
 from aifs.core import files, trees
 from aifs.core.errors import UserError
@@ -34,6 +40,9 @@ from aifs.core.errors import UserError
 RECORDS = ".aifs-env"
 
 _MAKER, _USERS = 0, 1  # bytes that are locked
+
+_NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
+_PENDING = re.compile(rf"\.[0-9a-f]{{{DIGITS - 1}}}")
 
 
 class EnvironmentFailed(UserError):
@@ -69,6 +78,19 @@ class EnvironmentRecord:
 
     failed: str = ""
     """Why the last attempt failed."""
+
+
+# What the fields of a record may be: others may have written it.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "key": (dict, type(None)),
+    "made_s": (int, float),
+    "took_s": (int, float),
+    "bytes": (int,),
+    "expire_s": (int, float, type(None)),
+    "making": (str,),
+    "attempt": (int,),
+    "failed": (str,),
+}
 
 
 class Environment:
@@ -124,12 +146,12 @@ def environment(
     whole = {**platform_key(), **key}
     name = name_of(whole)
     trees.make_dir(os.path.join(above, RECORDS))
-    before = _read(_record_path(above, name))
+    before = _read(above, name)
     seen = before.attempt - bool(before.making)  # which is, or may be, under way
     fd = _in_use(above, name)
     try:
         made = False
-        if not os.path.isdir(os.path.join(above, name)):
+        if not _is_there(above, name):
             with _as_maker(fd):
                 made = _make_if_missing(above, name, whole, make, expire_s, seen, fd)
         _note_use(fd)
@@ -138,19 +160,23 @@ def environment(
         files.close_file(fd)
         raise
     if made:
-        expire(above)
+        with suppress(OSError):  # room is a matter of who needs it
+            expire(above)
     return found
 
 
 def environment_at(path: str | os.PathLike[str]) -> Environment:
     """The environment with this path, in use. Raises EnvironmentFailed, OSError."""
     above, name = os.path.split(os.path.realpath(path))
-    if not os.path.exists(_record_path(above, name)):
+    if not _NAME.fullmatch(name) or not os.path.exists(_record_path(above, name)):
         raise EnvironmentFailed(f"{os.fspath(path)}: is no environment; aifs env ls lists them")
     fd = _in_use(above, name)
-    if not os.path.isdir(os.path.join(above, name)):
+    try:
+        if not _is_there(above, name):
+            raise EnvironmentFailed(f"{os.fspath(path)}: has not been made, or was removed")
+    except BaseException:
         files.close_file(fd)
-        raise EnvironmentFailed(f"{os.fspath(path)}: has not been made, or was removed")
+        raise
     _note_use(fd)
     return Environment(os.path.join(above, name), False, _read_open(fd), fd)
 
@@ -164,10 +190,9 @@ def list_environments(
     found = {}
     for name in _names(above):
         with suppress(FileNotFoundError):
-            path = _record_path(above, name)
-            used_s = os.stat(path).st_mtime
-            if os.path.isdir(os.path.join(above, name)):
-                found[name] = (_read(path), used_s)
+            used_s = os.lstat(_record_path(above, name)).st_mtime
+            if _is_dir(os.path.join(above, name)):
+                found[name] = (_read(above, name), used_s)
     return found
 
 
@@ -180,9 +205,38 @@ def expire(directory: str | os.PathLike[str]) -> list[str]:
 
 def _names(above: str) -> list[str]:
     try:
-        return sorted(os.listdir(os.path.join(above, RECORDS)))
+        found = os.listdir(os.path.join(above, RECORDS))
     except FileNotFoundError:
         return []
+    return sorted(name for name in found if _NAME.fullmatch(name))
+
+
+def _is_dir(path: str) -> bool:
+    """A symlink is none."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _is_there(above: str, name: str) -> bool:
+    """Whether the environment has been made. Raises EnvironmentFailed if it is not one that the
+    caller should run: programs of somebody who may make names there, as everybody may."""
+    path = os.path.join(above, name)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    shared = os.stat(above)
+    trusted = (os.geteuid(), 0, shared.st_uid)
+    if not stat.S_ISDIR(found.st_mode):
+        raise EnvironmentFailed(f"{path}: is no environment, but in the place of one; remove it")
+    if shared.st_mode & stat.S_IWOTH and found.st_uid not in trusted:
+        raise EnvironmentFailed(
+            f"{path}: was made by user {found.st_uid}, in a directory that everybody may write to; "
+            "use one that only trusted users may write to"
+        )
+    return True
 
 
 def _record_path(above: str, name: str) -> str:
@@ -214,9 +268,9 @@ def _in_use(above: str, name: str) -> int:
 def _open(path: str) -> int:
     """Users who may not write may use what others have made."""
     try:
-        return files.open_file(path)
+        return files.open_file(path, foreign=True)
     except PermissionError:
-        return files.open_file(path, write=False)
+        return files.open_file(path, write=False, foreign=True)
 
 
 def _note_use(fd: int) -> None:
@@ -226,7 +280,14 @@ def _note_use(fd: int) -> None:
 
 @contextmanager
 def _as_maker(fd: int) -> Iterator[None]:
-    locks.wait(fd, _MAKER, shared=False)
+    try:
+        locks.wait(fd, _MAKER, shared=False)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        raise EnvironmentFailed(
+            "the environment has not been made, and its record belongs to somebody else"
+        ) from None
     try:
         yield
     finally:
@@ -244,7 +305,7 @@ def _make_if_missing(
 ) -> bool:
     """Whether this call has made it. ``seen``: attempts that had ended when the caller came."""
     record = _read_open(fd)
-    if os.path.isdir(os.path.join(above, name)):
+    if _is_there(above, name):
         return False
     if record.failed and record.attempt > seen:
         raise EnvironmentFailed(f"the environment {name} could not be made: {record.failed}")
@@ -301,8 +362,8 @@ def _expire(above: str, name: str) -> bool:
     """Whether the environment was removed."""
     path = _record_path(above, name)
     try:
-        fd = files.open_file(path)
-    except FileNotFoundError:
+        fd = files.open_file(path, foreign=True)
+    except (FileNotFoundError, PermissionError):  # it is somebody else's to remove
         return False
     try:
         locks.lock(fd, _USERS)  # so nobody makes it, either
@@ -311,7 +372,7 @@ def _expire(above: str, name: str) -> bool:
         idle_s = time.time() - os.fstat(fd).st_mtime
         is_over = record.expire_s is not None and idle_s > record.expire_s
         final = os.path.join(above, name)
-        if not locks.is_at(path, fd) or (not is_over and os.path.isdir(final)):
+        if not locks.is_at(path, fd) or (not is_over and _is_dir(final)):
             return False
         # What is left when this process dies is found by the record.
         hidden = record.making or _pending(name)
@@ -328,8 +389,15 @@ def _expire(above: str, name: str) -> bool:
         files.close_file(fd)
 
 
-def _read(path: str) -> EnvironmentRecord:
-    return _decode(files.read_file(path) or b"")
+def _read(above: str, name: str) -> EnvironmentRecord:
+    try:
+        fd = files.open_file(_record_path(above, name), write=False, foreign=True)
+    except FileNotFoundError:
+        return EnvironmentRecord()
+    try:
+        return _read_open(fd)
+    finally:
+        files.close_file(fd)
 
 
 def _read_open(fd: int) -> EnvironmentRecord:
@@ -339,10 +407,15 @@ def _read_open(fd: int) -> EnvironmentRecord:
 def _decode(data: bytes) -> EnvironmentRecord:
     try:
         values = json.loads(data)
-        known = {field.name for field in fields(EnvironmentRecord)}
-        return EnvironmentRecord(**{name: value for name, value in values.items() if name in known})
-    except (ValueError, AttributeError):
+        known = {name: value for name, value in values.items() if name in _TYPES}
+    except (ValueError, AttributeError, RecursionError):
         return EnvironmentRecord()
+    if not all(isinstance(value, _TYPES[name]) for name, value in known.items()):
+        return EnvironmentRecord()
+    record = EnvironmentRecord(**known)
+    if not _PENDING.fullmatch(record.making):  # it is going to be removed
+        record.making = ""
+    return record
 
 
 def _write(fd: int, record: EnvironmentRecord) -> None:

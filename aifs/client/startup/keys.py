@@ -10,7 +10,7 @@ from typing import Any
 import blake3
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_DIGITS = 32
+DIGITS = 32
 
 
 def platform_key() -> dict[str, Any]:
@@ -39,4 +39,4 @@ def name_of(key: Mapping[str, Any]) -> str:
     """The name of the environment with this key: 32 hexadecimal digits. Values are what JSON has;
     the order of names does not count. Raises TypeError for others."""
     text = json.dumps(key, sort_keys=True, separators=(",", ":"))
-    return blake3.blake3(text.encode()).hexdigest()[:_DIGITS]
+    return blake3.blake3(text.encode()).hexdigest()[:DIGITS]
