@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core.errors import Invalid, NotFound, ReadOnly, Stale
-from aifs.vfs import Caller
+from aifs.vfs import Caller, SetAttr
 from aifs.vfs.virtual import trees
 from aifs.vfs.virtual.numbers import FIRST, NAME
 from tests.support.stores import opened, write_file
@@ -45,6 +45,27 @@ async def test_too_many_files_are_refused(directory: Path, monkeypatch: pytest.M
         refused = fs.refusals.find(ROOT, Caller())
         assert refused is not None
         assert (refused["request"], refused["errno"]) == ("files.tar", errno.EINVAL)
+
+
+async def test_paths_and_rights_that_would_cost_much_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory) as fs:
+        top = ROOT
+        for _ in range(20):
+            top = (await fs.mkdir(top, b"d" * 250, 0o755, Caller())).ino
+        with monkeypatch.context() as patch:
+            patch.setattr(trees, "TEXT_MAX", 50_000)
+            with pytest.raises(Invalid, match="bytes of paths"):
+                await fs.lookup(FIRST | ROOT, b"files.tar")
+        for number in range(3):
+            ino = await write_file(fs, b"%d" % number, b"content")
+            await fs.setattr(ino, SetAttr(mode=0o600 + number), Caller())
+        with monkeypatch.context() as patch:
+            patch.setattr(trees, "RIGHTS_MAX", 3)
+            with pytest.raises(Invalid, match="different owners, modes and ACLs"):
+                await fs.lookup(FIRST | ROOT, b"files.tar")
+        assert (await fs.lookup(FIRST | ROOT, b"files.tar")).size
 
 
 async def test_what_is_made_again_has_another_number(directory: Path) -> None:

@@ -118,7 +118,7 @@ class VirtualFiles:
                 self._forget()
                 return file
         finally:
-            if not lock.statistics().tasks_waiting:
+            if not lock.locked():  # nor handed to who has waited for it
                 self._making.pop(key, None)
 
     def _add(self, content: VirtualContent, directory: Inode, watch: SourceWatch) -> _VirtualFile:

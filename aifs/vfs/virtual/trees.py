@@ -25,6 +25,14 @@ from aifs.vfs.virtual.watching import SourceWatch
 MEMBERS_MAX = 1 << 20
 """Of one archive: some 150 bytes are kept of each, and twice that while it is made."""
 
+TEXT_MAX = 256 << 20
+"""Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
+names would cost much more than its members."""
+
+RIGHTS_MAX = 4096
+"""Different ones (owner, mode, ACL) of what lies in one archive: who opens it is checked against
+each."""
+
 _SLICE = 64
 """Entries that are looked at before others get a turn: less than a millisecond."""
 
@@ -48,11 +56,11 @@ async def list_tree(
     engine: Engine, io: FileIO, top: int, watch: SourceWatch, known: VirtualContent | None
 ) -> VirtualContent:
     """What ``files.tar`` of the directory ``top`` holds; what ``known`` does if that is still it.
-    Raises NotFound, Invalid for too many files."""
+    Raises NotFound; Invalid for too many files, too long paths, too many different rights."""
     directory = await engine.view(namespace.get_directory, top)
     found: list[tuple[Place, ArchiveMember]] = []
     rights: set[ReadRight] = {right_to(directory)}
-    fingerprint, newest_ns = 0, directory.mtime_ns
+    fingerprint, newest_ns, text = 0, directory.mtime_ns, 0
     waiting = [(top, b"")]
     while waiting:
         ino, path = waiting.pop()
@@ -64,6 +72,7 @@ async def list_tree(
                 if not is_member(inode.mode):
                     continue
                 member = _member(path + name, inode)
+                text += len(member.name) + len(member.target)
                 found.append((place, member))
                 fingerprint = (fingerprint + hash(member)) & _HASHES
                 newest_ns = max(newest_ns, inode.mtime_ns)
@@ -71,11 +80,16 @@ async def list_tree(
                     waiting.append((inode.ino, path + name + b"/"))
                 if inode.is_dir or inode.is_file:
                     rights.add(right_to(inode))
-            if len(found) > MEMBERS_MAX:
-                raise Invalid(
-                    f"more than {MEMBERS_MAX:,} files lie below the directory; read files.tar of "
-                    "directories below it"
-                )
+            for count, most, what in (
+                (len(found), MEMBERS_MAX, "files"),
+                (text, TEXT_MAX, "bytes of paths"),
+                (len(rights), RIGHTS_MAX, "different owners, modes and ACLs"),
+            ):
+                if count > most:
+                    raise Invalid(
+                        f"more than {most:,} {what} are below the directory; read files.tar of "
+                        "directories below it"
+                    )
             await trio.lowlevel.checkpoint()
     archive = None if known is None or known.fingerprint != fingerprint else known.bytes
     if not isinstance(archive, Archive):
