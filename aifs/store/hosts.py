@@ -15,8 +15,9 @@ from aifs.core.role import Role
 from aifs.core.secret import read_secret
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated.database import MapDatabase
-from aifs.meta.replicated.engine import ReplicatedEngine, join
+from aifs.meta.replicated.engine import ReplicatedEngine
 from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.joining import join
 from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session, holder_of
 from aifs.peers.peers import PeerAddress, Peers
 

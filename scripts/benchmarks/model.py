@@ -1,11 +1,12 @@
 """What 1, 10, 100 and 1,000 hosts would do together, each on a machine of its own: a model of
 service times that are measured here, on hosts in network namespaces and their real database.
 
-Processor time is what is measured: it does not depend on how many share the processors. A create
-costs its host a part of its own, and a part of the commit that carries it (its *row* of the feed);
-the database the same. Each host applies every row of every other one, when many come at once at
-less than when each comes by itself. Who commits pushes the row to
-all others. Hosts beat each second, and keep up a connection to each other one.
+Processor time is what is measured: it does not depend on how many share the processors. All is
+counted per create, with its part of the commit that carries it (its *row* of the feed): how many
+share a row depends on the load, and programs that create files in directories of their own wait for
+no commit (docs/hosts.md, Delegations), so a row of one create is rare. Each host applies every row
+of every other one, when many come at once at less than when each comes by itself. Who commits
+pushes the row to all others. Hosts beat each second, and keep up a connection to each other one.
 
 What the model leaves out: conflicts, programs' own time, waiting that is no work (disks, the
 network's latency), and all that would speed things up or slow them down with numbers that no
@@ -52,16 +53,16 @@ CONNECTIONS = 400
 class Times:
     """Processor seconds, and bytes on the wire. A row is a commit."""
 
+    alone: float
+    """The daemon's, for a create of one program."""
     create: float
-    """The daemon's, for the request of a create, and its transaction."""
-    commit: float
-    """The daemon's, for a row, whatever is in it."""
-    apply_row: float
-    """The daemon's, for a row of another host that comes by itself."""
+    """The daemon's, for a create of ``JOBS`` programs."""
+    apply: float
+    """The daemon's, for a create of ``JOBS`` programs of another host."""
     apply_behind: float
     """The same, when hundreds wait: its kernel is told of many at a time."""
     push: float
-    """The daemon's, for a row that it tells one other host."""
+    """The daemon's, to tell one other host of a create."""
     open: float
     """The daemon's, for an open and close of a file that its kernel knows."""
     shown: float
@@ -70,9 +71,10 @@ class Times:
     """The daemon's per second, when nothing happens, on one host."""
     peer: float
     """The daemon's per second and other host, when nothing happens."""
+    database_alone: float
+    """The database's, for a create of one program."""
     database: float
-    """The database's, for a create in a row."""
-    database_row: float
+    """The database's, for a create of ``JOBS`` programs."""
     database_beat: float
     """The database's per second and host, when nothing happens."""
     batch: float
@@ -111,14 +113,13 @@ def load_of(times: Times, hosts: int) -> Load:
     """The most creates that the database and the daemons of all hosts have processors for: the
     commits of all take turns, and a daemon is one thread."""
     others = hosts - 1
-    database = times.database + times.database_row / times.batch
-    own = (times.create + times.commit / times.batch) / hosts
-    apply = times.apply_behind / times.batch * others / hosts
-    push = times.push / times.batch * others / hosts
+    own = times.create / hosts
+    apply = times.apply_behind * others / hosts
+    push = times.push * others / hosts
     beat = times.beat + times.peer * others
     beats = times.database_beat * hosts
     bounds = {
-        "database": max(0.0, 1 - beats) / database,
+        "database": max(0.0, 1 - beats) / times.database,
         "daemons": max(0.0, 1 - beat) / (own + apply + push),
     }
     limit = min(bounds, key=lambda name: bounds[name])
@@ -127,7 +128,7 @@ def load_of(times: Times, hosts: int) -> Load:
         hosts,
         creates,
         limit,
-        database=creates * database + beats,
+        database=creates * times.database + beats,
         apply=creates * apply,
         own=creates * own,
         push=creates * push,
@@ -143,17 +144,11 @@ def model_rows(made: Cluster, files: int) -> Iterator[Row]:
     """``made``: hosts that are not mounted, in a database that nobody else uses."""
     times = measure(made, files)
     told = {
-        "a create, in a row of its own": (
-            times.create + times.commit,
-            times.database + times.database_row,
-        ),
-        f"a create of {JOBS} programs, {times.batch:.1f} in a row": (
-            times.create + times.commit / times.batch,
-            times.database + times.database_row / times.batch,
-        ),
-        "a row of another host, applied": (times.apply_row, 0.0),
+        "a create of one program": (times.alone, times.database_alone),
+        f"a create of {JOBS} programs, {times.batch:.1f} in a row": (times.create, times.database),
+        "a create of another host, applied": (times.apply, 0.0),
         "the same, when hundreds wait": (times.apply_behind, 0.0),
-        "a row, pushed to one host": (times.push, 0.0),
+        "a create, told to one host": (times.push, 0.0),
         "a rename, for one host that shows it": (times.shown, 0.0),
         "an open": (times.open, 0.0),
         "a second without work": (times.beat, times.database_beat),
@@ -258,9 +253,7 @@ def measure(made: Cluster, files: int) -> Times:
     until(lambda: len(made.live()) == len(made.hosts), "they know of each other")
     many = _measure(made, made.hosts, files)
     others = len(made.hosts) - 1
-    commit, create = _per_row(alone, files, lambda used: used.daemons[0])
-    database_row, database = _per_row(alone, files, lambda used: used.database)
-    behind = _catch_up(made.hosts, made, many["idle"])
+    behind, created = _catch_up(made.hosts, made, many["idle"])
     ways = ("singly", "jointly")
     pushed = sum(many[way].daemons[0] - alone[way].daemons[0] for way in ways)
     shown = many["renamed"].daemons[0] - alone["renamed"].daemons[0]
@@ -270,33 +263,24 @@ def measure(made: Cluster, files: int) -> Times:
     )
     idle = many["idle"]
     return Times(
-        create=create,
-        commit=commit,
-        apply_row=many["singly"].others / many["singly"].rows,
-        apply_behind=behind.daemons[1] / behind.rows,
-        push=max(0.0, pushed) / sum(many[way].rows for way in ways) / others,
+        alone=alone["singly"].daemons[0] / files,
+        create=alone["jointly"].daemons[0] / files,
+        apply=many["jointly"].others / files,
+        apply_behind=behind.daemons[1] / created,
+        push=max(0.0, pushed) / (len(ways) * files) / others,
         open=alone["opened"].daemons[0] / files,
         shown=max(0.0, shown) / files / others,
         beat=alone["idle"].daemons[0] / alone["idle"].seconds,
         peer=max(0.0, (statistics.mean(idle.daemons) - alone["idle"].daemons[0]))
         / idle.seconds
         / others,
-        database=database,
-        database_row=database_row,
+        database_alone=alone["singly"].database / files,
+        database=alone["jointly"].database / files,
         database_beat=idle.database / idle.seconds / (others + 1),
         batch=files / many["jointly"].rows,
         bytes=statistics.mean(many["jointly"].received[1:]) / files,
         connections=connections / (others + 1),
     )
-
-
-def _per_row(
-    found: dict[str, _Used], files: int, of: Callable[[_Used], float]
-) -> tuple[float, float]:
-    """What a row costs, and what a create in it."""
-    singly, jointly = found["singly"], found["jointly"]
-    row = max(0.0, (of(singly) - of(jointly)) / (singly.rows - jointly.rows))
-    return row, max(0.0, (of(jointly) - jointly.rows * row) / files)
 
 
 def _measure(made: Cluster, hosts: Sequence[Host], files: int) -> dict[str, _Used]:
@@ -327,21 +311,22 @@ def _measure(made: Cluster, hosts: Sequence[Host], files: int) -> dict[str, _Use
     return found
 
 
-def _catch_up(hosts: Sequence[Host], made: Cluster, idle: _Used) -> _Used:
+def _catch_up(hosts: Sequence[Host], made: Cluster, idle: _Used) -> tuple[_Used, int]:
     """The second host is stopped, for much less than its lease, while the first one creates files,
-    and goes on."""
+    and goes on. Also how many files."""
     work = hosts[0].path / "behind"
     work.mkdir()
+    created = 0
     with _Used(made, hosts, idle) as used:
-        for round_ in range(STOPS):
+        for _ in range(STOPS):
             os.kill(hosts[1].pid, signal.SIGSTOP)
-            end_s, number = time.monotonic() + STOPPED_S, 0
+            end_s = time.monotonic() + STOPPED_S
             while time.monotonic() < end_s:
-                (work / f"{round_}.{number}").touch()
-                number += 1
+                (work / f"{created}").touch()
+                created += 1
             os.kill(hosts[1].pid, signal.SIGCONT)
             time.sleep(SETTLE_S)
-    return used
+    return used, created
 
 
 def _rename(names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from aifs.meta import journal, lmdb_database, lmdb_engine
 from aifs.meta.kv import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated.database import MapDatabase
-from aifs.meta.replicated.engine import join
+from aifs.meta.replicated.joining import join
 from tests.support.memory_engine import MemoryEngine
 
 LOW, HIGH = b"\0", b"\xff" * MAX_KEY_BYTES

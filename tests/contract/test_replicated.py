@@ -21,12 +21,13 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import MTIME_AT, Inode
-from aifs.meta.replicated import ahead, sessions
+from aifs.meta.replicated import ahead, held, joining, sessions
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated import engine as replicated
 from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
-from aifs.meta.replicated.engine import ReplicatedEngine, join
+from aifs.meta.replicated.engine import ReplicatedEngine
 from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.joining import join
 from aifs.meta.replicated.sessions import end_session, holder_of
 from tests.support import postgres
 from tests.support.memory_engine import MemoryEngine
@@ -550,7 +551,7 @@ async def test_rows_that_are_pushed_out_of_order_are_applied_in_order(cluster):
 
 
 async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster, monkeypatch):
-    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     a, b = await cluster.join("a"), await cluster.join("b")
     for number in range(30):
         await a.transact(put, b"k%d" % number, b"x" * number)
@@ -558,7 +559,7 @@ async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster,
     copies: set[int] = set()
 
     def reach(point: str) -> None:
-        if point == replicated.COPYING:
+        if point == joining.COPYING:
             copies.add(len(cluster.hosts))
 
     monkeypatch.setattr(replicated.faults, "reach", reach)
@@ -583,7 +584,7 @@ async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster,
 
 
 async def test_who_copies_the_map_keeps_its_lease_and_holds_up_nobody(cluster, monkeypatch):
-    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     monkeypatch.setattr(sessions, "BEAT_S", 0.0)
     a = await cluster.join("a")
     for number in range(30):
@@ -627,7 +628,7 @@ async def test_a_copy_of_a_history_that_is_gone_is_not_gone_on_with(cluster):
 
 
 async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
-    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     a = await cluster.join("a")
     for number in range(30):
         await a.transact(put, b"k%d" % number, b"")
@@ -636,7 +637,7 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
         pass
 
     def cut(point: str) -> None:
-        if point == replicated.COPYING:
+        if point == joining.COPYING:
             raise Cut
 
     with monkeypatch.context() as patch:
@@ -649,17 +650,17 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
 
 @pytest.mark.parametrize(
     "point",
-    [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, replicated.COPYING],
+    [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, joining.COPYING],
 )
 async def test_a_host_that_dies_anywhere_comes_back_whole(cluster, monkeypatch, point):
-    monkeypatch.setattr(replicated, "COPY_PAIRS", 7)
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     a, b = await cluster.join("a"), await cluster.join("b")
     for number in range(20):
         await a.transact(put, b"k%d" % number, b"")
     with armed(point, crash), pytest.raises(faults.SimulatedCrash):
         await b.transact(lambda tx: tx.add(b"n", 1))
         await cluster.join("c")
-    if point != replicated.COPYING:
+    if point != joining.COPYING:
         cluster.kill("b")
         b = await cluster.join("b")
     await cluster.join("c")
@@ -982,7 +983,7 @@ async def test_what_a_crash_takes_from_the_database_hosts_put_back(cluster):
 
 
 def has(engine: ReplicatedEngine, ino: int) -> bool:
-    return keys.delegation(ino) in engine.delegated
+    return keys.delegation(ino) in engine.held.keys
 
 
 async def in_database(cluster: Cluster, key: bytes) -> bool:
@@ -1029,13 +1030,13 @@ async def test_who_changes_names_in_anothers_directory_has_it_given_up(cluster, 
     with pytest.raises(Exists):
         await create(b, b"f", 11)
     assert len(cluster.exchange.recalls) == 1 and not has(a, ROOT_INO)
-    for number in range(2 * replicated.GRANT_AFTER):
+    for number in range(2 * held.GRANT_AFTER):
         await create(b, b"%d" % number, 20 + number)
     assert not has(b, ROOT_INO), "several hosts have needed it"
-    monkeypatch.setattr(replicated, "clock_s", lambda: sessions.clock_s() + replicated.REST_S)
+    monkeypatch.setattr(held, "clock_s", lambda: sessions.clock_s() + held.REST_S)
     for engine in (a, b):  # who is alone for some time gets it
-        engine.session.sure_until_s += 2 * replicated.REST_S
-    for number in range(replicated.GRANT_AFTER):
+        engine.session.sure_until_s += 2 * held.REST_S
+    for number in range(held.GRANT_AFTER):
         await create(b, b"b%d" % number, 30 + number)
     assert has(b, ROOT_INO)
     await create(a, b"a", 40)
@@ -1090,14 +1091,14 @@ async def test_adds_ahead_count_over_those_of_others(cluster):
 
 
 async def test_a_host_has_so_many_delegations_and_so_much_ahead(cluster, monkeypatch):
-    monkeypatch.setattr(replicated, "MAX_DELEGATIONS", 4)
+    monkeypatch.setattr(held, "MAX_DELEGATIONS", 4)
     a, _ = await two_with_root(cluster)
     for number in range(10):
         await a.transact(namespace.create, ROOT_INO, b"%d" % number, new(10 + number, 0o040755))
-    assert len(a.delegated) == 4 and has(a, 19)
+    assert len(a.held.keys) == 4 and has(a, 19)
     await a.barrier()
     found = [key for key in await cluster.everything() if key[:1] == b"D"]
-    assert sorted(found) == sorted(a.delegated)
+    assert sorted(found) == sorted(a.held.keys)
     monkeypatch.setattr(ahead, "MAX_SETS", 8)
     rows = a.session.cursor
     for number in range(30):
@@ -1111,7 +1112,7 @@ async def test_a_host_has_so_many_delegations_and_so_much_ahead(cluster, monkeyp
 async def test_a_host_that_dies_with_changes_ahead_ships_them_when_it_is_back(
     cluster, monkeypatch, point
 ):
-    monkeypatch.setattr(replicated, "REST_S", 0.0)
+    monkeypatch.setattr(held, "REST_S", 0.0)
     a, b = await two_with_root(cluster)
     for number in range(5):
         await create(b, b"%d" % number, 100 + number)
@@ -1202,8 +1203,8 @@ async def test_a_directory_that_was_made_and_removed_ahead_loses_nothing(cluster
 
 async def test_who_comes_back_leaves_the_delegations_of_others(cluster, monkeypatch):
     """It had given one up before it died, for another one."""
-    monkeypatch.setattr(replicated, "MAX_DELEGATIONS", 2)
-    monkeypatch.setattr(replicated, "REST_S", 0.0)
+    monkeypatch.setattr(held, "MAX_DELEGATIONS", 2)
+    monkeypatch.setattr(held, "REST_S", 0.0)
     a, b = await two_with_root(cluster)
     await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
     await a.barrier()
@@ -1470,7 +1471,7 @@ _DIRECTORIES = [100, 101, 102]
 @contextmanager
 def resting_shortly() -> Iterator[None]:
     """A directory that was needed is delegated again soon."""
-    with patch.object(replicated, "REST_S", 0.0):
+    with patch.object(held, "REST_S", 0.0):
         yield
 
 

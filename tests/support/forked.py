@@ -34,7 +34,7 @@ _PADDING = "-" * 4096
 _IMPORTED = (
     "aifs.check.fsck",
     "aifs.fuse.session",
-    "aifs.meta.replicated.engine",
+    "aifs.meta.replicated.joining",
 )
 """Beside the commands, and with what these import: most of what commands import when they run."""
 _MESSAGE_MAX = 1 << 17

@@ -7,8 +7,9 @@ Each change set that is ahead is kept in the replica, too, in the transaction th
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction, patched
 from aifs.meta.memtable import Writes
 from aifs.meta.recording import Patches, Recording
@@ -20,6 +21,9 @@ MAX_SETS = 1024
 
 MAX_BYTES = 1 << 20
 """What their records may take together; more waits for the database."""
+
+MAX_TOLD = 10
+"""How many names the log tells of what is lost."""
 
 _KEY = b"\0ahead"
 """Keys of change sets that are ahead, which no other store has: behind it u16, their number modulo
@@ -299,3 +303,10 @@ class Ahead:
             if added
             else value
         )
+
+
+def told(what: str, sets: Iterable[ChangeSet]) -> str:
+    """For the log: which names they change."""
+    names = {key for one in sets for key in one.changes.writes if key[:1] == b"d"}
+    first = ", ".join(keys.describe(key) for key in sorted(names)[:MAX_TOLD])
+    return f"{what} are {len(list(sets))} changes, of these names: {first}"

@@ -16,34 +16,26 @@ The order of things, which all methods keep:
 """
 
 import logging
-import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import aclosing, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
 
 import trio
 
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.meta import journal, keys
-from aifs.meta.delegations import Covered, Delegate, decode_delegate, find_covered
+from aifs.meta import keys
+from aifs.meta.delegations import Delegate, decode_delegate, find_covered
 from aifs.meta.kv import Engine, Follower, Result, Tap, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledView, Writes
-from aifs.meta.recording import Recording
+from aifs.meta.memtable import Writes
 from aifs.meta.replicated import database as db
-from aifs.meta.replicated.ahead import (
-    END_KEY,
-    FIRST_KEY,
-    Ahead,
-    Changes,
-    ChangeSet,
-    changes_of,
-    decode_change_set,
-)
-from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase, Row
+from aifs.meta.replicated.ahead import Ahead, Changes, ChangeSet, changes_of, told
+from aifs.meta.replicated.database import AnswerLost, MapDatabase, Row
 from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.held import Held
+from aifs.meta.replicated.replica import CURSOR_KEY, Attempt, Cursor, View, cursor_of, look_up
 from aifs.meta.replicated.sessions import (
     BEAT_S,
     LEASE_S,
@@ -59,9 +51,6 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 64
 """Transactions that go in one commit."""
 
-COPY_PAIRS = 2000
-"""Of the map that a host which joins writes to its replica at a time."""
-
 FETCH_ROWS = 512
 """Rows of the feed that are asked for at a time."""
 
@@ -72,20 +61,6 @@ TRIM_S = 60.0
 
 GAP_S = 0.005
 """How long rows that are missing between others are waited for before the database is asked."""
-
-GRANT_AFTER = 4
-"""A directory is delegated to a host that has changed names in it so many times, and no other host
-meanwhile.
-"""
-
-MAX_DELEGATIONS = 256
-"""That a host has; the oldest eighth is given up for another one."""
-
-MAX_USES = 1024
-"""Of so many directories it is kept in mind how often a host has used them."""
-
-REST_S = 30.0
-"""A directory that another host has needed is not delegated for so long."""
 
 MISSES = 8
 """Of transactions that cannot be put ahead, after so many in a row, as many are not tried to be
@@ -100,20 +75,12 @@ each change would cost all hosts more than the change.
 ASK_AGAIN_S = 0.1
 """Between two questions to a host that has a directory and does not answer."""
 
-MAX_TOLD = 10
-"""How many names the log tells of what is lost."""
-
 _OLD = "the database lacks changes that this host has; was it restored from an old copy?"
 
 _NUMBER_GAP = 1 << 24
 """More than the rows of others that are applied while one commit is under way: what it makes is
 numbered behind all that is read meanwhile.
 """
-
-_CURSOR_KEY = b"\0cursor"
-_FIRST_KEY = _CURSOR_KEY + b"\0"
-"""No key of the map is below: so ranges leave the cursor out."""
-_CURSOR = struct.Struct("<QIQIQ")
 
 BEFORE_COMMIT = faults.declare("hosts.commit.before", "a commit is about to be sent")
 COMMITTED = faults.declare(
@@ -128,32 +95,6 @@ AHEAD = faults.declare(
 GIVEN_UP = faults.declare(
     "hosts.recall.given", "a delegation is given up; who needs the directory has not been told"
 )
-COPYING = faults.declare("hosts.copy.part", "part of the map has been copied")
-
-
-_END = (
-    "select coalesce((select concat_ws(' ', h.seq, coalesce(f.session, 0), coalesce(f.number, 0))"
-    " from aifs.head h left join aifs.feed f on f.seq = h.seq), '')"
-)
-"""The last row of the feed: its number, session and number of its commit; empty: after a crash."""
-
-
-class Cursor(NamedTuple):
-    """Up to where a replica has the feed: the record of ``_CURSOR_KEY``, which no other store has.
-
-    Little-endian: u64 number of the row, u32 session and u64 number of its commit (both 0: the feed
-    was empty), u32 session of the host, u64 number up to which the feed has what was ahead
-    (ahead.py).
-    """
-
-    seq: int
-    session: int
-    number: int
-    own: int
-    shipped: int
-
-    def encode(self) -> bytes:
-        return _CURSOR.pack(*self)
 
 
 class _Call:
@@ -172,7 +113,7 @@ class _Call:
         self.turn = trio.Event()
         """Set when it is done, or when it is its waiter's turn to commit what waits."""
 
-    def run(self, tx: "_Attempt") -> None:
+    def run(self, tx: "Attempt") -> None:
         tx.mark()
         self.error = None
         try:
@@ -187,26 +128,8 @@ class _Call:
         self.turn.set()
 
 
-class _View(LeveledView):
-    __slots__ = ()
-
-    def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
-        return super().range(max(start, _FIRST_KEY), end, limit)
-
-
-class _Attempt(Recording):
-    __slots__ = ()
-
-    def begin(self) -> None:
-        """What is read from now on is that of another function."""
-        self.reads, self.loose, self.ranges = set(), set(), []
-
-    def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
-        return super().range(max(start, _FIRST_KEY), end, limit)
-
-
 class ReplicatedEngine(Engine):
-    """Made by ``join``. ``local`` is the replica, which this engine owns."""
+    """Made by ``joining.join``. ``local`` is the replica, which this engine owns."""
 
     def __init__(
         self,
@@ -229,14 +152,8 @@ class ReplicatedEngine(Engine):
         self._database = database
         """The truth."""
         self._exchange = exchange
-        self._me = Delegate(session.number, session.host).encode()
-        """Of the record of a delegation that this session has."""
-        self.delegated: dict[bytes, None] = {}
-        """The keys of these, the oldest first."""
-        self._uses: dict[bytes, int] = {}
-        """Of delegations that nobody has, how often this host alone has used the directory."""
-        self._resting: dict[bytes, float] = {}
-        """Until when directories are not delegated, by ``clock_s``."""
+        self.held = Held(Delegate(session.number, session.host))
+        """What is delegated to it."""
         self._ahead = Ahead(0)
         """What the replica has, and the feed has not yet."""
         self._lost: list[ChangeSet] = []
@@ -321,7 +238,7 @@ class ReplicatedEngine(Engine):
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         await self.sure()
-        return function(_View(*self.local.begin(), self.seq), *args)
+        return function(View(*self.local.begin(), self.seq), *args)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         self._check()
@@ -329,7 +246,7 @@ class ReplicatedEngine(Engine):
             raise NoSpace("the filesystem of the metadata replica is full")
         while True:
             call = _Call(function, args)
-            if self.delegated and self._put_ahead(call):
+            if self.held.keys and self._put_ahead(call):
                 break
             self._behind += 1
             try:
@@ -407,9 +324,9 @@ class ReplicatedEngine(Engine):
         if fault is not None and not isinstance(fault, Exception):
             raise fault
 
-    def _run_all(self, calls: Iterable[_Call]) -> _Attempt:
+    def _run_all(self, calls: Iterable[_Call]) -> Attempt:
         """Each sees what those before it have done. Does not suspend."""
-        attempt = _Attempt(*self.local.begin(), self.seq + _NUMBER_GAP, host=self.host)
+        attempt = Attempt(*self.local.begin(), self.seq + _NUMBER_GAP, host=self.host)
         reads: set[bytes] = set()
         loose: set[bytes] = set()
         ranges: list[list[bytes]] = []
@@ -432,12 +349,12 @@ class ReplicatedEngine(Engine):
         they tell it with the number that views have now. False if one would change something now,
         as rows of others were applied while what is ahead was shipped. Does not suspend.
         """
-        attempt = _Attempt(*self.local.begin(), self.seq, host=self.host)
+        attempt = Attempt(*self.local.begin(), self.seq, host=self.host)
         for call in calls:
             call.run(attempt)
         return not attempt.writes
 
-    async def _commit(self, attempt: _Attempt) -> bool:
+    async def _commit(self, attempt: Attempt) -> bool:
         """Have the database commit it, and apply it; False if it is refused, as others have changed
         what it has read: their changes are applied then. Raises Unavailable.
         """
@@ -501,7 +418,7 @@ class ReplicatedEngine(Engine):
 
     def _before(self, changes: Changes) -> Writes:
         """What the feed has of what they add to or patch."""
-        now = _View(*self.local.begin(), 0)
+        now = View(*self.local.begin(), 0)
         before: Writes = {}
         for key, change in changes.relative.items():
             if self._pure and not isinstance(change, int):
@@ -521,14 +438,14 @@ class ReplicatedEngine(Engine):
         self._misses += 1
         if self._misses > MISSES and self._misses % MISSES:
             return False
-        attempt = _Attempt(*self.local.begin(), self.seq + 1, host=self.host)
+        attempt = Attempt(*self.local.begin(), self.seq + 1, host=self.host)
         call.run(attempt)
         covered = find_covered(attempt, loosely=True)
         needed = covered.delegations.difference(covered.made)
-        if not covered.is_all or not needed <= self.delegated.keys():
+        if not covered.is_all or not needed <= self.held.keys.keys():
             return False
         # What is ahead deletes no delegation: so the replica has those of the feed (_take_up).
-        if covered.ended or len(self.delegated) + len(covered.made) > MAX_DELEGATIONS:
+        if covered.ended or not self.held.has_room(len(covered.made)):
             return False
         self._misses = 0
         if call.error is not None:
@@ -536,7 +453,7 @@ class ReplicatedEngine(Engine):
         if not attempt.writes:
             return False
         for made in covered.made:
-            attempt.put(made, self._me)
+            attempt.put(made, self.held.me)
         number = self._ahead.next_number()
         changes = changes_of(attempt)
         one = ChangeSet(number, self.session.number, attempt.seq, [*needed], changes)
@@ -545,11 +462,11 @@ class ReplicatedEngine(Engine):
         faults.reach(AHEAD)
         self.seq = attempt.seq
         self._ahead.append(one)
-        self._note_delegations(attempt.writes)
+        self.held.note_own(attempt.writes)
         self._shippable.set()
         return True
 
-    def _respect(self, attempt: _Attempt, call: _Call) -> None:
+    def _respect(self, attempt: Attempt, call: _Call) -> None:
         """Nothing is changed that is delegated to another host: ``call.foreign`` says what is then.
         Reads the records that say so: a delegation that is made meanwhile is a conflict.
         """
@@ -560,7 +477,7 @@ class ReplicatedEngine(Engine):
                 record = attempt.get(key)
                 if record is None:
                     vacant.append(key)
-                elif record != self._me:
+                elif record != self.held.me:
                     call.foreign[key] = record
         except Unavailable as error:  # a damaged record
             attempt.undo()
@@ -569,56 +486,14 @@ class ReplicatedEngine(Engine):
         if call.foreign:
             attempt.undo()
         elif call.error is None:
-            made = [key for key in covered.made if key in vacant]
-            used = [key for key in vacant if key not in covered.ended and self._is_used(key)]
-            self._delegate(attempt, covered, {*made, *used})
-
-    def _is_used(self, key: bytes) -> bool:
-        """Whether this host alone has used the directory for some time."""
-        if clock_s() < self._resting.get(key, 0.0):
-            return False
-        if len(self._uses) > MAX_USES:
-            self._uses.clear()
-        self._uses[key] = self._uses.get(key, 0) + 1
-        return self._uses[key] >= GRANT_AFTER
-
-    def _delegate(self, attempt: _Attempt, covered: Covered, more: Collection[bytes]) -> None:
-        """The transaction delegates ``more`` to this host, and gives up others for that."""
-        for key in covered.ended:
-            if key in self.delegated:
-                attempt.delete(key)
-        for key in more:
-            attempt.put(key, self._me)
-        surplus = len(self.delegated) + len(more) - MAX_DELEGATIONS
-        if surplus > 0:  # a transaction that gives up is not put ahead: so it gives up several
-            surplus += MAX_DELEGATIONS >> 3
-        for key in list(self.delegated) if surplus > 0 else ():
-            if surplus > 0 and key not in covered.delegations:
-                attempt.delete(key)
-                surplus -= 1
-
-    def _note_delegations(self, writes: Writes) -> None:
-        """This host has made these changes."""
-        for key, value in writes.items():
-            if key[:1] == b"D":
-                self._uses.pop(key, None)
-                if value == self._me:
-                    self.delegated[key] = None
-                else:
-                    self.delegated.pop(key, None)
-
-    def _rest(self, delegations: Iterable[bytes]) -> None:
-        """Several hosts need these directories."""
-        now_s = clock_s()
-        self._resting = {key: at_s for key, at_s in self._resting.items() if at_s > now_s}
-        self._resting.update(dict.fromkeys(delegations, now_s + REST_S))
+            self.held.grant(attempt, covered, vacant)
 
     async def give_up(self, delegations: list[bytes]) -> int:
         """Another host needs these directories: they are not delegated to this session on return,
         and all that it has changed in them is in the feed up to the number that is returned.
         """
-        self._rest(delegations)
-        await self.transact(_give_up, delegations, self._me)
+        self.held.rest(delegations)
+        await self.transact(_give_up, delegations, self.held.me)
         faults.reach(GIVEN_UP)
         return self.session.cursor
 
@@ -626,7 +501,7 @@ class ReplicatedEngine(Engine):
         """Have other hosts give up what is delegated to them; of those that are no more, take it.
         If that fails who needs it finds out.
         """
-        self._rest(foreign)
+        self.held.rest(foreign)
         for record in set(foreign.values()):
             delegations = [key for key, value in foreign.items() if value == record]
             owner = decode_delegate(record)
@@ -669,14 +544,14 @@ class ReplicatedEngine(Engine):
         uses the engine yet. Raises Unavailable.
         """
         while True:
-            attempt = _Attempt(*self.local.begin(), self.seq + 1, host=self.host)
+            attempt = Attempt(*self.local.begin(), self.seq + 1, host=self.host)
             for one in self._ahead:
                 owner = Delegate(one.session, self.host).encode()
                 if any(attempt.get(key) != owner for key in one.delegations):
                     self._lost = self._ahead.cut(one.number) + self._lost
                     break
             # A view: what others are granted meanwhile is no conflict.
-            view = _View(*self.local.begin(), self.seq)
+            view = View(*self.local.begin(), self.seq)
             for key, record in view.range(*keys.all_of(b"D")):
                 if decode_delegate(record).host == self.host and attempt.get(key) == record:
                     attempt.delete(key)
@@ -712,7 +587,7 @@ class ReplicatedEngine(Engine):
         cursor = Cursor(row.seq, row.session, row.number, session.number, self._ahead.shipped)
         # A row of ours says that all before it is shipped, also what is lost: so who dies now must
         # not go on from here.
-        writes[_CURSOR_KEY] = None if is_own and self._lost else cursor.encode()
+        writes[CURSOR_KEY] = None if is_own and self._lost else cursor.encode()
         try:
             self.local.apply(writes)
         except (NoSpace, Unavailable) as error:
@@ -720,19 +595,16 @@ class ReplicatedEngine(Engine):
             return
         session.cursor = row.seq
         self._unsettled.append(row)
-        del writes[_CURSOR_KEY]
+        del writes[CURSOR_KEY]
         if is_own:
             if writes:
                 # Views from now on are numbered behind what these transactions have been told.
                 self.seq = max(self.seq + 1, self._in_flight)
-                self._note_delegations(writes)
+                self.held.note_own(writes)
             self._own_row = row.seq
         else:
             self.seq += 1
-            if self._uses:
-                for key in writes:
-                    if key[:1] == b"d":
-                        self._uses.pop(b"D" + key[1:9], None)
+            self.held.note_others(writes)
             if self._follower is not None:
                 self._unshown.append((self.seq, row.seq))
                 self._follower(writes)
@@ -879,9 +751,9 @@ class ReplicatedEngine(Engine):
                     await trio.sleep(REOPEN_S)
                     continue
                 self._early.clear()  # of what the database has lost nothing may come later
-                cursor = await _cursor_of(self.local)
+                cursor = await cursor_of(self.local)
                 assert cursor is not None
-                match await _look_up(self._database, cursor):
+                match await look_up(self._database, cursor):
                     case db.DONE:
                         return
                     case db.RECOVERING:  # it has crashed again
@@ -895,7 +767,7 @@ class ReplicatedEngine(Engine):
         """Begin where the replica is: at this cursor, with what is ahead. What of that is lost, as
         ``take_up``. Raises Unavailable.
         """
-        self.local.apply({_CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
+        self.local.apply({CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
         self.session.cursor = self.session.shown = cursor.seq
         self._ahead = ahead
         await self.renew()
@@ -926,7 +798,7 @@ class ReplicatedEngine(Engine):
             log.warning(
                 "metadata: %s; the next mount puts into the database what was done in directories "
                 "that no other host has needed since",
-                _told("not in the database yet", self._ahead),
+                told("not in the database yet", self._ahead),
             )
         try:
             if not self.session.ended:
@@ -954,141 +826,3 @@ def _give_up(tx: Transaction, delegations: Iterable[bytes], owner: bytes) -> Non
     for key in delegations:
         if tx.get(key) == owner:
             tx.delete(key)
-
-
-def _told(what: str, sets: Iterable[ChangeSet]) -> str:
-    """For the log: which names they change."""
-    names = {key for one in sets for key in one.changes.writes if key[:1] == b"d"}
-    first = ", ".join(keys.describe(key) for key in sorted(names)[:MAX_TOLD])
-    return f"{what} are {len(list(sets))} changes, of these names: {first}"
-
-
-# --- joining --------------------------------------------------------------------------------------
-
-
-async def join(
-    local: LmdbEngine,
-    database: MapDatabase,
-    name: str,
-    address: str,
-    exchange: Exchange | None = None,
-) -> ReplicatedEngine:
-    """Begin a session for the host ``name``, and bring its replica up to date: by the feed, if it
-    goes back so far, else by a copy of the whole map. ``local`` is the engine's to close then.
-    Without an ``exchange`` hosts hear of each other by the database alone.
-
-    Raises StoreBusy if another host has the name; StoreError if the database is none of ours;
-    Unavailable.
-    """
-    await database.require_schema()
-    found = await _cursor_of(local)
-    exchange = exchange or Exchange(None)
-    former, base = (found.own, found.seq) if found else (0, None)
-    session = await Session.begin(database, exchange, name, address, former, base)
-    engine = ReplicatedEngine(local, database, session, exchange)
-    try:
-        ahead = await _load_ahead(local, found.shipped) if found else Ahead(0)
-        if found is not None and await _look_up(database, found) != db.DONE:
-            _lose([*ahead])
-            found, ahead = None, Ahead(0)
-        lost = await engine.go_on(found or await _copy_map(local, database, session), ahead)
-        if lost:
-            local.apply({_CURSOR_KEY: None})
-            await session.end("its replica is made anew")
-    except BaseException:
-        with trio.CancelScope(shield=True), trio.move_on_after(ANSWER_S), suppress(Unavailable):
-            await session.end("it could not join")
-        raise
-    if lost:  # the replica has it
-        _lose(lost)
-        return await join(local, database, name, address, exchange)
-    return engine
-
-
-async def _load_ahead(local: LmdbEngine, shipped: int) -> Ahead:
-    """What the replica has that the feed had not, as far as is known."""
-    records = await local.view(lambda tx: [value for _, value in tx.range(FIRST_KEY, END_KEY)])
-    sets = sorted(map(decode_change_set, records), key=lambda one: one.number)
-    return Ahead(shipped, [one for one in sets if one.number > shipped])
-
-
-def _lose(sets: Collection[ChangeSet]) -> None:
-    if sets:
-        log.warning("metadata: %s: another host has gone on without them", _told("lost", sets))
-
-
-async def _cursor_of(local: LmdbEngine) -> Cursor | None:
-    """None: it is not the replica of anything."""
-    record = await local.view(lambda tx: tx.get(_CURSOR_KEY))
-    return Cursor._make(_CURSOR.unpack(record)) if record else None
-
-
-async def _look_up(database: MapDatabase, cursor: Cursor) -> int:
-    """DONE if the feed goes on from there: the row of the cursor is there, and the same. TRIMMED if
-    it does not; RECOVERING if that is not known yet.
-    """
-    base = cursor.seq - 1 if cursor.session else cursor.seq
-    head, *rows = await database.settles.repeat(db.FETCH, db.of_bigint(base), db.of_int(1))
-    status = db.to_int(head[0])
-    if status == db.DONE:
-        if cursor.seq > db.to_int(head[1]):
-            return db.TRIMMED
-        if cursor.session:
-            row = db.to_row(rows[0])
-            if (row.session, row.number) != (cursor.session, cursor.number):
-                return db.TRIMMED
-    return status
-
-
-async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) -> Cursor:
-    """Replace what the replica holds by the map as it is in the database now."""
-    while True:
-        log.info("metadata: copying the map from the database")
-        await _clear(local, session)
-        connection = None
-        try:
-            connection = await database.connect()
-            await connection.script(
-                "begin isolation level repeatable read read only; set local statement_timeout = 0"
-            )
-            end = (await connection.value(_END)).split()
-            if end:
-                await _copy_pairs(local, connection, session)
-                seq, author, number = map(int, end)
-                return Cursor(seq, author, number, session.number, 0)
-        except AnswerLost as error:
-            log.info("metadata: copying is begun anew: %s", error)
-        finally:
-            if connection is not None:
-                connection.close()
-        await reopen(database, session.number)
-        await trio.sleep(REOPEN_S)
-
-
-async def _copy_pairs(local: LmdbEngine, connection: Connection, session: Session) -> None:
-    writes: Writes = {}
-    async with aclosing(connection.copy_pairs("select key, value from aifs.map")) as pairs:
-        async for key, value in pairs:
-            writes[key] = value
-            if len(writes) == COPY_PAIRS:
-                await _write(local, writes, session)
-                writes = {}
-                faults.reach(COPYING)
-    await _write(local, writes, session)
-
-
-async def _clear(local: LmdbEngine, session: Session) -> None:
-    local.apply({_CURSOR_KEY: None})
-    while True:
-        pairs = await local.view(lambda tx: list(tx.range(b"\0", b"\xff" * 8, COPY_PAIRS)))
-        if not pairs:
-            return
-        await _write(local, {key: None for key, _ in pairs}, session)
-
-
-async def _write(local: LmdbEngine, writes: Writes, session: Session) -> None:
-    await session.keep_joining()
-    if writes:
-        local.apply(writes)
-    if local.journal_bytes > journal.SEGMENT_BYTES >> 1:
-        await local.commit()
