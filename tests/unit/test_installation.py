@@ -67,8 +67,10 @@ def reachable(modules: set[str]) -> set[str]:
 def test_the_client_imports_what_is_always_installed() -> None:
     client = {name for name in MODULES if name.startswith("aifs.client")}
     data = {name for name in client if name.startswith("aifs.client.data")}
+    asked_by_url = {"aifs.client.fsspec"}
     for asked, extras, layers in (
-        (client - data, requirements(), {"client", "core"}),
+        (client - data - asked_by_url, requirements(), {"client", "core"}),
+        (asked_by_url, requirements() | requirements("fsspec"), {"client", "core"}),
         (data, requirements() | requirements("data"), {"client", "core", "datasets", "layout"}),
     ):
         ours = reachable(asked)
