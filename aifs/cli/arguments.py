@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from aifs.core.mountinfo import first_aifs
 from aifs.core.units import parse_duration, parse_size
@@ -27,6 +28,11 @@ class _PathType(click.ParamType):
         if mount is not None and not (ends and self._may_be_stuck):
             _require_answer(mount.mountpoint)
         return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 @functools.cache

@@ -79,6 +79,9 @@ _COMMANDS = {
     "group": "aifs.cli.group:group_group",
     "meta": "aifs.cli.meta:meta_group",
     "env": "aifs.cli.env:env_group",
+    "hints": "aifs.cli.hint_table:hints_command",
+    "completion": "aifs.cli.completion:completion_command",
+    "manual": "aifs.cli.manual:manual_command",
 }
 """Where each command is, in the order in which help lists them."""
 

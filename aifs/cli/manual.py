@@ -1,0 +1,96 @@
+"""``aifs manual``: man pages, made from the help of all commands."""
+
+import os
+from collections.abc import Iterator
+
+import click
+
+from aifs.cli.arguments import PATH
+
+
+@click.command(
+    "manual",
+    short_help="Write man pages of all commands.",
+    epilog="\b\nExample:\n  aifs manual /usr/local/share/man/man1 && man aifs-mount",
+)
+@click.argument("directory", type=PATH)
+@click.pass_context
+def manual_command(context: click.Context, directory: str) -> None:
+    """Write a man page of each command into DIRECTORY, made from what --help prints: aifs.1,
+    aifs-mount.1, and so on. Those that are there are replaced."""
+    from aifs.core import trees
+
+    trees.make_dir(directory)
+    pages = 0
+    for name, text in _pages(context.find_root().command, None):
+        trees.replace_file(os.path.join(directory, f"{name}.1"), text.encode(), durable=False)
+        pages += 1
+    print(f"{pages} pages in {directory}")
+
+
+def _pages(command: click.Command, above: click.Context | None) -> Iterator[tuple[str, str]]:
+    """The name and text of the command's page, and of those of all commands below."""
+    name = command.name if above else "aifs"
+    context = click.Context(command, info_name=name, parent=above, **command.context_settings)
+    yield context.command_path.replace(" ", "-"), _page(context)
+    for below in _below(context):
+        yield from _pages(below, context)
+
+
+def _below(context: click.Context) -> list[click.Command]:
+    group = context.command
+    if not isinstance(group, click.Group):
+        return []
+    found = [group.get_command(context, name) for name in group.list_commands(context)]
+    return [command for command in found if command is not None]
+
+
+def _page(context: click.Context) -> str:
+    """In the language of man(7)."""
+    command, path = context.command, context.command_path
+    name = path.replace(" ", "-")
+    usage = " ".join(command.collect_usage_pieces(context))
+    options = [
+        record
+        for parameter in command.get_params(context)
+        if isinstance(parameter, click.Option)
+        if (record := parameter.get_help_record(context)) is not None
+    ]
+    parts = [
+        f'.TH {_word(name.upper())} 1 "" AIFS',
+        f".SH NAME\n{_text(name)} \\- {_text(command.get_short_help_str(limit=200))}",
+        f".SH SYNOPSIS\n.B {_text(path)}\n{_text(usage)}",
+        ".SH DESCRIPTION",
+        *(f".PP\n{_paragraph(one)}" for one in (command.help or "").split("\n\n")),
+        ".SH OPTIONS",
+        *(f".TP\n.B {_text(option)}\n{_text(meaning)}" for option, meaning in options),
+    ]
+    if below := _below(context):
+        parts.append(".SH COMMANDS")
+        for one in below:
+            short = one.get_short_help_str(limit=200)
+            parts.append(f".TP\n.BR {_word(f'{name}-{one.name}')} (1)\n{_text(short)}")
+    if command.epilog:
+        parts += [".SH NOTES"] + [
+            f".PP\n{_paragraph(one)}" for one in command.epilog.strip("\n").split("\n\n")
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    """One that click would print as it is (it begins with \\b) keeps its lines."""
+    if text.startswith("\b\n"):
+        return f".nf\n{_text(text[2:])}\n.fi"
+    return _text(" ".join(text.split()))
+
+
+def _text(text: str) -> str:
+    """A line that begins with a point or an apostrophe would be a request, a hyphen a dash."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return "\n".join(
+        f"\\&{line}" if line[:1] in (".", "'") else line for line in escaped.split("\n")
+    )
+
+
+def _word(text: str) -> str:
+    return f'"{_text(text)}"'
