@@ -104,18 +104,22 @@ def _forker(of: int) -> socket.socket:
 def _read_all(pipes: list[int], end_s: float) -> list[bytes] | None:
     """What comes until all are closed; None, with the command killed, if that takes too long."""
     said = {fd: b"" for fd in pipes}
-    left = set(pipes)
+    left = select.poll()  # select(2) knows no descriptor above 1023
+    for fd in pipes:
+        left.register(fd, select.POLLIN)
+    open_ones = len(pipes)
     try:
-        while left:
-            ready, _, _ = select.select(left, [], [], max(0.0, end_s - time.monotonic()))
+        while open_ones:
+            ready = left.poll(max(0.0, end_s - time.monotonic()) * 1000)
             if not ready:
                 os.kill(int(said[pipes[2]].split()[0]), signal.SIGKILL)
                 return None
-            for fd in ready:
+            for fd, _ in ready:
                 piece = os.read(fd, 1 << 16)
                 said[fd] += piece
                 if not piece:
-                    left.remove(fd)
+                    left.unregister(fd)
+                    open_ones -= 1
     finally:
         for fd in pipes:
             os.close(fd)
