@@ -80,6 +80,7 @@ _COMMANDS = {
     "meta": "aifs.cli.meta:meta_group",
     "env": "aifs.cli.env:env_group",
     "hints": "aifs.cli.hint_table:hints_command",
+    "bench": "aifs.cli.bench:bench_command",
     "completion": "aifs.cli.completion:completion_command",
     "manual": "aifs.cli.manual:manual_command",
 }
