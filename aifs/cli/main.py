@@ -20,7 +20,17 @@ from aifs.core.errors import AifsError, UserError
 EXIT_INTERRUPTED = 130
 
 MOUNT_PACKAGES = frozenset(
-    ("lmdb", "pydantic", "pyeclib", "pyfuse3", "sortedcontainers", "trio", "yaml", "zstandard")
+    (
+        "h11",
+        "lmdb",
+        "pydantic",
+        "pyeclib",
+        "pyfuse3",
+        "sortedcontainers",
+        "trio",
+        "yaml",
+        "zstandard",
+    )
 )
 """What the extra ``mount`` installs, as it is imported."""
 

@@ -22,6 +22,7 @@ from aifs.core.kinds import (
     DATABASE,
     ENDPOINT,
     ENDPOINT_OR_NONE,
+    ENDPOINT_OR_SOCKET,
     HEDGE,
     HOST_NAME,
     LAYOUT_KINDS,
@@ -37,6 +38,7 @@ from aifs.core.kinds import (
     duration,
     fraction,
     integer,
+    is_of_this_machine,
     size,
 )
 
@@ -155,6 +157,11 @@ class KernelConfig(_Section):
     bridge: Annotated[str, choice("auto", "off", "require")]
 
 
+class MetricsConfig(_Section):
+    listen: Annotated[str, ENDPOINT_OR_SOCKET]
+    secret: Annotated[str, OPTIONAL_PATH]
+
+
 class LogConfig(_Section):
     file: Annotated[str, PATH]
     level: Annotated[str, choice("debug", "info", "warning", "error")]
@@ -175,6 +182,7 @@ class Config(_Section):
     publish: PublishConfig
     memory: MemoryConfig
     kernel: KernelConfig
+    metrics: MetricsConfig
     log: LogConfig
     origins: Mapping[str, str]
     """Where each dotted key's value came from: ``default``, ``SOURCE directory``, ``FILE:LINE`` or
@@ -272,6 +280,7 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     _refuse_half_a_cluster(config)
     _refuse_double_use(config)
     _refuse_crossed_marks(config)
+    _refuse_open_metrics(config)
     if config.layout.replicas > 1 and config.layout.ec[1]:
         key = min(
             ("layout.replicas", "layout.ec"), key=lambda key: config.origins[key] == "default"
@@ -363,6 +372,15 @@ def _refuse_crossed_marks(config: Config) -> None:
         )
         raise ConfigError(
             f"{config.origins[key]}: {key}: low_water {low} is not below high_water {high}"
+        )
+
+
+def _refuse_open_metrics(config: Config) -> None:
+    listen, secret = config.metrics.listen, config.metrics.secret
+    if listen and not secret and not is_of_this_machine(listen):
+        raise ConfigError(
+            f"{config.origins['metrics.listen']}: metrics.listen: {listen} can be reached from "
+            "other machines, which needs metrics.secret; 127.0.0.1:PORT does not"
         )
 
 

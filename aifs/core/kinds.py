@@ -1,5 +1,6 @@
 """The kinds of configuration values: how each is read, checked and written. Pure."""
 
+import ipaddress
 import math
 import os
 import re
@@ -205,6 +206,30 @@ def _parse_endpoint(value: Any, base: str) -> str:
     return value
 
 
+def _parse_endpoint_or_socket(value: Any, base: str) -> str:
+    if value == "":
+        return ""
+    if not isinstance(value, str) or not value.startswith("/"):
+        return _parse_endpoint(value, base)
+    path = _parse_path(value, base)
+    if len(os.fsencode(path)) > _SOCKET_PATH_MAX:
+        raise ValueError
+    return path
+
+
+def is_of_this_machine(place: str) -> bool:
+    """Whether only this machine reaches the ADDRESS:PORT, or the path of a socket."""
+    if place.startswith("/"):
+        return True
+    host, _ = split_endpoint(place)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_SOCKET_PATH_MAX = 107  # of unix(7)
+
 _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -275,6 +300,10 @@ DATABASE = Kind(
 ENDPOINT = Kind("ADDRESS:PORT, such as 10.0.0.1:7947", _parse_endpoint)
 ENDPOINT_OR_NONE = Kind(
     ENDPOINT.allowed, lambda value, base: "" if value == "" else _parse_endpoint(value, base)
+)
+ENDPOINT_OR_SOCKET = Kind(
+    f"{ENDPOINT.allowed}, or an absolute path of up to {_SOCKET_PATH_MAX} bytes",
+    _parse_endpoint_or_socket,
 )
 HOST_NAME = Kind("a name of up to 64 letters, digits, dots, - and _", _parse_host_name)
 OPTIONAL_PATH = Kind("a path", _parse_optional_path)

@@ -1,6 +1,7 @@
-"""The secret of a cluster: the password of its database, which its hosts also know each other by.
+"""Secrets: that of a cluster, the password of its database, which its hosts also know each other
+by; and that of who may ask a mount for its metrics.
 
-A file with one line of text, that nobody may read but its owner.
+Each is a file with one line of text, that nobody may read but its owner.
 """
 
 import os
@@ -9,20 +10,24 @@ from aifs.core.errors import StoreError
 
 BYTES_MAX = 1024
 
+FROM_DATABASE = (
+    "copy it from the host that serves the database (aifs meta serve prints where it is)"
+)
 
-def read_secret(path: str) -> str:
-    """Raises StoreError that says what is wrong with the file, and what to do."""
+
+def read_secret(path: str, of: str = "the cluster", source: str = FROM_DATABASE) -> str:
+    """Raises StoreError that says what is wrong with the file, and what to do: ``source`` is where
+    to get it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(BYTES_MAX + 1)
     except OSError as error:
         raise StoreError(
-            f"{path}: the secret of the cluster cannot be read: {error.strerror}; copy it from the "
-            "host that serves the database (aifs meta serve prints where it is)"
+            f"{path}: the secret of {of} cannot be read: {error.strerror}; {source}"
         ) from None
     if mode & 0o077:
-        raise StoreError(f"{path}: others may read the secret of the cluster: chmod 600 {path}")
+        raise StoreError(f"{path}: others may read the secret of {of}: chmod 600 {path}")
     secret = text.decode("utf-8", "replace").strip()
     if not secret or not secret.isprintable() or len(text) > BYTES_MAX:
         raise StoreError(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -98,7 +99,7 @@ _COPIED_MAX = (
 )  # of one COPY_FILE_RANGE: fits its 32 bits, and keeps an interrupt from waiting long
 
 
-_MAY_BE_AT_ONCE = frozenset((SETLK, SETLKW, FLUSH))
+_MAY_BE_AT_ONCE = {SETLK: "setlk", SETLKW: "setlkw", FLUSH: "flush"}
 _ASKING = (ioctl.AIFS_IOC_GROUP_WAIT, ioctl.AIFS_IOC_GROUP_QUERY)
 """They refuse nothing: an error tells what has become of the group."""
 
@@ -190,7 +191,7 @@ class HandedOver:
         """
         if self._fs.operation_log.is_on:
             return False
-        number = 0
+        number, begin_ns = 0, time.perf_counter_ns()
         try:
             if opcode == FLUSH:
                 is_done = self._flush_at_once(nodeid, body)
@@ -200,6 +201,8 @@ class HandedOver:
             number, is_done = error.errno, True
         if is_done:
             self._reply(unique, number, b"")
+            served = self._fs.served[_MAY_BE_AT_ONCE[opcode]]
+            served.add(time.perf_counter_ns() - begin_ns, number)
         return is_done
 
     async def _answer(

@@ -55,24 +55,26 @@ def answers(handler: Handler) -> Handler:
     with EIO.
 
     It also counts the requests that are being answered, so that whoever else runs meanwhile sees
-    those that wait, and puts them into the operation log if somebody reads that.
+    those that wait, and those that have been, with what they took; and it puts them into the
+    operation log if somebody reads that.
     """
     operation = handler.__name__
     parameters = [*inspect.signature(handler).parameters][1:]
+    moves_bytes = operation in ("read", "write")
 
     @functools.wraps(handler)
     async def answer(self: Any, *args: Any) -> Any:
         scheduler, noted = self._scheduler, self._fs.operation_log
         scheduler.waiting_requests += 1
-        request, begin_ns = None, 0
-        number, moved = errno.EINTR, 0  # unless it ends in another way
+        request, begin_ns = None, time.perf_counter_ns()
+        number, missing, moved = errno.EINTR, 0, 0  # unless it ends in another way
         try:
             if noted.is_on:
                 request = asked(operation, dict(zip(parameters, args, strict=True)), self)
-                begin_ns = time.perf_counter_ns()
             answered = await handler(self, *args)
-            if request is not None:
-                number, moved = outcome(operation, answered)
+            number = 0
+            if moves_bytes or request is not None:
+                missing, moved = outcome(operation, answered)
             return answered
         except FsError as error:
             number = error.errno
@@ -83,8 +85,9 @@ def answers(handler: Handler) -> Handler:
             raise FUSEError(number) from None
         finally:
             scheduler.waiting_requests -= 1
+            self._fs.served[operation].add(time.perf_counter_ns() - begin_ns, number, moved)
             if request is not None:
-                noted.put(request, begin_ns, number, moved)
+                noted.put(request, begin_ns, number or missing, moved)
 
     return answer  # type: ignore[return-value]
 

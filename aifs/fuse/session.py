@@ -15,17 +15,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pyfuse3
 import trio
 
-from aifs.core import files
+from aifs.core import files, loop_share
 from aifs.core.config import Config, KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.files.lock_homes import LockHosts
+from aifs.files.types import Caller
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
 from aifs.fuse.guard import Guard
@@ -36,6 +38,7 @@ from aifs.fuse.options import MountOptions
 from aifs.store.right import StoreRight
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
+from aifs.watch.server import WatchServer
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +139,8 @@ async def _serve(
                 handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
                 nursery.start_soon(_handle_signals, mountpoint)
+                if config.metrics.listen:
+                    nursery.start_soon(_show, fs)
                 nursery.start_soon(
                     _announce,
                     fs,
@@ -167,6 +172,15 @@ async def _end_with_right(ownership: StoreRight) -> None:
     """End the mount when somebody has taken the store over."""
     await ownership.over.wait()
     pyfuse3.terminate()
+
+
+async def _show(fs: Filesystem) -> None:
+    async def tell(uid: int) -> dict[str, Any]:
+        return await fs.status.tell(Caller(uid))
+
+    metrics = fs.store.config.metrics
+    with loop_share.background():
+        await WatchServer(metrics.listen, metrics.secret, tell).run()
 
 
 async def _read_requests() -> None:

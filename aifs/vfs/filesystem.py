@@ -9,6 +9,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import RELAX_EVERY_S
 from aifs.core.loop_share import LoopShare
 from aifs.core.role import Role
+from aifs.core.served import AllServed
 from aifs.core.upkeep import Job, Upkeep, Work
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -107,6 +108,7 @@ class Filesystem:
         self.recovered = recovered = Recovered()
         self.refusals = refusals = Refusals()
         self.operation_log = operation_log = OperationLog(kernel.see_all)
+        self.served = served = AllServed()
         self.upkeep = upkeep = Upkeep(share)
         self.damage = damage = Damage(upkeep)
         self.findings = findings = Findings()
@@ -313,6 +315,7 @@ class Filesystem:
             scrub,
             rebuild,
             {
+                "requests": served.status,
                 "background": share.status,
                 "trash": trash.status,
                 "backup": backup.status,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from aifs.core import files
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
@@ -211,5 +212,15 @@ class MountStatus:
             **{name: status() for name, status in self._parts.items()},
             "memory": store.servers.budget.status(),
             "cache": store.servers.cache.status(),
+            "process": {
+                "cpu_s": round(time.process_time(), 3),
+                "resident_bytes": _resident_bytes(),
+                "descriptors": files.descriptors(),
+            },
             "bridge": edge,
         }
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

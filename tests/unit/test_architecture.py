@@ -30,10 +30,11 @@ BELOW = {
     "files": _FILES,
     "upkeep": {"files", "datasets", *_FILES},
     "vfs": _VFS,
-    "fuse": {"vfs", *_VFS},
+    "watch": {"core"},
+    "fuse": {"watch", "vfs", *_VFS},
     "check": {"vfs", *_VFS},
     "client": {"datasets", "layout", "core"},
-    "cli": {"client", "fuse", "check", "vfs", *_VFS},
+    "cli": {"client", "fuse", "watch", "check", "vfs", *_VFS},
 }
 """What each layer may import besides itself."""
 

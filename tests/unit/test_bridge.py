@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, MountError, NoSuchIoctl, NotFound, TimedOut
+from aifs.core.served import AllServed
 from aifs.files.types import Caller
 from aifs.fuse import bridge, handed_over, probe
 from aifs.fuse.bridge import Bridge
@@ -41,6 +42,7 @@ class FakeFilesystem:
         self.answer = answer
         self.refusals = Refusals()
         self.operation_log = OperationLog(lambda _: None)
+        self.served = AllServed()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -307,6 +309,7 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
     dropped: list[int] = []
     fs: Any = SimpleNamespace(
         operation_log=SimpleNamespace(is_on=False),
+        served=AllServed(),
         locks=SimpleNamespace(owner=lambda number: (1, number), lock_at_once=lambda *_: True),
         is_joined=lambda ino: ino == 7,
         kernel=SimpleNamespace(drop_attributes=dropped.append),

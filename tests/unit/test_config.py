@@ -430,3 +430,25 @@ def test_the_example_with_racks_is_valid() -> None:
     assert [place.domain for place in loaded.places] == ["rack-a"] * 4 + ["rack-b"] * 4 + [
         "rack-c"
     ] * 4
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listen", ["", "127.0.0.1:9464", "[::1]:9464", "localhost:1", "/run/aifs"])
+def test_this_machine_may_ask_for_metrics_without_a_secret(tmp_path: Path, listen: str) -> None:
+    assert config.load(str(tmp_path), {"metrics.listen": listen}).metrics.listen == listen
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:9464", "[::]:9464", "10.0.0.1:9464", "node-1:9464"])
+def test_other_machines_need_a_secret_for_metrics(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"^-o: metrics.listen: .* needs metrics.secret"):
+        config.load(str(tmp_path), {"metrics.listen": listen})
+    given = {"metrics.listen": listen, "metrics.secret": "/etc/secret"}
+    assert config.load(str(tmp_path), given).metrics.secret == "/etc/secret"
+
+
+@pytest.mark.parametrize("listen", ["9464", "socket", "/" + "x" * 107, "127.0.0.1:x"])
+def test_where_metrics_cannot_be_served(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match="is not ADDRESS:PORT, .* or an absolute path"):
+        config.load(str(tmp_path), {"metrics.listen": listen})

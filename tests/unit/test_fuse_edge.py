@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NotEmpty, NotFound
+from aifs.core.served import AllServed
 from aifs.files.handles import HANDLE_MAX
 from aifs.files.types import Opened, StatFs
 from aifs.fuse import kernel_cache, operations, requests, session
@@ -52,6 +53,7 @@ class FakeFilesystem:
         self.on_attr_change = None
         self.pointers: set[tuple[int, bytes]] = set()
         self.operation_log = OperationLog(lambda _: None)
+        self.served = AllServed()
 
     def is_joined(self, ino: int) -> bool:
         return False
@@ -332,10 +334,26 @@ def test_setattr_changes_what_is_asked_for_and_nothing_else(chosen: str) -> None
         assert getattr(asked, attribute) == expected
 
 
+async def test_each_request_is_counted_with_its_outcome() -> None:
+    ops, fs = edge(b"123")
+    await ops.read(3, 0, 8)
+    for answer in (NotEmpty(), RuntimeError()):
+        fs.answer = answer
+        with pytest.raises(pyfuse3.FUSEError):
+            await ops.unlink(1, b"x", CALLER)
+    fs.answer = NotFound()
+    await ops.lookup(1, b"none", CALLER)  # an answer that the kernel keeps, and no error
+    told = fs.served.status()
+    assert told["read"]["count"] == 1 and told["read"]["bytes"] == 3
+    assert told["unlink"]["errors"] == {"ENOTEMPTY": 1, "EIO": 1}
+    assert told["lookup"]["count"] == 1 and not told["lookup"]["errors"]
+
+
 @pytest.mark.parametrize("owed", [False, True])
 async def test_what_a_request_owes_to_set_id_bits_is_passed_on(owed: bool) -> None:
     ops, fs = edge(Opened(3), owed)
     await ops.open(7, os.O_WRONLY, CALLER)
+    fs.answer = 5
     await ops.write(3, 10, b"bytes")
     fs.answer = inode()
     fields = SimpleNamespace(

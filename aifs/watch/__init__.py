@@ -1,0 +1,3 @@
+"""What a mount shows of itself over HTTP: metrics, a health probe. Made of what ``aifs
+status`` is told, and of nothing else.
+"""

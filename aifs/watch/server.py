@@ -1,0 +1,205 @@
+"""The small HTTP server that shows a mount: h11 speaks the protocol, trio the network.
+
+It never stops or slows the mount. A connection is one request, has ``TIMEOUT_S`` for it, and there
+are at most ``CONNECTIONS`` of them: more are closed at once. What goes wrong in it is logged once.
+
+Who asks by a socket of this machine is told what ``aifs status`` tells that user. Who asks by
+ADDRESS:PORT is told what any user is told, or, with the secret, what root is.
+
+    GET /metrics       Prometheus's text format
+    GET /status.json   what ``aifs status --json`` prints
+    GET /healthz       200 and "ok", or 503 and a line for each thing that is wrong
+"""
+
+import hmac
+import ipaddress
+import json
+import os
+import socket
+import stat
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import h11
+import trio
+
+from aifs.core import files
+from aifs.core.errors import AifsError
+from aifs.core.kinds import split_endpoint
+from aifs.core.log import logger
+from aifs.core.secret import read_secret
+from aifs.watch.metrics import CONTENT_TYPE, expose, problems
+
+_log = logger(__name__)
+
+CONNECTIONS = 16
+TIMEOUT_S = 10.0
+_HEAD_MAX = 16 << 10
+_BACKLOG = 16
+_PEER = struct.Struct("=iII")  # pid, uid, gid, as SO_PEERCRED tells
+_NOBODY = 65534
+_HEADERS = [
+    ("Cache-Control", "no-store"),
+    ("Connection", "close"),
+    ("X-Content-Type-Options", "nosniff"),
+]
+
+Tell = Callable[[int], Awaitable[dict[str, Any]]]
+"""What a mount tells the user with that number of itself."""
+
+
+class Reply(NamedTuple):
+    """An answer of HTTP."""
+
+    status: int
+    kind: str
+    body: bytes
+
+
+class WatchServer:
+    """Shows a mount at ``listen``: an ADDRESS:PORT, or the path of a socket."""
+
+    def __init__(self, listen: str, secret_file: str, tell: Tell) -> None:
+        self._listen = listen
+        self._secret_file = secret_file
+        self._secret = b""
+        self._tell = tell
+        self._open = 0
+        self._has_failed = False
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; started when it does. Raises nothing: why it cannot serve is
+        logged."""
+        try:
+            if self._secret_file:
+                self._secret = read_secret(
+                    self._secret_file, "metrics.secret", "write a line of text there"
+                ).encode()
+            listeners = await self._listeners()
+        except (AifsError, OSError) as error:
+            _log.warning("nothing is served at metrics.listen %s: %s", self._listen, error)
+            return
+        _log.info("metrics are served at %s", self._listen)
+        task_status.started()
+        try:
+            await trio.serve_listeners(self._serve, listeners)
+        finally:
+            if self._is_socket:
+                with suppress(OSError):
+                    files.unlink(self._listen)
+
+    @property
+    def _is_socket(self) -> bool:
+        return self._listen.startswith("/")
+
+    async def _listeners(self) -> list[trio.SocketListener]:
+        if not self._is_socket:
+            host, port = split_endpoint(self._listen)
+            return await trio.open_tcp_listeners(port, host=host, backlog=_BACKLOG)
+        _remove_stale(self._listen)
+        listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            await listening.bind(self._listen)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        return [trio.SocketListener(listening)]
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        if self._open >= CONNECTIONS:
+            return await trio.aclose_forcefully(stream)
+        self._open += 1
+        try:
+            with trio.move_on_after(TIMEOUT_S):
+                await self._converse(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
+            pass  # who asked has gone, or does not speak HTTP
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                _log.exception("a request for metrics failed; others that do are not logged")
+        finally:
+            self._open -= 1
+            await trio.aclose_forcefully(stream)
+
+    async def _converse(self, stream: trio.SocketStream) -> None:
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_MAX)
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await stream.receive_some())
+        if not isinstance(event, h11.Request):
+            return
+        reply = await self._answer(event, _uid_of(stream) if self._is_socket else _NOBODY)
+        headers = [
+            *_HEADERS,
+            ("Content-Type", reply.kind),
+            ("Content-Length", str(len(reply.body))),
+        ]
+        parts = (
+            h11.Response(status_code=reply.status, headers=headers),
+            h11.Data(data=b"" if event.method == b"HEAD" else reply.body),
+            h11.EndOfMessage(),
+        )
+        await stream.send_all(b"".join(connection.send(part) or b"" for part in parts))
+        await stream.send_eof()
+        while await stream.receive_some():  # or what was sent is lost with what was not read
+            pass
+
+    async def _answer(self, request: h11.Request, uid: int) -> Reply:
+        headers = {bytes(name): bytes(value) for name, value in request.headers}
+        path = request.target.partition(b"?")[0]
+        if request.method not in (b"GET", b"HEAD"):
+            return _say(405, "only GET is understood")
+        if not self._is_socket and not self._secret and not _is_address(headers.get(b"host", b"")):
+            return _say(403, "ask by address, such as 127.0.0.1, or as localhost")
+        if path not in (b"/metrics", b"/status.json", b"/healthz"):
+            return _say(404, "there are /metrics, /status.json and /healthz")
+        if self._secret and not self._is_socket:
+            said = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not hmac.compare_digest(said, self._secret):
+                return _say(401, "send Authorization: Bearer TEXT, as metrics.secret says")
+            uid = 0
+        status = await self._tell(uid)
+        if path == b"/metrics":
+            return Reply(200, CONTENT_TYPE, expose(status).encode())
+        if path == b"/status.json":
+            return Reply(200, "application/json", json.dumps(status).encode())
+        wrong = problems(status)
+        return _say(503 if wrong else 200, "\n".join(wrong) or "ok")
+
+
+def _say(status: int, text: str) -> Reply:
+    return Reply(status, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "replace"))
+
+
+def _is_address(host: bytes) -> bool:
+    """Whether a browser that says so was told an address: a name of somebody else's that means this
+    machine would let that one's page read ours (DNS rebinding)."""
+    name = host.decode("ascii", "replace").rpartition(":")[0] or host.decode("ascii", "replace")
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name == "localhost"
+    return True
+
+
+def _uid_of(stream: trio.SocketStream) -> int:
+    said = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(said)[1])
+
+
+def _remove_stale(path: str) -> None:
+    """The socket that a mount has left that was killed."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(f"{path} is there, and no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                files.unlink(path)
+            except BlockingIOError:  # somebody serves there, and is busy
+                pass

@@ -1,0 +1,240 @@
+"""What a mount shows over HTTP: the text for Prometheus, who is told what, and who is sent away."""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.watch import metrics, server
+from aifs.watch.server import WatchServer
+
+SECRET = "the text of it"
+
+
+def status(**changed: Any) -> dict[str, Any]:
+    data = {"id": 0, "path": "/s", "state": "ok", "last_error": "", "used_bytes": 5}
+    drain = {"bytes": 7, "late": False, "oldest_age_s": 0.5, "failing_files": 0, "last_error": ""}
+    served = {"count": 3, "seconds": 0.5, "bytes": 9, "buckets": [1, 0, 2], "errors": {"EIO": 1}}
+    return {
+        "uptime_s": 1.5,
+        "requests": {"read": served},
+        "servers": [{**data, "free_bytes": None}],
+        "burst": {"devices": []},
+        "drain": drain,
+    } | changed
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """By name and the values of the labels, as Prometheus itself reads them."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = list(parser.text_string_to_metric_families(text))
+    assert all(family.documentation and family.type != "unknown" for family in families)
+    found = [one for family in families for one in family.samples]
+    told = {(one.name, *one.labels.values()): one.value for one in found}
+    assert len(told) == len(found), "the same sample twice"
+    return told
+
+
+def test_prometheus_reads_what_is_told() -> None:
+    told = samples(metrics.expose(status()))
+    bucket, count = "aifs_request_duration_seconds_bucket", "aifs_request_duration_seconds_count"
+    assert told[bucket, "read", "1.6e-05"] == 1
+    assert told[bucket, "read", "6.4e-05"] == told[bucket, "read", "+Inf"] == 3
+    assert told[count, "read"] == 3 and told["aifs_request_bytes_total", "read"] == 9
+    assert told["aifs_request_errors_total", "read", "EIO"] == 1
+    assert told["aifs_server_up", "0"] == 1 and told["aifs_drain_lag_seconds",] == 0.5
+    assert ("aifs_server_free_bytes", "0") not in told  # not known
+
+
+def test_names_follow_the_conventions() -> None:
+    names = [metric.name for metric in metrics.METRICS]
+    assert len(set(names)) == len(names)
+    for metric in metrics.METRICS:
+        assert metric.name.startswith("aifs_") and metric.help.endswith(".")
+        assert metric.name.endswith("_total") == (metric.kind == metrics.COUNTER)
+
+
+def test_problems_are_said_in_words() -> None:
+    assert metrics.problems(status()) == []
+    gone = {"id": 3, "path": "/s", "state": "failing", "last_error": "Input/output error"}
+    late = status()["drain"] | {"late": True, "oldest_age_s": 90.0, "failing_files": 2}
+    device = {"id": 1, "path": "/b", "state": "failing"}
+    assert metrics.problems(status(servers=[gone], drain=late, burst={"devices": [device]})) == [
+        "data server 3 (/s) is failing: Input/output error",
+        "burst directory 1 (/b) is failing",
+        "draining is late: the oldest file waits for 90 s",
+        "2 files cannot be drained: ",
+    ]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@asynccontextmanager
+async def served(
+    listen: str, tell: Callable[[int], Any] | None = None, secret_file: str = ""
+) -> AsyncIterator[list[int]]:
+    """Serves a status; gives the users that were told."""
+    uids: list[int] = []
+
+    async def answer(uid: int) -> dict[str, Any]:
+        uids.append(uid)
+        return tell(uid) if tell else status()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(WatchServer(listen, secret_file, answer).run)
+        yield uids
+        nursery.cancel_scope.cancel()
+
+
+async def connect(listen: str) -> trio.SocketStream:
+    if listen.startswith("/"):
+        return await trio.open_unix_socket(listen)
+    host, port = listen.rsplit(":", 1)
+    return await trio.open_tcp_stream(host, int(port))
+
+
+async def said(stream: trio.SocketStream) -> bytes:
+    text = b""
+    while piece := await stream.receive_some():
+        text += piece
+    return text
+
+
+async def ask(listen: str, path: str, *headers: str, method: str = "GET") -> tuple[int, str]:
+    async with await connect(listen) as stream:
+        lines = [f"{method} {path} HTTP/1.1", "Connection: close", *headers]
+        if not any(line.startswith("Host:") for line in headers):
+            lines.append("Host: localhost:1")
+        await stream.send_all("\r\n".join([*lines, "", ""]).encode())
+        await stream.send_eof()
+        head, _, body = (await said(stream)).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+async def test_what_is_served() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with served(listen) as uids:
+        assert await ask(listen, "/metrics") == (200, metrics.expose(status()))
+        assert json.loads((await ask(listen, "/status.json?x=1"))[1]) == status()
+        assert await ask(listen, "/healthz") == (200, "ok\n")
+        assert await ask(listen, "/metrics", method="HEAD") == (200, "")
+        assert (await ask(listen, "/etc/passwd"))[0] == 404
+        assert (await ask(listen, "/metrics", method="POST"))[0] == 405
+        for host in ("evil.example:1", "evil.example"):
+            assert (await ask(listen, "/metrics", f"Host: {host}"))[0] == 403
+        for host in ("[::1]:1", "127.0.0.1", "localhost"):
+            assert (await ask(listen, "/metrics", f"Host: {host}"))[0] == 200
+        assert set(uids) == {65534}  # what any user is told
+
+
+async def test_a_probe_fails_when_something_is_wrong() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    late = status()["drain"] | {"late": True}
+    async with served(listen, lambda uid: status(drain=late)):
+        assert await ask(listen, "/healthz") == (
+            503,
+            "draining is late: the oldest file waits for 0 s\n",
+        )
+
+
+async def test_the_secret_opens_it_and_tells_what_root_is_told(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(f"{SECRET}\n")
+    secret.chmod(0o600)
+    listen = f"127.0.0.1:{free_port()}"
+    async with served(listen, secret_file=str(secret)) as uids:
+        for header in ("X: y", "Authorization: Bearer no", f"Authorization: Basic {SECRET}"):
+            assert (await ask(listen, "/metrics", header))[0] == 401
+        assert not uids
+        header = f"Authorization: Bearer {SECRET}"
+        assert (await ask(listen, "/metrics", header, "Host: node-1:1"))[0] == 200
+        assert uids == [0]
+
+
+async def test_a_socket_knows_who_asks_and_is_gone_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left_by_a_kill:
+        left_by_a_kill.bind(str(path))
+    async with served(str(path)) as uids:
+        assert (await ask(str(path), "/metrics", "Host: x"))[0] == 200
+        assert uids == [os.getuid()]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("taken", ["port", "socket", "file", "secret"])
+async def test_who_cannot_serve_says_so_and_harms_nobody(
+    tmp_path: Path, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listen, secret = str(tmp_path / "place"), ""
+    async with AsyncExitStack() as stack:
+        if taken == "port":
+            listen = f"127.0.0.1:{free_port()}"
+        if taken == "file":
+            Path(listen).write_text("mine")
+        elif taken == "secret":
+            secret = str(tmp_path / "missing")
+        else:
+            await stack.enter_async_context(served(listen))
+        with caplog.at_level(logging.WARNING), trio.fail_after(60):
+            await WatchServer(listen, secret, lambda uid: trio.sleep_forever()).run()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"nothing is served at metrics.listen {listen}: ")
+    if taken == "file":
+        assert Path(listen).read_text() == "mine"
+
+
+async def test_who_says_nothing_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "socket")
+    async with served(path):
+        async with AsyncExitStack() as stack:
+            slow = [
+                await stack.enter_async_context(await connect(path))
+                for _ in range(server.CONNECTIONS)
+            ]
+            await trio.testing.wait_all_tasks_blocked()
+            one_more = await stack.enter_async_context(await connect(path))
+            assert await said(one_more) == b""  # at once
+            assert trio.current_time() < autojump_clock.current_time() + server.TIMEOUT_S
+            for stream in slow:
+                assert await said(stream) == b""
+        assert (await ask(path, "/healthz"))[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"\0" * 99, b"GET / HTTP/x\r\n\r\n", b"x" * (1 << 20), b""])
+async def test_what_is_no_request_ends_the_connection(tmp_path: Path, sent: bytes) -> None:
+    path = str(tmp_path / "socket")
+    async with served(path) as uids:
+        async with await connect(path) as stream:
+            try:
+                await stream.send_all(sent)
+                await stream.send_eof()
+                assert await said(stream) == b""
+            except trio.BrokenResourceError:
+                pass
+        assert not uids and (await ask(path, "/healthz"))[0] == 200
+
+
+async def test_a_fault_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(uid: int) -> dict[str, Any]:
+        raise ValueError("a fault")
+
+    path = str(tmp_path / "socket")
+    async with served(path, fail):
+        for _ in range(3):
+            async with await connect(path) as stream:
+                await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert await said(stream) == b""
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
