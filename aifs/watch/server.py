@@ -6,6 +6,7 @@ are at most ``CONNECTIONS`` of them: more are closed at once. What goes wrong in
 Who asks by a socket of this machine is told what ``aifs status`` tells that user. Who asks by
 ADDRESS:PORT is told what any user is told, or, with the secret, what root is.
 
+    GET /              the page: page.html
     GET /metrics       Prometheus's text format
     GET /status.json   what ``aifs status --json`` prints
     GET /healthz       200 and "ok", or 503 and a line for each thing that is wrong
@@ -40,7 +41,13 @@ _HEAD_MAX = 16 << 10
 _BACKLOG = 16
 _PEER = struct.Struct("=iII")  # pid, uid, gid, as SO_PEERCRED tells
 _NOBODY = 65534
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
 _HEADERS = [
+    ("Content-Security-Policy", _POLICY),
+    ("Referrer-Policy", "no-referrer"),
     ("Cache-Control", "no-store"),
     ("Connection", "close"),
     ("X-Content-Type-Options", "nosniff"),
@@ -154,8 +161,10 @@ class WatchServer:
             return _say(405, "only GET is understood")
         if not self._is_socket and not self._secret and not _is_address(headers.get(b"host", b"")):
             return _say(403, "ask by address, such as 127.0.0.1, or as localhost")
+        if path == b"/":
+            return Reply(200, "text/html; charset=utf-8", _page())
         if path not in (b"/metrics", b"/status.json", b"/healthz"):
-            return _say(404, "there are /metrics, /status.json and /healthz")
+            return _say(404, "there are /, /metrics, /status.json and /healthz")
         if self._secret and not self._is_socket:
             said = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(said, self._secret):
@@ -172,6 +181,11 @@ class WatchServer:
 
 def _say(status: int, text: str) -> Reply:
     return Reply(status, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "replace"))
+
+
+def _page() -> bytes:
+    with open(os.path.join(os.path.dirname(__file__), "page.html"), "rb") as file:
+        return file.read()
 
 
 def _is_address(host: bytes) -> bool:

@@ -1,8 +1,13 @@
 """Metrics of a real mount: programs do something, and it shows."""
 
+import html
 import json
 import os
+import re
+import shutil
 import socket
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +16,10 @@ import pytest
 from tests.support.mounts import Mounted
 
 MAX_BYTES = 60 << 10
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+ASKED_MS = 6000  # of the page's own time, in which it asks once a second
 
 
 def get(place: Path, path: str) -> str:
@@ -69,3 +78,71 @@ def test_a_mount_that_was_killed_leaves_no_place_taken(
     mount.unmount()
     assert not place.exists()
     mount.mount()
+
+
+def look_at(address: str, scratch: Path) -> str:
+    """The page as a browser has it after a while, as text; a fault of its script fails the test."""
+    if BROWSER is None:
+        pytest.skip("no chromium is installed")
+    options = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "dump-dom")
+    done = subprocess.run(
+        [
+            BROWSER,
+            *(f"--{option}" for option in options),
+            f"--user-data-dir={scratch / 'browser'}",
+            f"--virtual-time-budget={ASKED_MS}",
+            address,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "data-error" not in done.stdout.partition("<main>")[0], done.stdout
+    body = done.stdout.partition("<script>")[0].partition("</style>")[2]
+    return html.unescape(re.sub(r"<[^>]*>", " ", body))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def test_the_page_shows_what_programs_do(
+    scratch: Path, mount_store: Callable[..., Mounted]
+) -> None:
+    port = free_port()
+    mount = mount_store(f"metrics.listen=127.0.0.1:{port}")
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            (mount.path / "<b>x").write_bytes(b"x")
+            (mount.path / "<b>x").unlink()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        seen = look_at(f"http://127.0.0.1:{port}/", scratch)
+    finally:
+        ended.set()
+        worker.join()
+    assert "all is well" in seen and f"AIFS {mount.path}" in seen
+    rate = re.search(r"create\s+([0-9.,]+)\s+[0-9.]+ [mµ]?s", seen)
+    assert rate and float(rate[1].replace(",", "")) > 0, seen
+    assert "the last 3 minutes" in seen  # a chart was drawn, so the page has asked more than once
+
+
+def test_the_page_says_what_is_wrong(scratch: Path, mount_store: Callable[..., Mounted]) -> None:
+    port = free_port()
+    secret = scratch / "secret"
+    secret.write_text("a b&c\n")
+    secret.chmod(0o600)
+    mount = mount_store(f"metrics.listen=127.0.0.1:{port}", f"metrics.secret={secret}")
+    mount.expected.append("data server 3 .* is failing")
+    gone = mount.source / "data" / "3"
+    gone.rename(scratch / "gone")
+    assert "has a secret" in look_at(f"http://127.0.0.1:{port}/", scratch)
+    seen = look_at(f"http://127.0.0.1:{port}/#token=a%20b%26c", scratch)
+    (scratch / "gone").rename(gone)
+    assert f"data server 3 ({gone}) is" in seen

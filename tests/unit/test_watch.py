@@ -129,6 +129,7 @@ async def test_what_is_served() -> None:
         assert json.loads((await ask(listen, "/status.json?x=1"))[1]) == status()
         assert await ask(listen, "/healthz") == (200, "ok\n")
         assert await ask(listen, "/metrics", method="HEAD") == (200, "")
+        assert (await ask(listen, "/"))[1].startswith("<!doctype html>")
         assert (await ask(listen, "/etc/passwd"))[0] == 404
         assert (await ask(listen, "/metrics", method="POST"))[0] == 405
         for host in ("evil.example:1", "evil.example"):
@@ -156,6 +157,7 @@ async def test_the_secret_opens_it_and_tells_what_root_is_told(tmp_path: Path) -
     async with served(listen, secret_file=str(secret)) as uids:
         for header in ("X: y", "Authorization: Bearer no", f"Authorization: Basic {SECRET}"):
             assert (await ask(listen, "/metrics", header))[0] == 401
+        assert (await ask(listen, "/"))[0] == 200  # holds nothing of the mount
         assert not uids
         header = f"Authorization: Bearer {SECRET}"
         assert (await ask(listen, "/metrics", header, "Host: node-1:1"))[0] == 200
