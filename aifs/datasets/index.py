@@ -5,7 +5,7 @@ tar members, documents, records or small files of at most ``BLOCK_ROWS`` rows an
 ``BLOCK_BYTES``. Nothing here is per row, and there is no object per block: an index is columns of
 64-bit integers, which are read from its file as they are.
 
-The record of an index, in a file of its own (aifs.datasets.cached_index):
+The record of an index, in a file of its own (aifs.client.data.opening):
 
     magic       8 bytes, ``AIFSidx1``
     header      ``<4Q``: files, blocks, bytes of the names, bytes of the catalogue

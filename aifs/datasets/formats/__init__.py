@@ -3,7 +3,7 @@
 NAME        what users call it: "parquet", "arrow", "jsonl", "text", "tar", "megatron", ...
 SUFFIXES    of file names that have this format
 blocks      (FileBytes, options) -> Iterator[RowBlock]; options: what the user gave ``data.open``
-            for this format (records: row_bytes). A file that is no such file, or torn, raises
+            for this format (records: record_bytes). A file that is no such file, or torn, raises
             DatasetError with what is wrong and where (the caller adds the file's name); an empty
             file has no blocks
 

@@ -1,4 +1,4 @@
-"""Records of a fixed size, which only the user knows (``row_bytes``)."""
+"""Records of a fixed size, which only the user knows (``record_bytes``)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ SUFFIXES: tuple[str, ...] = ()
 
 
 def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
-    """``options``: ``row_bytes``, the size of a row."""
-    row_bytes = options.get("row_bytes")
-    if not isinstance(row_bytes, int) or row_bytes < 1:
-        raise DatasetError("format='records' needs row_bytes, the size of a row in bytes")
-    if file.size % row_bytes:
-        raise DatasetError(f"{file.size} bytes are not a multiple of row_bytes={row_bytes}")
-    block_rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // row_bytes))
-    for first in range(0, file.size // row_bytes, block_rows):
-        rows = min(block_rows, file.size // row_bytes - first)
-        yield RowBlock(first * row_bytes, rows * row_bytes, rows)
+    """``options``: ``record_bytes``, the size of a row."""
+    record_bytes = options.get("record_bytes")
+    if not isinstance(record_bytes, int) or record_bytes < 1:
+        raise DatasetError("format='records' needs record_bytes, the size of a row in bytes")
+    if file.size % record_bytes:
+        raise DatasetError(f"{file.size} bytes are not a multiple of record_bytes={record_bytes}")
+    block_rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // record_bytes))
+    for first in range(0, file.size // record_bytes, block_rows):
+        rows = min(block_rows, file.size // record_bytes - first)
+        yield RowBlock(first * record_bytes, rows * record_bytes, rows)

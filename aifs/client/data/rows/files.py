@@ -4,11 +4,11 @@
 Arrow batches have the columns ``path``, ``data`` and ``label`` (null: there are none).
 """
 
-import errno
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aifs.client.data.disk import changed
 from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import require_rows
 from aifs.datasets.formats.files import SmallFile, entries
@@ -54,7 +54,7 @@ def _read(path: bytes, file: SmallFile) -> bytes:
         while len(data) <= file.size and (part := source.read(file.size + 1 - len(data))):
             data += part
     if len(data) != file.size:
-        raise OSError(errno.ESTALE, "the file has changed since it was indexed", path)
+        raise changed(path)
     return bytes(data)
 
 

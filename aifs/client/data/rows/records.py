@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class _Block:
-    def __init__(self, data: bytes, row_bytes: int) -> None:
+    def __init__(self, data: bytes, record_bytes: int) -> None:
         self._data = data
-        self._row_bytes = row_bytes
+        self._record_bytes = record_bytes
 
     def take(self, rows: Sequence[int]) -> list[bytes]:
-        data, length = self._data, self._row_bytes
+        data, length = self._data, self._record_bytes
         return [data[row * length : (row + 1) * length] for row in rows]
 
     def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
         import pyarrow
 
-        kind = pyarrow.binary(self._row_bytes)
+        kind = pyarrow.binary(self._record_bytes)
         column = pyarrow.Array.from_buffers(
             kind, rows, [None, pyarrow.py_buffer(self._data)], offset=first
         )

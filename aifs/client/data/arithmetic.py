@@ -1,0 +1,47 @@
+"""The order's permutations by numpy: those of all blocks of a window at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from aifs.layout.order import ROUNDS
+
+
+class ArrayArithmetic:
+    """See ``sequence.Arithmetic``: what ``PlainArithmetic`` gives, a hundred times faster."""
+
+    def blocks(self, runs: Sequence[range], key: int | None) -> Sequence[int]:
+        parts = [np.arange(run.start, run.stop, dtype=np.int64) for run in runs]
+        numbers = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return (numbers if key is None else numbers[all_permuted(len(numbers), key)]).data
+
+    def starts(self, rows: Sequence[int], blocks: Sequence[int]) -> Sequence[int]:
+        counts = np.asarray(rows, np.int64)[np.asarray(blocks, np.int64)]
+        return np.concatenate(([0], np.cumsum(counts))).data
+
+
+def all_permuted(size: int, key: int) -> np.ndarray:
+    """``layout.order.permuted`` of each number below ``size``, in this order."""
+    index = np.arange(size, dtype=np.uint64)
+    if size < 2:
+        return index.astype(np.int64)
+    half_bits = np.uint64(((size - 1).bit_length() + 1) // 2)
+    half_mask = np.uint64((1 << int(half_bits)) - 1)
+    outside = np.arange(size)
+    while len(outside):
+        values = index[outside]
+        left, right = values >> half_bits, values & half_mask
+        for number in range(ROUNDS):
+            mixed = _mixed(np.uint64(key) ^ np.uint64(number << 56) ^ right)
+            left, right = right, left ^ (mixed & half_mask)
+        index[outside] = (left << half_bits) | right
+        outside = outside[index[outside] >= size]
+    return index.astype(np.int64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """``layout.order.mix`` of each; what is over 64 bits falls off."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

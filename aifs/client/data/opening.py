@@ -1,0 +1,174 @@
+"""``data.open``: what a directory, or a file, is as a dataset; its index, made or found.
+
+The index is kept as ``.aifs-index`` in the dataset's directory (of a dataset that is one file:
+``.NAME.aifs-index`` beside it), where whoever may write there puts it. It is a cache: it counts
+only if it names exactly the files that are there, with their sizes and mtimes, and losing it costs
+the time to make it. Indexes of directories of files (whose places change) and of fixed-size records
+(which are arithmetic) are made each time.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from aifs.client.data.dataset import Dataset
+from aifs.client.data.disk import DiskFile, version_of
+from aifs.core import trees
+from aifs.core.errors import DatasetError
+from aifs.core.files import read_file
+from aifs.datasets import index as record
+from aifs.datasets.formats import files, records
+from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
+from aifs.datasets.index import Index, IndexedFile, Version, index_of
+
+INDEX_NAME = ".aifs-index"
+
+_THREADS = 16  # files that are indexed at a time: they wait for servers, more than for processors
+_OPTIONS = {
+    "parquet": ("columns",),
+    "arrow": ("columns",),
+    "jsonl": ("schema",),
+    "tar": ("decode",),
+    "records": ("record_bytes",),
+}
+
+PathLike = str | os.PathLike[str]
+
+
+def open(
+    path: PathLike,
+    *,
+    format: str | None = None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> Dataset:
+    """The dataset ``path``: a directory of files of one format, or one such file, on a mount or in
+    any other directory. Hidden files, and those of another format, do not belong to it.
+
+    ``format``: parquet, arrow, jsonl, text, tar, megatron, records, files; None: as names, or the
+    first bytes of a single file, tell. Options: ``columns`` (parquet, arrow: these alone are read),
+    ``schema`` (jsonl: a pyarrow schema), ``decode`` (tar: json, txt, cls and id become objects),
+    ``record_bytes`` (records: the size of a row).
+
+    The first open reads the footers or headers of all files, lines as a whole, and keeps the index;
+    ``on_file`` is told how many files are done, of how many. Raises DatasetError with the name of
+    the file that is torn, or of another format; OSError.
+    """
+    root = os.path.abspath(os.fspath(path))
+    if not stat.S_ISDIR(os.stat(root).st_mode):
+        format = format or _format_of_file(root)
+        names = {b"": version_of(os.stat(root))}
+    else:
+        names = dict(_listed(os.fsencode(root), b""))
+        format = format or _named(root, lambda: format_of(names))
+    _check(root, format, options)
+    if format == files.NAME:
+        return Dataset(root, _of_files(root, options), options)
+    if b"" not in names:
+        names = {name: version for name, version in names.items() if is_of(format, name)}
+    cached = _cache_of(root) if format != records.NAME else None
+    index = _kept(cached, format, names) if cached else None
+    if index is None:
+        index = _made(root, format, names, options, on_file)
+        if cached:
+            with suppress(OSError):  # we may not write there, or it is full: it is made again
+                trees.replace_file(cached, record.encode(index), durable=False)
+    return Dataset(root, index, options)
+
+
+def _check(root: str, format: str, options: Mapping[str, Any]) -> None:
+    if format not in FORMATS:
+        raise DatasetError(f"{root}: format {format!r} is unknown; there are {', '.join(FORMATS)}")
+    known = _OPTIONS.get(format, ())
+    for name in options:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise DatasetError(f"{root}: format {format} has no option {name!r}; {has}")
+
+
+def _format_of_file(path: str) -> str:
+    """Raises DatasetError if neither name nor bytes tell."""
+    name = os.fsencode(os.path.basename(path))
+    for format, module in FORMATS.items():
+        if module.SUFFIXES and is_of(format, name):
+            return format
+    found = format_of_bytes(DiskFile(path))
+    if found is None:
+        raise DatasetError(f"{path}: its format is not known; say format=")
+    return found
+
+
+def _listed(root: bytes, below: bytes) -> Iterator[tuple[bytes, Version]]:
+    """Paths below the directory, without hidden ones, and what the files are now."""
+    with os.scandir(os.path.join(root, below) if below else root) as listing:
+        for entry in listing:
+            path = below + b"/" + entry.name if below else entry.name
+            if entry.name.startswith(b"."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _listed(root, path)
+            elif entry.is_file():
+                yield path, version_of(entry.stat())
+
+
+def _cache_of(root: str) -> str:
+    if os.path.isdir(root):
+        return os.path.join(root, INDEX_NAME)
+    above, name = os.path.split(root)
+    return os.path.join(above, f".{name}{INDEX_NAME}")
+
+
+def _kept(path: str, format: str, names: Mapping[bytes, Version]) -> Index | None:
+    """The index that was kept, if it is that of these files."""
+    try:
+        data = read_file(path)
+        index = record.decode(data) if data is not None else None
+    except (OSError, DatasetError, ValueError):
+        return None
+    if index is None or index.format != format or len(index.paths) != len(names):
+        return None
+    same = all(names.get(path) == index.version(number) for number, path in enumerate(index.paths))
+    return index if same else None
+
+
+def _made(
+    root: str,
+    format: str,
+    names: Mapping[bytes, Version],
+    options: Mapping[str, Any],
+    on_file: Callable[[int, int], None],
+) -> Index:
+    def indexed(name: bytes) -> IndexedFile:
+        path = os.path.join(root, os.fsdecode(name)) if name else root
+        file = DiskFile(path)
+        blocks = _named(path, lambda: list(FORMATS[format].blocks(file, options)))
+        return IndexedFile(name, file.version, blocks)
+
+    found = []
+    with ThreadPoolExecutor(min(_THREADS, len(names) or 1), "aifs-index") as pool:
+        futures = [pool.submit(indexed, name) for name in names]
+        try:
+            for done, future in enumerate(futures, 1):
+                found.append(future.result())
+                on_file(done, len(futures))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return index_of(format, found)
+
+
+def _of_files(root: str, options: Mapping[str, Any]) -> Index:
+    catalogue, blocks = _named(root, lambda: files.catalogue(root, options))
+    version = Version(len(catalogue), 0)
+    return index_of(files.NAME, [IndexedFile(b"", version, blocks)], catalogue)
+
+
+def _named(path: str, work: Callable[[], Any]) -> Any:
+    """Errors say which file they are about."""
+    try:
+        return work()
+    except DatasetError as error:
+        raise DatasetError(f"{path}: {error}") from error

@@ -1,0 +1,333 @@
+"""A reader: the rows of an epoch, in the order that docs/datasets.md defines, for one of many
+processes.
+
+Rows are fetched group by group, the next group of each share while the one before is handed out, by
+a few threads. What is in memory: two groups of each share of the reader (twice the shuffle buffer
+at most), one block of each of its shares, and a block for each thread. Nothing is per row of the
+dataset.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from aifs.client.data.arithmetic import ArrayArithmetic, all_permuted
+from aifs.client.data.dataset import Dataset
+from aifs.client.data.progress import Progress, counts_in, order_in, state_of
+from aifs.client.data.rows import BlockRows
+from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, shares_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BUFFER = 10_000
+"""Rows that are shuffled in memory, of all readers together."""
+
+_THREADS = 8
+
+Transform = Callable[[Any], Any]
+
+
+def order_of(
+    readers: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    buffer: int = BUFFER,
+    shares: int | None = None,
+    shuffle: str = "blocks",
+    window: int = 0,
+) -> EpochOrder:
+    """The order of an epoch for so many readers. Raises DatasetError."""
+    shares = shares_of(readers) if shares is None else shares
+    group = max(1, buffer // max(shares, 1))
+    return EpochOrder(seed, epoch, shares, group, window, shuffle)
+
+
+def reader(
+    dataset: Dataset,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    worker: int = 0,
+    workers: int = 1,
+    state: Mapping[str, Any] | None = None,
+    drop_last: bool = False,
+    transform: Transform | None = None,
+    **order: Any,
+) -> "Reader":
+    """The rows of one epoch that worker ``worker`` of ``workers`` of rank ``rank`` of ``world``
+    hands out.
+
+    ``seed``, ``epoch``: what the order depends on; ``shuffle``: blocks, window, none, rows;
+    ``buffer``: rows that are shuffled in memory, of all readers together (10,000); ``shares``:
+    worlds and workers that divide this number give the same global sequence (by default the lowest
+    multiple of the readers that is at least 64); ``window``: bytes of files that are shuffled with
+    each other, 0 for all. ``state``: go on where a reader was; the order is its own then.
+    ``drop_last``: all readers give as many rows, and what is over is left out. ``transform``: is
+    called with each row, here, and what it returns is handed out.
+
+    Raises DatasetError; ValueError for a rank or worker that is not there.
+    """
+    if not (0 <= rank < world and 0 <= worker < workers):
+        raise ValueError(f"rank {rank} of {world}, worker {worker} of {workers}: count from 0")
+    if state is not None and order:
+        raise ValueError(f"the state tells the order: {', '.join(order)} cannot be given with it")
+    chosen = order_of(world * workers, **order) if state is None else order_in(state)
+    epoch = Epoch(dataset.index, chosen, ArrayArithmetic())
+    counts = [0] * chosen.shares if state is None else counts_in(state, epoch)
+    progress = Progress(epoch, world * workers, counts)
+    return Reader(dataset, epoch, progress, rank + world * worker, drop_last, transform)
+
+
+class Reader:
+    """An iterator over rows. ``len``: those that it had to give when it was made. It is closed by
+    ``close``, as a context manager, or with the last reference to it; one thread may use it.
+
+    Errors: DatasetError with the file's name for damaged bytes; OSError, with ESTALE for a file
+    that has changed since it was indexed. After an error the row that failed is tried again.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        epoch: Epoch,
+        progress: Progress,
+        number: int,
+        drop_last: bool,
+        transform: Transform | None,
+    ) -> None:
+        readers = range(progress.shares_of(0).step)
+        left = [progress.left(one) for one in readers]
+        self._epoch = epoch
+        self._progress = progress
+        self._shares = progress.shares_of(number)  # ours
+        self._rows = min(left) if drop_last else left[number]  # that we have to give
+        self._transform = transform
+        self._given = 0  # rows, since we began
+        self._batches = 0  # the same of batches; one of the two stays 0
+        self._ended = False  # whether who iterates has been told
+        self._groups = _Groups(dataset, epoch, len(self._shares))
+        # Of each of our shares the rows that it has given in the whole epoch.
+        self._counts = {share: progress.counts[share] for share in self._shares}
+        # Of each of our shares the next rows, as far as they have been fetched.
+        self._waiting: dict[int, deque[Any]] = {share: deque() for share in self._shares}
+        # The shares that give the next rows, before any gives two.
+        self._following = self._turns()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> "Reader":
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches:
+            raise ValueError("this reader gives batches: make another one for rows")
+        if self._given == self._rows:
+            self._end()
+            raise StopIteration
+        if not self._given:
+            self._groups.begin(self._counts)
+        share = self._following[0]
+        row = self._next_of(share)
+        if self._transform is not None:
+            row = self._transform(row)
+        self._waiting[share].popleft()
+        self._counts[share] += 1
+        self._given += 1
+        self._following.popleft()
+        if not self._following:
+            self._following = self._turns()
+        return row
+
+    def batches(self) -> Iterator["pyarrow.RecordBatch"]:
+        """The same rows as Arrow batches, one for each group of a share (``buffer / shares``
+        rows), not decoded to Python objects. Shares take turns, so the order of rows is another one
+        than that of single rows; ``transform`` and ``drop_last`` do not count."""
+        if self._given:
+            raise ValueError("this reader gives rows: make another one for batches")
+        while True:
+            share = min(
+                (share for share in self._shares if self._counts[share] < self._limit(share)),
+                key=lambda one: (self._counts[one], one),
+                default=None,
+            )
+            if share is None:
+                self._end()
+                return
+            batch = self._groups.batch(share, self._counts[share])
+            self._counts[share] += batch.num_rows
+            self._batches += 1
+            yield batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the epoch is: a few integers, the same for all readers that have handed out as many
+        rows. A reader with this state, for any world and workers that divide its shares, gives
+        exactly the rows that follow. When the iteration has ended the epoch is over.
+
+        Raises ValueError between batches, which other readers may have had of other sizes."""
+        if self._ended:
+            return state_of(self._epoch, self._progress.limits)
+        if self._batches:
+            raise ValueError("a reader of batches has a state only where the epoch ends")
+        readers = self._shares.step
+        return state_of(self._epoch, self._progress.after([self._given] * readers))
+
+    state_dict = state
+
+    def close(self) -> None:
+        """Its threads end, and what it holds is let go of; its state remains."""
+        self._groups.close()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _limit(self, share: int) -> int:
+        return self._progress.limits[share]
+
+    def _turns(self) -> deque[int]:
+        """The shares that have given fewest rows, in their order: each gives one."""
+        open_ones = [share for share in self._shares if self._counts[share] < self._limit(share)]
+        least = min((self._counts[share] for share in open_ones), default=0)
+        return deque(share for share in open_ones if self._counts[share] == least)
+
+    def _next_of(self, share: int) -> Any:
+        waiting = self._waiting[share]
+        if not waiting:
+            waiting.extend(self._groups.rows(share, self._counts[share]))
+        return waiting[0]
+
+    def _end(self) -> None:
+        self._ended = True
+        self._groups.close()
+
+
+class _Groups:
+    """Fetches groups of rows, each share's next one ahead. Its threads end with the last reference
+    to it."""
+
+    def __init__(self, dataset: Dataset, epoch: Epoch, shares: int) -> None:
+        self._epoch = epoch
+        self._blocks = _Blocks(dataset, shares + _THREADS)
+        self._pool = ThreadPoolExecutor(min(_THREADS, shares), "aifs-data")
+        self._ahead: dict[int, tuple[int, Future[list[Any]]]] = {}  # share -> its row, its rows
+
+    def rows(self, share: int, row: int) -> list[Any]:
+        """Rows of the share from ``row`` to the end of its group."""
+        at, coming = self._ahead.pop(share, (-1, None))
+        if coming is None or at != row:
+            coming = self._fetch(share, row)
+        found = coming.result()
+        following = row + len(found)
+        if following < self._epoch.rows_of(share):
+            self._ahead[share] = (following, self._fetch(share, following))
+        return found
+
+    def begin(self, counts: Mapping[int, int]) -> None:
+        """All shares at the same time, each from the row that it has got to."""
+        for share, row in counts.items():
+            if row < self._epoch.rows_of(share):
+                self._ahead[share] = (row, self._fetch(share, row))
+
+    def _fetch(self, share: int, row: int) -> "Future[list[Any]]":
+        return self._pool.submit(_rows_of, self._epoch, self._blocks, share, row)
+
+    def batch(self, share: int, row: int) -> "pyarrow.RecordBatch":
+        """The same as one Arrow batch, fetched now."""
+        return _batch_of(self._epoch, self._blocks, share, row)
+
+    def close(self) -> None:
+        self._ahead.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._blocks.clear()
+
+
+def _rows_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> list[Any]:
+    group = epoch.group(share, row)
+    blocks.make_room(group)
+    found: list[Any] = [None] * (group.first + group.rows - row)
+    for piece, begin, places in _by_piece(group, row - group.first):
+        wanted = [piece.first + place - begin for place, _ in places]
+        for (_, target), value in zip(places, blocks.get(piece.block).take(wanted)):
+            found[target] = value
+    return found
+
+
+def _by_piece(
+    group: ShuffleGroup, skipped: int
+) -> Iterator[tuple[Piece, int, list[tuple[int, int]]]]:
+    """Of each piece of a group that gives some of its rows, but the first ``skipped`` ones: where
+    it begins among the rows of all pieces, and of each row its place there, and its number among
+    those that are given."""
+    places = _places(group)[skipped:]
+    in_order = sorted((place, number) for number, place in enumerate(places))
+    at = begin = 0
+    for piece in group.pieces:
+        end, first = begin + piece.rows, at
+        while at < len(in_order) and in_order[at][0] < end:
+            at += 1
+        if at > first:
+            yield piece, begin, in_order[first:at]
+        begin = end
+
+
+def _places(group: ShuffleGroup) -> list[int]:
+    """Of each row its place among the rows of all pieces."""
+    numbers = range(group.start, group.start + group.rows * group.step, group.step)
+    if group.key is None:
+        return [*numbers]
+    permutation = all_permuted(group.size, group.key)
+    return permutation[group.start :: group.step][: group.rows].tolist()
+
+
+def _batch_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> "pyarrow.RecordBatch":
+    import pyarrow
+
+    group = epoch.group(share, row)
+    blocks.make_room(group)
+    parts = [blocks.get(piece.block).batch(piece.first, piece.rows) for piece in group.pieces]
+    table = pyarrow.Table.from_batches(parts).take(_places(group)[row - group.first :])
+    return table.combine_chunks().to_batches()[0]
+
+
+class _Blocks:
+    """The last blocks that were asked for, each read once by whichever thread comes first."""
+
+    def __init__(self, dataset: Dataset, most: int) -> None:
+        self._dataset = dataset
+        self._most = most
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, Future[BlockRows]] = OrderedDict()
+
+    def make_room(self, group: ShuffleGroup) -> None:
+        """All shares read the blocks of a group that deals its rows out."""
+        if group.step > 1:
+            self._most = max(self._most, len(group.pieces))
+
+    def get(self, number: int) -> BlockRows:
+        with self._lock:
+            held = self._held.get(number)
+            is_ours = held is None
+            if held is None:
+                held = self._held[number] = Future()
+            self._held.move_to_end(number)
+            while len(self._held) > self._most:
+                self._held.popitem(last=False)
+        if is_ours:
+            try:
+                held.set_result(self._dataset.open_block(number))
+            except BaseException as error:
+                with self._lock:
+                    self._held.pop(number, None)
+                held.set_exception(error)
+        return held.result()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()

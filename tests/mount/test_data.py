@@ -1,0 +1,110 @@
+"""Datasets on a mount: each format gives the rows and the order that it gives elsewhere, also from
+the data servers, and after the daemon was killed in the middle of an epoch."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aifs.client import data
+from tests.support.mounts import Mounted, aifs
+
+arrow = pytest.importorskip("pyarrow")
+import pyarrow.parquet  # noqa: E402
+
+ROWS = 500
+
+
+def parquet(directory: Path) -> None:
+    table = arrow.table({"n": range(ROWS)})
+    for part in range(4):
+        path = directory / f"{part}.parquet"
+        pyarrow.parquet.write_table(table.slice(part * 125, 125), path, row_group_size=30)
+
+
+def stream(directory: Path) -> None:
+    table = arrow.table({"n": range(ROWS)})
+    with arrow.ipc.new_stream(directory / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=40)
+
+
+def jsonl(directory: Path) -> None:
+    (directory / "a.jsonl").write_text("".join(f'{{"n": {row}}}\n' for row in range(ROWS)))
+
+
+def tar(directory: Path) -> None:
+    with tarfile.open(directory / "a.tar", "w") as archive:
+        for row in range(ROWS):
+            text = json.dumps({"n": row}).encode()
+            member = tarfile.TarInfo(f"{row:04}.json")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+
+
+def files(directory: Path) -> None:
+    for row in range(ROWS):
+        (directory / f"{row:04}").write_text(json.dumps({"n": row}))
+
+
+def records(directory: Path) -> None:
+    (directory / "a.rec").write_bytes(b"".join(b"%08d" % row for row in range(ROWS)))
+
+
+def column(row: Any) -> int:
+    return row["n"]
+
+
+def member(row: Any) -> int:
+    return json.loads(row["json"])["n"]
+
+
+def content(row: Any) -> int:
+    return json.loads(row["data"])["n"]
+
+
+FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Any], int], dict[str, Any]]] = {
+    "parquet": (parquet, column, {}),
+    "arrow": (stream, column, {}),
+    "jsonl": (jsonl, column, {}),
+    "tar": (tar, member, {}),
+    "files": (files, content, {}),
+    "records": (records, int, {"format": "records", "record_bytes": 8}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format(mounted: Mounted, scratch: Path, name: str):
+    write, number, options = FORMATS[name]
+    rows = []
+    for directory in (mounted.path / "set", scratch / "plain"):
+        directory.mkdir()
+        write(directory)
+        if directory.is_relative_to(mounted.path):
+            aifs("drain", mounted.path)
+            aifs("evict", mounted.path)
+        dataset = data.open(directory, **options)
+        assert dataset.format == name
+        with data.reader(dataset, seed=3, buffer=128, transform=number) as reader:
+            rows.append(list(reader))
+    assert sorted(rows[0]) == sorted(rows[1]) == list(range(ROWS))
+    if name != "files":  # their order on a mount is that of the containers
+        assert rows[0] == rows[1]
+
+
+def test_an_epoch_goes_on_after_the_daemon_was_killed(mounted: Mounted):
+    directory = mounted.path / "set"
+    directory.mkdir()
+    parquet(directory)
+    os.sync()
+    with data.reader(data.open(directory), seed=3, transform=column) as reader:
+        first = [next(reader) for _ in range(100)]
+        state = json.loads(json.dumps(reader.state()))
+        mounted.kill()
+    mounted.mount()
+    with data.reader(data.open(directory), state=state, transform=column) as reader:
+        assert sorted(first + list(reader)) == list(range(ROWS))
