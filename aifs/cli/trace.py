@@ -70,10 +70,10 @@ def trace_command(
 
     top = require_aifs(mountpoint)
     below = None if prefix is None else _inside(top, prefix)
-    records = follow(top, limit_s)
+    batches = follow(top, limit_s)
     if not as_json:
         print(_line(_COLUMNS), flush=True)
-    for record in records:
+    for record in told(batches):
         wanted = (
             (not operations or record["operation"] in operations)
             and (not pids or record["pid"] in pids)
@@ -83,29 +83,37 @@ def trace_command(
             print(json.dumps(record) if as_json else _line(_cells(record)), flush=True)
 
 
-def follow(mountpoint: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
-    """The requests that a mount answers from now on (vfs/operation_log.py), for ``limit_s``; losses
-    are said on stderr. Raises MountError for who may not, OSError."""
+Batch = tuple[int, list[dict[str, Any]]]
+"""How many requests were lost, and those that came after them."""
+
+
+def told(batches: Iterator[Batch]) -> Iterator[dict[str, Any]]:
+    """The requests of all batches; losses are said on stderr."""
+    for lost, records in batches:
+        if lost:
+            print_error(f"{count(lost, 'request')} lost: they come faster than they are read")
+        yield from records
+
+
+def follow(mountpoint: str, limit_s: float | None) -> Iterator[Batch]:
+    """The requests that a mount answers from now on (vfs/operation_log.py), for ``limit_s``; now
+    and then none. Raises MountError for who may not, OSError."""
     try:
         number = hints.read(mountpoint, hints.TRACE)["next"]
     except PermissionError:
         raise MountError(
             f"{mountpoint}: only root and who has mounted may trace: it shows what all users do"
         ) from None
-    return _records(mountpoint, number, limit_s)
+    return _batches(mountpoint, number, limit_s)
 
 
-def _records(mountpoint: str, number: int, limit_s: float | None) -> Iterator[dict[str, Any]]:
+def _batches(mountpoint: str, number: int, limit_s: float | None) -> Iterator[Batch]:
     end_s = None if limit_s is None else time.monotonic() + limit_s
     while end_s is None or time.monotonic() < end_s:
-        told = hints.read(mountpoint, f"{hints.TRACE}.{number}")
-        if told["lost"]:
-            print_error(
-                f"{count(told['lost'], 'request')} lost: they come faster than they are read"
-            )
-        yield from told["records"]
-        number = told["next"]
-        if not told["records"]:
+        answer = hints.read(mountpoint, f"{hints.TRACE}.{number}")
+        yield answer["lost"], answer["records"]
+        number = answer["next"]
+        if not answer["records"]:
             time.sleep(_PAUSE_S)
 
 

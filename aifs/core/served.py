@@ -54,3 +54,16 @@ class AllServed(defaultdict[str, Served]):
 
     def status(self) -> dict[str, Any]:
         return {operation: served.status() for operation, served in sorted(self.items())}
+
+
+def quantile(buckets: list[int], fraction: float) -> float | None:
+    """Seconds within which this part of the requests in ``buckets`` was answered: the upper end of
+    a bucket. None: there were none."""
+    left = fraction * sum(buckets)
+    if not left:
+        return None
+    for bucket, count in enumerate(buckets):
+        left -= count
+        if left <= 0:
+            break
+    return (UNIT_NS << bucket) / 1e9

@@ -1,0 +1,110 @@
+"""Who uses a mount: sums of the requests that ``aifs trace`` tells, for ``aifs top`` and ``aifs
+profile``. Reads /proc and the names of users.
+"""
+
+import os
+import pwd
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+DEPTH = 2
+"""Components of a path that are told apart."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """The requests of one process, user, directory or kind."""
+
+    requests: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    slowest_s: float = 0.0
+    bytes: int = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """One more: a record of vfs/operation_log.py."""
+        seconds = record["duration_us"] / 1e6
+        self.requests += 1
+        self.errors += record["errno"] != 0
+        self.seconds += seconds
+        self.slowest_s = max(self.slowest_s, seconds)
+        self.bytes += record["bytes"]
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "seconds": round(self.seconds, 6),
+            "slowest_s": self.slowest_s,
+            "bytes": self.bytes,
+        }
+
+
+SORTS: dict[str, Callable[[Usage], float]] = {
+    "time": lambda usage: usage.seconds,
+    "requests": lambda usage: usage.requests,
+    "bytes": lambda usage: usage.bytes,
+    "errors": lambda usage: usage.errors,
+}
+
+
+def operation(record: dict[str, Any]) -> str:
+    return str(record["operation"])
+
+
+def process(record: dict[str, Any]) -> str:
+    """Number and name; the name is known while it runs."""
+    pid = record["pid"]
+    if not pid:
+        return "the kernel" if pid == 0 else "not known"
+    try:
+        with open(f"/proc/{pid}/comm", errors="replace") as file:
+            return f"{pid} {file.read().strip()}"
+    except OSError:
+        return str(pid)
+
+
+def user(record: dict[str, Any]) -> str:
+    uid = record["uid"]
+    if uid is None:
+        return "not known"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def path(record: dict[str, Any]) -> str:
+    """The first components of the directory."""
+    if record["path"] is None:
+        return "not known"
+    components = os.path.dirname(record["path"]).split("/")
+    return "/".join(components[: DEPTH + 1]) or "/"
+
+
+GROUPS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "process": process,
+    "user": user,
+    "path": path,
+    "operation": operation,
+}
+
+
+def summed(
+    records: Iterable[dict[str, Any]], by: str, into: dict[str, Usage] | None = None
+) -> dict[str, Usage]:
+    """The usage by each member of the group ``by``, added to what is in ``into``."""
+    sums, key_of = {} if into is None else into, GROUPS[by]
+    for record in records:
+        key = key_of(record)
+        if key not in sums:
+            sums[key] = Usage()
+        sums[key].add(record)
+    return sums
+
+
+def ordered(sums: dict[str, Usage], sort: str) -> list[tuple[str, Usage]]:
+    """The largest first."""
+    return sorted(sums.items(), key=lambda item: (-SORTS[sort](item[1]), item[0]))
