@@ -34,8 +34,13 @@ MOUNT_PACKAGES = frozenset(
 )
 """What the extra ``mount`` installs, as it is imported."""
 
-CLUSTER_PACKAGES = frozenset(("psycopg",))
-"""The same of ``cluster``."""
+_OTHER_PACKAGES = {
+    "matplotlib": ("figures", "figures"),
+    "numpy": ("datasets", "data"),
+    "psycopg": ("a host of many", "cluster,mount"),
+    "pyarrow": ("datasets", "data"),
+}
+"""What other packages are for, and the extras that install them."""
 
 EPILOG = """
 SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file
@@ -92,6 +97,7 @@ _COMMANDS = {
     "group": "aifs.cli.group:group_group",
     "meta": "aifs.cli.meta:meta_group",
     "env": "aifs.cli.env:env_group",
+    "dataset": "aifs.cli.dataset:dataset_group",
     "hints": "aifs.cli.hint_table:hints_command",
     "bench": "aifs.cli.bench:bench_command",
     "completion": "aifs.cli.completion:completion_command",
@@ -147,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package in MOUNT_PACKAGES:
             what, extra = "the daemon", "mount"
-        elif package in CLUSTER_PACKAGES:
-            what, extra = "a host of many", "cluster,mount"
+        elif package in _OTHER_PACKAGES:
+            what, extra = _OTHER_PACKAGES[package]
         else:
             raise
         print_error(

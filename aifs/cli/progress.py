@@ -12,16 +12,19 @@ from aifs.core.units import describe_size
 NOTICE_S = 10.0
 
 Show = Callable[[int, int], None]
-"""Bytes that are done, and bytes in all."""
+"""Bytes (or files) that are done, and how many they are in all."""
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Show]:
-    """``what`` is being done: ``with progress("draining") as show: show(done, total)``."""
+def progress(what: str, of: str = "bytes") -> Iterator[Show]:
+    """``what`` is being done: ``with progress("draining") as show: show(done, total)``.
+
+    ``of``: what is counted, bytes or files."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -30,13 +33,16 @@ def progress(what: str) -> Iterator[Show]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(what)
+        yield _lines(what, of)
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *(
+            (DownloadColumn(binary_units=True), TransferSpeedColumn())
+            if of == "bytes"
+            else (MofNCompleteColumn(), TextColumn(of))
+        ),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
@@ -44,13 +50,14 @@ def progress(what: str) -> Iterator[Show]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(what: str) -> Show:
+def _lines(what: str, of: str) -> Show:
     last = time.monotonic()
+    describe = describe_size if of == "bytes" else lambda number: f"{number} {of}"
 
     def show(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= NOTICE_S:
             last = time.monotonic()
-            print_error(f"{what}: {describe_size(done)} of {describe_size(total)}")
+            print_error(f"{what}: {describe(done)} of {describe(total)}")
 
     return show

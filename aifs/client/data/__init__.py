@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.opening import open
-from aifs.client.data.reader import Reader, reader
+from aifs.client.data.reader import BUFFER, Reader, reader
 
 if TYPE_CHECKING:
     from aifs.client.data.torch import Loader, TorchRows
 
-__all__ = ["Dataset", "Loader", "Reader", "TorchRows", "open", "reader"]
+__all__ = ["BUFFER", "Dataset", "Loader", "Reader", "TorchRows", "open", "reader"]
 
 
 def __getattr__(name: str) -> Any:

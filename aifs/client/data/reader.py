@@ -256,6 +256,7 @@ def _rows_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> list[Any]
         wanted = [piece.first + place - begin for place, _ in places]
         for (_, target), value in zip(places, blocks.get(piece.block).take(wanted)):
             found[target] = value
+    blocks.read_to_the_end(group)
     return found
 
 
@@ -292,6 +293,7 @@ def _batch_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> "pyarrow
     group = epoch.group(share, row)
     blocks.make_room(group)
     parts = [blocks.get(piece.block).batch(piece.first, piece.rows) for piece in group.pieces]
+    blocks.read_to_the_end(group)
     table = pyarrow.Table.from_batches(parts).take(_places(group)[row - group.first :])
     return table.combine_chunks().to_batches()[0]
 
@@ -309,6 +311,15 @@ class _Blocks:
         """All shares read the blocks of a group that deals its rows out."""
         if group.step > 1:
             self._most = max(self._most, len(group.pieces))
+
+    def read_to_the_end(self, group: ShuffleGroup) -> None:
+        """The next group of the share begins where this one ends: without this, blocks that nobody
+        needs would push those out that other shares are in the middle of."""
+        if group.step == 1:
+            with self._lock:
+                for piece in group.pieces[:-1]:
+                    if piece.block != group.pieces[-1].block:
+                        self._held.pop(piece.block, None)
 
     def get(self, number: int) -> BlockRows:
         with self._lock:

@@ -1,0 +1,245 @@
+"""``aifs dataset``: what a dataset is, whether it is whole, and how fast it is read here."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from aifs.cli.arguments import PATH
+
+if TYPE_CHECKING:
+    from aifs.client.data import Dataset
+
+_SHUFFLES = {"none": "in file order", "blocks": "shuffled (blocks)", "rows": "row by row, random"}
+_THREADS = 8
+_ERRORS = 10  # that are printed
+_AT_ONCE = 1000  # rows that are decoded before others are let go of
+
+
+@click.group("dataset", short_help="Datasets: what they are, whether they are whole, how fast.")
+def dataset_group() -> None:
+    """Datasets that aifs.client.data reads: directories of Parquet, Arrow, JSON lines, text, tar,
+    Megatron, fixed-size records, or of files; on a mount or anywhere."""
+
+
+def _dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--columns", help="Of Parquet and Arrow: these alone, separated by commas."),
+        click.option("--record-bytes", type=click.IntRange(1), help="Of records: a row's size."),
+        click.option("--format", help="Parquet, text, ... in small letters; or it is found out."),
+        click.argument("path", type=PATH),
+    ):
+        command = option(command)
+    return command
+
+
+@dataset_group.command(
+    "index",
+    short_help="Make the index of a dataset.",
+    epilog="\b\nExample:\n  aifs dataset index /mnt/store/c4",
+)
+@_dataset_options
+def index_command(path: str, **options: Any) -> None:
+    """Read the footers or headers of all files of the dataset PATH, unless it has an index that is
+    right, and keep what they say beside the files: jobs start in less than a second then."""
+    from aifs.cli.output import count
+
+    dataset, seconds = _opened(path, options)
+    files, rows = count(len(dataset.index.paths), "file"), count(len(dataset), "row")
+    print(f"{files}, {rows}: {seconds:.1f} s")
+
+
+@dataset_group.command(
+    "show",
+    short_help="Show what a dataset consists of.",
+    epilog="\b\nExamples:\n  aifs dataset show /mnt/store/c4\n"
+    "  aifs dataset show /mnt/store/c4 --plot order.svg",
+)
+@_dataset_options
+@click.option("--plot", type=PATH, help="Draw which file an epoch reads when (svg, png, pdf).")
+@click.option("--seed", default=0, help="Of the order that is drawn.  [0]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def show_command(path: str, plot: str | None, seed: int, as_json: bool, **options: Any) -> None:
+    """Show the format, files, blocks, rows and bytes of the dataset PATH, and how long it took to
+    index or to find that the index is right."""
+    from aifs.cli.output import print_facts, print_json
+    from aifs.core.units import describe_size
+
+    dataset, seconds = _opened(path, options)
+    index = dataset.index
+    # Of a directory of files the one "file" is a list of them, each of which is a row.
+    size = sum(index.sizes) if not index.catalogue else None
+    told = {
+        "format": dataset.format,
+        "files": len(index.paths) if not index.catalogue else len(dataset),
+        "blocks": len(index.rows),
+        "rows": len(dataset),
+        "bytes": size,
+        "seconds": round(seconds, 3),
+    }
+    if plot is not None:
+        _plot(dataset, seed, plot)
+    if as_json:
+        print_json(told)
+        return
+    print_facts((told | {"bytes": "-" if size is None else describe_size(size)}).items())
+
+
+@dataset_group.command(
+    "verify",
+    short_help="Read and decode every row of a dataset.",
+    epilog="\b\nExample:\n  aifs dataset verify /mnt/store/c4",
+)
+@_dataset_options
+def verify_command(path: str, **options: Any) -> int:
+    """Read and decode all rows of the dataset PATH, and check that an epoch gives each of them
+    once. What is damaged is told by file and place; the exit code is 9 then."""
+    from aifs.cli.output import count, print_error
+    from aifs.core.errors import DatasetError
+
+    dataset, _ = _opened(path, options)
+    _check_order(dataset)
+    damaged = list(_damaged(dataset))
+    for error in damaged[:_ERRORS]:
+        print_error(error)
+    if damaged:
+        raise DatasetError(
+            f"{path}: {count(len(damaged), 'block')} of {len(dataset.index.rows)} cannot be read"
+        )
+    print(f"{count(len(dataset), 'row')} in {count(len(dataset.index.rows), 'block')}: all right")
+    return 0
+
+
+@dataset_group.command(
+    "bench",
+    short_help="Measure how fast a dataset is read in different orders.",
+    epilog="\b\nExample:\n  aifs dataset bench /mnt/store/c4 --seconds 30",
+)
+@_dataset_options
+@click.option("--seconds", type=click.FloatRange(0.01), default=5.0, help="For each order.  [5]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def bench_command(path: str, seconds: float, as_json: bool, **options: Any) -> None:
+    """Read the dataset PATH in file order, shuffled by blocks, and by single rows anywhere, by one
+    process, for some seconds each. What the page cache holds is read from there: the first order
+    may be the slowest."""
+    from aifs.cli.output import print_json, print_table
+
+    dataset, _ = _opened(path, options)
+    bytes_per_row = sum(dataset.index.lengths) / max(len(dataset), 1)
+    rates = {shuffle: _rate(dataset, shuffle, seconds) for shuffle in _SHUFFLES}
+    if as_json:
+        print_json({name: {"rows_per_s": rate} for name, rate in rates.items()})
+        return
+    plain = rates["none"] or 1.0
+    rows = []
+    for name, rate in rates.items():
+        # Of a directory of files these would be the bytes of their list.
+        speed = "-" if dataset.index.catalogue else f"{rate * bytes_per_row / 1e6:,.1f}"
+        rows.append((_SHUFFLES[name], f"{rate:,.0f}", speed, f"{rate / plain:.2f}"))
+    columns = ("order", "rows/s", "MB/s", "ratio")
+    print_table(columns, rows, right=columns[1:])
+
+
+def _opened(path: str, options: dict[str, Any]) -> "tuple[Dataset, float]":
+    """And the seconds that it took."""
+    from aifs.cli.progress import progress
+    from aifs.client import data
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if "columns" in given:
+        given["columns"] = given["columns"].split(",")
+    begun = time.monotonic()
+    with progress("indexing", of="files") as show:
+        dataset = data.open(path, on_file=show, **given)
+    return dataset, time.monotonic() - begun
+
+
+def _check_order(dataset: "Dataset") -> None:
+    """An epoch reads each row of each block once. Raises DatasetError."""
+    from aifs.client.data.arithmetic import ArrayArithmetic
+    from aifs.core.errors import DatasetError
+    from aifs.datasets.sequence import Epoch, EpochOrder
+
+    epoch = Epoch(dataset.index, EpochOrder(seed=1), ArrayArithmetic())
+    ends = [0] * len(dataset.index.rows)
+    pieces = sorted(piece for share in range(64) for piece in epoch.pieces(share))
+    for piece in pieces:
+        if piece.first != ends[piece.block]:
+            raise DatasetError(
+                f"{dataset.path}: the order gives a row of block {piece.block} twice"
+            )
+        ends[piece.block] += piece.rows
+    if ends != list(dataset.index.rows):
+        raise DatasetError(f"{dataset.path}: the order leaves rows out")
+
+
+def _damaged(dataset: "Dataset") -> Iterator[str]:
+    """What is wrong with each block that is not right."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from aifs.cli.output import describe_error
+    from aifs.cli.progress import progress
+    from aifs.core.errors import DatasetError
+
+    index = dataset.index
+
+    def decode(block: int) -> str:
+        try:
+            rows, opened = index.rows[block], dataset.open_block(block)
+            for first in range(0, rows, _AT_ONCE):
+                opened.take(range(first, min(first + _AT_ONCE, rows)))
+        except (DatasetError, OSError) as error:
+            return describe_error(error)
+        return ""
+
+    with ThreadPoolExecutor(_THREADS) as pool, progress("reading") as show:
+        done, total = 0, sum(index.lengths)
+        for block, error in enumerate(pool.map(decode, range(len(index.rows)))):
+            done += index.lengths[block]
+            show(done, total)
+            if error:
+                yield error
+
+
+def _rate(dataset: "Dataset", shuffle: str, seconds: float) -> float:
+    """Rows per second."""
+    from aifs.client import data
+
+    given = 0
+    begun = time.monotonic()
+    buffer = 64 if shuffle == "rows" else data.BUFFER  # each of these rows costs a block
+    with data.reader(dataset, shuffle=shuffle, buffer=buffer) as rows:
+        while time.monotonic() - begun < seconds and (some := sum(1 for _ in islice(rows, 64))):
+            given += some
+    return given / (time.monotonic() - begun)
+
+
+def _plot(dataset: "Dataset", seed: int, path: str) -> None:
+    """Files against positions of the epoch, a point for each piece of a block."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    from aifs.client.data.arithmetic import ArrayArithmetic
+    from aifs.datasets.sequence import Epoch, EpochOrder
+
+    order = EpochOrder(seed=seed)
+    epoch = Epoch(dataset.index, order, ArrayArithmetic())
+    positions, places = [], []
+    for share in range(order.shares):
+        row = 0
+        for piece in epoch.pieces(share):
+            positions.append(row * order.shares + share)
+            places.append(dataset.index.file_of(piece.block))
+            row += piece.rows
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(positions, places, linestyle="none", marker=".", markersize=3, color="#0072B2")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("row of the epoch")
+    axes.set_ylabel("file, in the order of paths")
+    axes.set_title(f"{dataset.path}: what an epoch reads, seed {seed}")
+    figure.savefig(path)
