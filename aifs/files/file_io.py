@@ -138,7 +138,7 @@ class FileIO:
                 continue
             while inode.ino in self.table.overtaken:
                 await self.by_home.follow_bytes(inode.ino)
-            if inode.in_burst and file.backing:
+            if inode.in_burst and file.backing and not file.home:
                 self.burst.look(file)  # others write past us
             wanted = min(length, inode.size - offset)
             if wanted <= 0:

@@ -46,6 +46,8 @@ class Handles:
         """By inode number, when inodes that were lent were opened last so that it counts as access,
         which is not on record yet."""
         self._refused: set[int] = set()  # numbers of servers
+        self._places: dict[int, tuple[int, int]] = {}
+        """By backing id, the local file behind it: the number of its server, and its id."""
         self._unseen = Counter[int]()
         """By number of inodes that are lent, how many of their handles have been closed without the
         bridge's knowing."""
@@ -95,8 +97,12 @@ class Handles:
         file.uncached |= file.is_joined
         if file.uncached:
             return Opened(handle, direct=True)
-        direct = file.outdated or (file.on_object and opened.writable)
-        return Opened(handle, file.backing, direct and file.backing != 0)
+        if not file.backing:
+            return Opened(handle)
+        # Another host may have replaced the bytes, or have changed them elsewhere.
+        is_elsewhere = _local_place(file) != self._places[file.backing]
+        direct = is_elsewhere or (file.on_object and opened.writable)
+        return Opened(handle, file.backing, direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
         """The local file that the kernel may use in place of this one, as its server's number and
@@ -119,7 +125,7 @@ class Handles:
         place, on_object = self._place_for(file, flags), file.copy is None
         if file.users:
             return  # somebody else was first
-        if file.kept and file.place == place:
+        if file.kept and self._places[file.kept] == place:
             file.backing, file.kept, file.on_object = file.kept, 0, on_object
             return
         self._drop_kept(file)
@@ -130,7 +136,7 @@ class Handles:
             return
         try:
             file.backing, file.on_object = passthrough.attach(fd), on_object
-            file.place = place
+            self._places[file.backing] = place
         except OSError as error:
             where = name_of(place[0])
             _log.warning(
@@ -142,8 +148,12 @@ class Handles:
 
     def _drop_kept(self, file: OpenInode) -> None:
         kept, file.kept = file.kept, 0
-        if kept and self._kernel.passthrough is not None:
-            self._kernel.passthrough.detach(kept)
+        self._detach(kept)
+
+    def _detach(self, backing: int) -> None:
+        if backing and self._kernel.passthrough is not None:
+            del self._places[backing]
+            self._kernel.passthrough.detach(backing)
 
     # --- inodes that are lent ---
 
@@ -152,7 +162,7 @@ class Handles:
         if programs have had it open, and would be answered the same way again. Does not block.
         """
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
-        if file.kept and (file.place != place or not inode.nlink):
+        if file.kept and (self._places[file.kept] != place or not inode.nlink):
             self._drop_kept(file)
         passthrough, backing = self._kernel.passthrough, file.kept
         if (
@@ -175,7 +185,6 @@ class Handles:
         if lent is not None:
             self._note(lent)
             file.was_opened = True
-            file.place = _place(file, os.O_RDONLY) if lent.backing else None
             opens = lent.opens - self._unseen.pop(inode.ino, 0)
             if not opens:
                 file.kept = lent.backing
@@ -185,7 +194,7 @@ class Handles:
                 file.handles += opens
                 file.users += opens
                 file.backing = lent.backing
-                file.on_object = bool(lent.backing) and file.copy is None
+                file.on_object = bool(lent.backing) and not lent.copy_id
         accessed_ns = self._accessed.pop(inode.ino, 0)
         if accessed_ns and accessed_ns > inode.atime_ns:
             inode.atime_ns, file.unsaved = accessed_ns, True
@@ -255,8 +264,7 @@ class Handles:
 
     def _give_up(self, lent: Lent) -> None:
         self._note(lent)
-        if lent.backing and self._kernel.passthrough is not None:
-            self._kernel.passthrough.detach(lent.backing)
+        self._detach(lent.backing)
 
     def _note(self, lent: Lent) -> None:
         if lent.accessed_ns:
@@ -347,7 +355,7 @@ class Handles:
         self.writers -= opened.writable
         if file.users == 0:
             file.kept, file.backing, file.on_object = file.backing, 0, False
-            file.outdated = file.uncached = False
+            file.uncached = False
         return opened
 
 
@@ -357,12 +365,18 @@ def _place(file: OpenInode, flags: int) -> tuple[int, int] | None:
     A burst copy they may also write. An object is read only, and only if it is what the record
     says.
     """
+    is_at_rest = flags & os.O_ACCMODE == os.O_RDONLY and not file.marked
+    return _local_place(file) if file.copy is not None or is_at_rest else None
+
+
+def _local_place(file: OpenInode) -> tuple[int, int] | None:
+    """The one local file that has all bytes of the file: the number of its server, and its id."""
     if file.home:
         return None
     if file.copy is not None:
         return file.copy.place
-    objects, reads = file.inode.objects, flags & os.O_ACCMODE == os.O_RDONLY
-    if reads and not file.marked and objects is not None and len(objects.servers) == 1:
+    objects = file.inode.objects
+    if objects is not None and len(objects.servers) == 1:
         return objects.servers[0], file.inode.oid
     return None
 

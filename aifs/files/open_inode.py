@@ -78,8 +78,6 @@ class OpenInode:
         "objects",
         "on_object",
         "opening",
-        "outdated",
-        "place",
         "recording",
         "shown",
         "shown_as",
@@ -147,14 +145,9 @@ class OpenInode:
         self.uncached = False
         """Handles of users were made that go past the kernel's page cache, as all do from then on
         until there are none: what is written there changes nobody's pages."""
-        self.outdated = False
-        """The users' handles are passed through to what another host has replaced: whoever opens it
-        from now on reads by way of the daemon."""
         self.kept = 0
         """The backing id that was the users', while there are none: the next ones get it, if they
         are passed through to the same local file."""
-        self.place: tuple[int, int] | None = None
-        """That file, behind ``backing`` or ``kept``: the number of its server, and its id."""
         self.was_opened = False
         """Programs have had it open since it is in core, or it was lent before."""
 

@@ -276,8 +276,6 @@ class Transitions:
             if file.marked:
                 return
             inode, before, copy = file.inode, file.objects, file.copy
-            if file.backing and not namespace.has_form_of(stored, inode):
-                file.outdated = True
             stays = copy is not None and stored.copy == copy.place
             stays = stays and (stored.in_burst or not file.home)
             if not stays:

@@ -26,6 +26,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem, SetAttr, recovery
 from tests.support import modes, stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
+from tests.support.kernel import Kernel
 from tests.support.stores import (
     OWNER,
     ROOT,
@@ -139,6 +140,44 @@ async def test_blocks_of_what_another_host_changes_in_place_are_read_anew(scratc
         assert cache.peek(name, 0) is block
         await north.setattr(ino, SetAttr(mtime_ns=5), OWNER)
         assert cache.peek(name, 0) is None
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("is_staged", [False, True])
+async def test_what_another_host_changes_is_seen_while_programs_read_a_copy(
+    scratch: Path, is_staged: bool, is_lent: bool
+):
+    """A program here keeps a file open that is passed through to a clean copy, so the kernel wants
+    all later opens to be of that kind. The other host changes the objects, or a copy of its own."""
+    settings = modes.STRIPED | {"burst.stage_for_write": "1MiB" if is_staged else "0"}
+    async with two_hosts(scratch / "s", settings) as (north, south, _), Kernel(south) as there:
+        ino = await write_file(south, b"f", DATA)
+        await drained(south, ino)
+        reader = await there.open(ino, os.O_RDONLY)
+        if is_lent:
+            await there.release(reader)
+            reader = await there.open(ino, os.O_RDONLY)
+            assert there.answered
+        assert await there.read(reader, 0, 10) == DATA[:10]
+        assert there.direct_bytes == 10
+        writer, *_ = await north.open(ino, os.O_RDWR)
+        await north.write(writer, 0, b"newer")
+        assert (await north.getattr(ino)).in_burst == is_staged
+        await north.fsync(writer)
+        await require_read(there, ino, b"newer" + DATA[5:])
+        await north.release(writer)
+        await require_read(there, ino, b"newer" + DATA[5:])
+        await drained(north, ino)
+        await require_read(there, ino, b"newer" + DATA[5:])
+        await there.release(reader)
+        await require_read(there, ino, b"newer" + DATA[5:])
+
+
+async def require_read(programs: Kernel, ino: int, data: bytes) -> None:
+    """A program that opens the file reads this."""
+    handle = await programs.open(ino, os.O_RDONLY)
+    assert bytes(await programs.read(handle, 0, len(data) + 1)) == data
+    await programs.release(handle)
 
 
 async def test_a_reader_goes_on_when_the_home_has_drained_the_file(scratch: Path):
