@@ -20,6 +20,7 @@ from hosts import QUICK as QUICK_HOSTS
 from hosts import hosts_rows
 from latency import latency_row
 from movement import movement_rows
+from operations import operations_rows
 from protection import protection_rows
 from publishing import publishing_rows
 from report import Row, rate, show
@@ -51,6 +52,7 @@ SPECIAL = (
     "data",
     "env",
     "memory",
+    "operations",
 )
 
 Rates = dict[tuple[str, str], list[float]]
@@ -155,6 +157,9 @@ def bench(
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)
                 rows += endurance_rows(base, *amounts)
+        if "operations" in chosen:
+            with log.status("operations"):
+                rows += operations_rows(base, size.files, rounds)
     show(rows, as_json)
     sys.exit(0 if all(row.passed for row in rows) else 1)
 

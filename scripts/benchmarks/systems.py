@@ -111,14 +111,22 @@ class Nothing(MountedSystem):
 
 
 class Aifs(MountedSystem):
-    """AIFS with its default configuration; ``program`` is what stands for the command ``aifs``."""
+    """AIFS with its default configuration, but for ``options`` of the mount; ``program`` is what
+    stands for the command ``aifs``.
+    """
 
     def __init__(
-        self, name: str, base: Path, program: Sequence[str | Path] = ("-m", "aifs.cli.main")
+        self,
+        name: str,
+        base: Path,
+        program: Sequence[str | Path] = ("-m", "aifs.cli.main"),
+        *options: str,
     ) -> None:
         super().__init__(name, base)
         self._aifs = [sys.executable, *program]
-        self.command = [*self._aifs, "mount", "--foreground", self.base / "store", self.path]
+        chosen = [word for option in options for word in ("-o", option)]
+        mount = ("mount", "--foreground", *chosen)
+        self.command = [*self._aifs, *mount, self.base / "store", self.path]
 
     def __enter__(self) -> "System":
         format_command = [*self._aifs, "format", self.base / "store"]

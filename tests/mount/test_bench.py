@@ -97,3 +97,12 @@ def test_what_nobody_should_feel_is_measured() -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     rows = json.loads(done.stdout)
     assert [row["work"].split()[0] for row in rows] == [*["stat"] * 4, *["read"] * 3, "write-4"]
+
+
+@pytest.mark.long
+def test_looking_at_a_mount_is_measured(scratch: Path) -> None:
+    import operations
+
+    rows = operations.operations_rows(scratch, FILES, 1)
+    assert [row.work for row in rows] == ["create, metrics on", "stat, metrics on", "read /metrics"]
+    assert "KiB" in rows[-1].aifs

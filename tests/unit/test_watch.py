@@ -3,7 +3,10 @@
 import json
 import logging
 import os
+import re
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+import yaml
 
 from aifs.watch import metrics, server
 from aifs.watch.server import WatchServer
@@ -73,6 +77,39 @@ def test_problems_are_said_in_words() -> None:
         "draining is late: the oldest file waits for 90 s",
         "2 files cannot be drained: ",
     ]
+
+
+CONFIG = Path(__file__).parents[2] / "config"
+
+
+@pytest.mark.parametrize("name", ["alerts.yaml", "grafana.json"])
+def test_what_others_look_at_is_there(name: str) -> None:
+    """Each metric that the alerts and Grafana's dashboard name, with the labels that it has."""
+    described = {metric.name: metric for metric in metrics.METRICS}
+    loaded = yaml.safe_load((CONFIG / name).read_text())
+    if name == "alerts.yaml":
+        expressions = [rule["expr"] for group in loaded["groups"] for rule in group["rules"]]
+    else:
+        expressions = [one["expr"] for panel in loaded["panels"] for one in panel["targets"]]
+        expressions += [one["query"] for one in loaded["templating"]["list"]]
+    named = set(re.findall(r"aifs_\w+", " ".join(expressions)))
+    assert len(named) > 5
+    histograms = {f"{name}{end}" for name in described for end in ("_bucket", "_count", "_sum")}
+    assert named <= described.keys() | {
+        one for one in histograms if described[one.rpartition("_")[0]].kind == metrics.HISTOGRAM
+    }
+
+
+@pytest.mark.long
+def test_prometheus_takes_the_alerts_and_the_text() -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("no promtool is installed (apt install prometheus)")
+    rules = [promtool, "check", "rules", CONFIG / "alerts.yaml"]
+    subprocess.run(rules, check=True, capture_output=True)
+    lint = [promtool, "check", "metrics"]
+    text = metrics.expose(status())
+    done = subprocess.run(lint, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def free_port() -> int:
