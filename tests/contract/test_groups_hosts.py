@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from aifs.core import faults
 from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFound, Unavailable
@@ -372,6 +373,31 @@ async def test_chunks_that_are_kept_of_a_group_that_ends_meanwhile(scratch: Path
         assert len(ended) > 2
         for fs in (north, south):
             await kept_no_more(fs)
+
+
+async def test_who_waits_to_keep_chunks_of_a_group_that_ends_keeps_none(scratch: Path, monkeypatch):
+    async with two_hosts(scratch / "s") as (north, south, _):
+        drain, ended = south.group_drain, list[int]()
+        keep, store = drain.keep, drain.storing.keep
+
+        async def keep_twice(group: int, *args: Any) -> set[bytes]:
+            async def end(*others: Any) -> set[bytes]:
+                await trio.testing.wait_all_tasks_blocked()  # the other one waits for this
+                drain.let_go(group)
+                ended.append(group)
+                return await store(*others)
+
+            monkeypatch.setattr(drain.storing, "keep", end)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(keep, group, *args)
+                return await keep(group, *args)
+
+        monkeypatch.setattr(drain, "keep", keep_twice)
+        ino, there = await saved(north, south, SAME, MORE)
+        assert (await durable(north, ino))["state"] == "durable"
+        assert len(ended) == 1
+        assert await read_file(north, there) == MORE
+        await kept_no_more(north)
 
 
 async def test_chunks_that_are_kept_by_a_host_that_dies(scratch: Path):

@@ -82,6 +82,40 @@ async def test_what_was_written_is_seen_when_close_returns(scratch: Path):
         await north.release(handle)
 
 
+async def test_a_close_waits_for_a_save_that_is_under_way(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Meanwhile the file counts as saved, and no other host knows of it."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        handle, *_ = await north.open(ino, os.O_RDWR)
+        await north.write(handle, len(DATA), b"more")
+        assert (await north.getattr(ino)).size == len(DATA) + 4  # all is in core
+        engine, begun, goes_on = north.store.engine, trio.Event(), trio.Event()
+        real, closed = engine.transact, trio.Event()
+
+        async def transact(function: Any, *args: Any) -> Any:
+            if function is forms.put_attributes:
+                begun.set()
+                await goes_on.wait()
+            return await real(function, *args)
+
+        async def close() -> None:
+            await north.flush(handle)
+            closed.set()
+
+        monkeypatch.setattr(engine, "transact", transact)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(north.io.inodes.save_all)
+            await begun.wait()
+            nursery.start_soon(close)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not closed.is_set()
+            goes_on.set()
+        assert await read_file(south, ino) == DATA + b"more"
+        await north.release(handle)
+
+
 async def test_a_reader_that_asks_for_more_than_its_home_has_gets_what_there_is(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)

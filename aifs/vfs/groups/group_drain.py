@@ -197,18 +197,18 @@ class GroupDrain:
     ) -> set[bytes]:
         """Store chunks of members that ask for the same, for all who have them: see Storing.keep.
         They stay until ``let_go``."""
-        some = self._kinds(members).get(asked)
-        if not some:
-            return set()
+        lists = self._kept.setdefault(group_id, [])
         async with self._one_group:
+            some = self._kinds(members).get(asked)
+            if not some or self._kept.get(group_id) is not lists:  # it was let go meanwhile
+                return set()
             kind = MemberKind(asked, some, chunk, report)
-            lists = self._kept.setdefault(group_id, [])
             self._keeping = lists
             try:
                 return await self.storing.keep(kind, wanted, lists)
             finally:
                 self._keeping = None
-                if self._kept.get(group_id) is not lists:  # it was let go meanwhile
+                if self._kept.get(group_id) is not lists:  # as above
                     self._give_up(lists)
 
     def let_go(self, group_id: int) -> None:
