@@ -12,6 +12,9 @@ from pathlib import Path
 import click
 from background import Extent, background_rows
 from checkpoint import checkpoint_rows
+from datasets import NORMAL as NORMAL_DATA
+from datasets import QUICK as QUICK_DATA
+from datasets import data_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
 from grouped import grouped_rows
@@ -145,6 +148,9 @@ def bench(
         if "hosts" in chosen:
             with log.status("hosts"):
                 rows += hosts_rows(base, *(QUICK_HOSTS if quick else NORMAL_HOSTS))
+        if "data" in chosen and not quality:
+            with log.status("data"):
+                rows += data_rows(base, QUICK_DATA if quick else NORMAL_DATA, rounds)
         if "data" in chosen and quality:
             from shuffle_quality import quality_rows  # needs torch
 

@@ -70,6 +70,11 @@ class MountedSystem(System):
 
     def __enter__(self) -> "System":
         super().__enter__()
+        self.mount_again()
+        return self
+
+    def mount_again(self) -> None:
+        """Start the daemon; returns when it serves."""
         device = self.path.stat().st_dev
         with (self.base / "log").open("w") as log:
             self.daemon = subprocess.Popen(self.command, cwd=REPOSITORY, stderr=log)
@@ -79,7 +84,6 @@ class MountedSystem(System):
                     f"{self.name} does not mount:\n{(self.base / 'log').read_text()}"
                 )
             time.sleep(0.05)
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self.daemon.poll() is not None:  # a failed work is this one's doing

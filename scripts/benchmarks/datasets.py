@@ -1,0 +1,176 @@
+"""Datasets: rows in shuffled order beside rows in file order and rows at random, from the burst
+tier and from data servers that take 1 ms more for each request; how soon a reader is ready.
+
+Rows are records of 4 KiB, so that it is the reading that is measured, and no decoding. Orders take
+turns in each round; before each one the kernel and, by a new mount, the daemon have forgotten all.
+"""
+
+import os
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report import Row, rate
+from systems import Aifs, DelayedAifs, System, drop_caches
+
+from aifs.client import data
+
+ROW = 4096
+OPTIONS: dict[str, Any] = {"format": "records", "record_bytes": ROW}
+
+
+class Extent(NamedTuple):
+    """MiB of rows; rows that are read at random; files of a dataset of many; of small files."""
+
+    mib: int
+    random_rows: int
+    files: int
+    small: int
+
+
+QUICK = Extent(mib=32, random_rows=64, files=200, small=200)
+NORMAL = Extent(mib=512, random_rows=1000, files=4000, small=4000)
+
+Rates = dict[tuple[str, str], list[float]]
+
+
+def data_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
+    """The rows of the table; needs pyarrow."""
+    found: Rates = defaultdict(list)
+    with ExitStack() as stack:
+        plain = stack.enter_context(System("data-plain", base))
+        burst = stack.enter_context(Aifs("data-burst", base))
+        far = stack.enter_context(DelayedAifs("data-far", base))
+        far.use_capacity_tier("rows")
+        for system in (plain, burst, far):
+            _write(system.path / "rows", extent.mib)
+            system.rest()
+        for _ in range(rounds):
+            for name, system in (("plain", plain), ("burst", burst), ("far", far)):
+                for shuffle in ("none", "blocks"):
+                    found[name, shuffle].append(_rate(system, shuffle, extent.mib << 8))
+            found["far", "rows"].append(_rate(far, "rows", extent.random_rows))
+            found["far", "resume"].append(_resume_s(far, extent))
+        ready = _ready(burst, extent.files)
+        archive = [_archive(far, extent.small) for _ in range(rounds)]
+    rates = {key: statistics.median(values) for key, values in found.items()}
+    return [
+        _row("shuffled / in file order, burst copies", rates, "burst", ("burst", "none"), 0.92),
+        _row("shuffled / in file order, servers with 1 ms", rates, "far", ("far", "none"), 0.92),
+        _row("shuffled / row by row, servers with 1 ms", rates, "far", ("far", "rows"), 20),
+        _row("shuffled, burst copies / plain, cached", rates, "burst", ("plain", "blocks"), 0.90),
+        _row("shuffled, servers with 1 ms / plain", rates, "far", ("plain", "blocks"), 0.35),
+        _seconds(f"ready, {extent.files} files, without an index", ready[0], 7.0),
+        _seconds(f"ready, {extent.files} files, with its index", ready[1], 0.3),
+        _seconds("first row of a resume in mid-epoch, 1 ms", rates["far", "resume"], 0.2),
+        _times("files.tar / open, read, close of each, 1 ms", statistics.median(archive), 5.0),
+    ]
+
+
+def _write(directory: Path, mib: int) -> None:
+    directory.mkdir(exist_ok=True)
+    for number in range(8):
+        with open(directory / f"{number}.rec", "wb", buffering=0) as file:
+            for _ in range(mib // 8):
+                file.write(os.urandom(1 << 20))
+            os.fsync(file.fileno())
+
+
+def _rate(system: System, shuffle: str, rows: int) -> float:
+    """MiB per second of an epoch, or of its first rows."""
+    _forget(system)
+    dataset = data.open(system.path / "rows", **OPTIONS)
+    buffer = 64 if shuffle == "rows" else data.BUFFER  # each of these rows costs a block
+    begun = time.perf_counter()
+    with data.reader(dataset, shuffle=shuffle, buffer=buffer) as reader:
+        given = sum(1 for _ in islice(reader, rows))
+    return given * ROW / (1 << 20) / (time.perf_counter() - begun)
+
+
+def _forget(system: System) -> None:
+    """What was read from data servers; what is in the burst tier stays in memory, as what was just
+    written does."""
+    if isinstance(system, DelayedAifs):
+        drop_caches()
+        subprocess.run(["umount", system.path], check=True)
+        system.daemon.wait()
+        system.mount_again()
+
+
+def _resume_s(system: System, extent: Extent) -> float:
+    """Until the first row, the half of an epoch being done."""
+    with data.reader(data.open(system.path / "rows", **OPTIONS)) as reader:
+        state = reader.state() | {"done": extent.mib << 7}
+    _forget(system)
+    dataset = data.open(system.path / "rows", **OPTIONS)
+    begun = time.perf_counter()
+    with data.reader(dataset, state=state) as reader:
+        next(reader)
+        return time.perf_counter() - begun
+
+
+def _ready(system: System, files: int) -> tuple[float, float]:
+    """Seconds until a dataset of many files is open: without its index, and with it."""
+    import pyarrow
+    from pyarrow import parquet
+
+    directory = system.path / "many"
+    directory.mkdir()
+    table = pyarrow.table({"n": range(1000)})
+    first = directory / "0.parquet"
+    parquet.write_table(table, first, row_group_size=100)
+    content = first.read_bytes()
+    for number in range(1, files):
+        (directory / f"{number}.parquet").write_bytes(content)
+    drop_caches()
+    return _timed(lambda: data.open(directory)), _timed(lambda: data.open(directory))
+
+
+def _archive(system: System, files: int) -> float:
+    """How many times as long opening and reading each of many small files takes as the archive."""
+    directory = system.path / "small"
+    if not directory.exists():
+        system.use_capacity_tier("small")
+        for number in range(files):
+            (directory / f"{number:05}").write_bytes(os.urandom(100_000))
+        system.rest()
+    _forget(system)
+    each = _timed(lambda: [path.read_bytes() for path in sorted(directory.iterdir())])
+    _forget(system)
+    return each / _timed(lambda: _read(directory / ".aifs-data" / "files.tar"))
+
+
+def _read(path: Path) -> None:
+    buffer = bytearray(4 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _row(name: str, rates: dict, system: str, anchor: tuple[str, str], target: float) -> Row:
+    ours, theirs = rates[system, "blocks"], rates[anchor]
+    found = ours / theirs
+    told = rate(ours, "MiB/s")
+    return Row(
+        name, rate(theirs, "MiB/s"), None, found, None, told, f">= {target}", found >= target
+    )
+
+
+def _seconds(name: str, found: float, most: float) -> Row:
+    return Row(name, "", None, None, None, f"{found:.3f} s", f"<= {most} s", found <= most)
+
+
+def _times(name: str, found: float, least: float) -> Row:
+    return Row(name, "", None, found, None, f"{found:.1f} times", f">= {least}", found >= least)
