@@ -21,22 +21,25 @@ class ArrayArithmetic:
 
 
 def all_permuted(size: int, key: int) -> np.ndarray:
-    """``layout.order.permuted`` of each number below ``size``, in this order."""
-    index = np.arange(size, dtype=np.uint64)
+    """``layout.order.permuted`` of each number below ``size``, in this order.
+
+    The network permutes the next power of four, all of which is computed at once: going round
+    again, where it leads outside, is looking up then.
+    """
     if size < 2:
-        return index.astype(np.int64)
-    half_bits = np.uint64(((size - 1).bit_length() + 1) // 2)
-    half_mask = np.uint64((1 << int(half_bits)) - 1)
-    outside = np.arange(size)
-    while len(outside):
-        values = index[outside]
-        left, right = values >> half_bits, values & half_mask
-        for number in range(ROUNDS):
-            mixed = _mixed(np.uint64(key) ^ np.uint64(number << 56) ^ right)
-            left, right = right, left ^ (mixed & half_mask)
-        index[outside] = (left << half_bits) | right
-        outside = outside[index[outside] >= size]
-    return index.astype(np.int64)
+        return np.arange(size)
+    half_bits = ((size - 1).bit_length() + 1) // 2
+    half_mask = np.uint64((1 << half_bits) - 1)
+    numbers = np.arange(1 << 2 * half_bits, dtype=np.uint64)
+    left, right = numbers >> np.uint64(half_bits), numbers & half_mask
+    for number in range(ROUNDS):
+        mixed = _mixed(np.uint64(key ^ (number << 56)) ^ right)
+        left, right = right, left ^ (mixed & half_mask)
+    leads_to = ((left << np.uint64(half_bits)) | right).astype(np.int64)
+    found = leads_to[:size]
+    while len(outside := np.flatnonzero(found >= size)):
+        found[outside] = leads_to[found[outside]]
+    return found
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
