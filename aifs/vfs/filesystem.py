@@ -59,6 +59,7 @@ from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.hints import Hints
 from aifs.vfs.ioctls import Ioctls
+from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.operation_log import OperationLog
@@ -273,6 +274,7 @@ class Filesystem:
         if store.peers is not None:
             store.peers.serve(SERVICE, locks.answer)
         self.attributes = attributes = Attributes(engine, servers, io, files, virtual)
+        looked_up = LookedUp(engine)
         self.names = names = Names(
             engine,
             ids,
@@ -286,6 +288,7 @@ class Filesystem:
             attributes,
             options,
             virtual,
+            looked_up,
         )
         burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(
@@ -303,6 +306,7 @@ class Filesystem:
             burst_hints,
             refusals,
             options,
+            looked_up,
         )
         cluster = Cluster(store.hosts, drain.status, tier)
         self.status = MountStatus(
@@ -343,6 +347,7 @@ class Filesystem:
             attributes,
             names,
             kernel,
+            looked_up,
         )
         self.hints = Hints(
             store,

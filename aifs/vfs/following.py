@@ -29,6 +29,7 @@ from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.course import Course
+from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
 from aifs.vfs.publishing.retention import Retention
 
@@ -79,6 +80,7 @@ class Following:
         attributes: Attributes,
         names: Names,
         kernel: Kernel,
+        looked_up: LookedUp,
     ) -> None:
         self._engine = engine
         self._table = table
@@ -92,6 +94,7 @@ class Following:
         self._attributes = attributes
         self._names = names
         self._kernel = kernel
+        self._looked_up = looked_up
         self._takers: dict[int, Callable[[bytes, bytes | None, _Unshown], None]] = {
             ord("i"): self._take_inode,
             ord("d"): self._take_name,
@@ -219,6 +222,7 @@ class Following:
         parent, name = keys.dentry_parts(key)
         unshown.names.append((parent, name))
         unshown.listings.append(parent)
+        self._looked_up.changed((parent, name))
         if record is not None:
             self._retention.shown(parent)
 

@@ -22,6 +22,7 @@ from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
+from aifs.vfs.looked_up import LookedUp, if_looked_up
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.virtual import numbers as virtual
@@ -48,6 +49,7 @@ class Names:
         attributes: Attributes,
         options: ServeOptions,
         virtual: VirtualFiles,
+        looked_up: LookedUp,
     ) -> None:
         self._engine = engine
         self._virtual = virtual
@@ -61,6 +63,7 @@ class Names:
         self._files = files
         self._attributes = attributes
         self._options = options
+        self._looked_up = looked_up
         self._orphans: set[int] = set()
         """Files that have no name, which the kernel may know by their inodes."""
         self._nameless: set[int] = set()
@@ -72,6 +75,7 @@ class Names:
         """The kernel sees to who may, except of what is virtual: any name on record comes first."""
         if self._trash.holds(parent):
             raise NotFound("the directory has been removed")
+        self._looked_up.asked((parent, name))
         try:
             return self._io.inodes.current(await self._engine.view(namespace.lookup, parent, name))
         except NotFound:
@@ -200,9 +204,14 @@ class Names:
         await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes) -> None:
+        """With several hosts it raises Stale where another one has changed the name just before,
+        upon which the kernel looks it up anew, once."""
         with virtual.unchanged(parent, name):
+            known = await self._looked_up.of((parent, name))
             now = time.time_ns()
-            self.unlinked(await self._engine.transact(namespace.rmdir, parent, name, now))
+            self.unlinked(
+                await self._engine.transact(if_looked_up, known, namespace.rmdir, parent, name, now)
+            )
         await self._engine.shown()
 
     async def remove_tree(

@@ -77,6 +77,7 @@ class Process:
             event.result = 0
 
     async def _rename(self, old: Name, new: Name) -> None:
+        await self._look_up(old, new)
         with self._history.doing(self._host, "rename", old, new) as event:
             await self._fs.rename(*old, *new)
             event.result = 0
@@ -87,9 +88,16 @@ class Process:
             self._directories.append(event.result)
 
     async def _rmdir(self, name: Name) -> None:
+        await self._look_up(name)
         with self._history.doing(self._host, "rmdir", name) as event:
             await self._fs.rmdir(*name)
             event.result = 0
+
+    async def _look_up(self, *names: Name) -> None:
+        """As the kernel does before it asks for more."""
+        for name in names:
+            with suppress(FsError):
+                await self._fs.lookup(*name)
 
     async def _lookup(self, name: Name) -> int:
         with self._history.doing(self._host, "lookup", name) as event:

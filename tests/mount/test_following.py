@@ -6,7 +6,7 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -169,3 +169,30 @@ def test_programs_that_wait_for_the_other_host_do_not_keep_it_waiting(mount: Sha
     assert not (path / "theirs").exists()
     assert (path / "new").stat().st_ino == ino
     assert sorted(os.listdir(path)) == ["moved", "new"]
+
+
+def test_a_directory_that_the_kernel_takes_for_another_one_stays(mount: SharedMount) -> None:
+    """While this host removes a directory, or renames one onto it, another host gives the name to a
+    second one. The kernel must not take the first one, which lives on elsewhere, for removed."""
+    path = mount.path
+    calls: dict[str, Callable[[], None]] = {
+        "rmdir": lambda: os.rmdir(path / "d"),
+        "rename": lambda: os.rename(path / "s", path / "d"),
+    }
+    for change, call in calls.items():
+        for name in ("s", "d", "e"):
+            (path / name).mkdir(exist_ok=True)
+        fd = os.open(path / "d", os.O_RDONLY)  # the kernel keeps its inode
+        try:
+            moves = [["rename", ROOT, "d", ROOT, "moved"], ["rename", ROOT, "e", ROOT, "d"]]
+            mount.before_next(change, *moves)
+            call()
+            assert os.path.samestat((path / "moved").stat(), os.fstat(fd))
+            (path / "moved" / "file").touch()
+            assert os.listdir(fd) == os.listdir(path / "moved") == ["file"]
+        finally:
+            os.close(fd)
+        left = {"rmdir": ["moved", "s"], "rename": ["d", "moved"]}[change]
+        assert sorted(os.listdir(path)) == left
+        (path / "moved" / "file").unlink()
+        (path / "moved").rmdir()

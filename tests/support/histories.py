@@ -42,7 +42,7 @@ UNKNOWN = "unknown"
 _ANY = -1
 """Stands for the inode numbers of files and directories whose makers never heard of them."""
 
-_REFUSALS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
+_REFUSALS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR, errno.ESTALE}
 
 
 @dataclass(slots=True)
@@ -442,7 +442,9 @@ def require_explained(events: Sequence[Event], has_kernel: bool = False) -> None
     """``has_kernel``: it knows each name by itself, so that a host may have heard of one and not of
     another one before that is shown; a rename between names that it takes for links of one file
     does nothing; and it refuses links to a file of which it has seen the last name go that it knew
-    of. Raises Unexplained, which tells where the search got stuck."""
+    of. ESTALE, for directories that other hosts change all the time, needs no explanation. Raises
+    Unexplained, which tells where the search got stuck."""
+    events = [one for one in events if one.result != -errno.ESTALE]
     if has_kernel:
         gone = -errno.ENOENT
         events = [one for one in events if (one.kind, one.result) != ("link", gone)]

@@ -101,6 +101,35 @@ class _Calls:
         while not self._other.engine.waiting:
             await trio.sleep(0.001)
 
+    async def before_next(self, change: bytes, *calls: list[Any]) -> None:
+        """Before the next transaction that this host calls so, and within the request for it, the
+        other host makes these calls; the kernel hears of them afterwards."""
+        engine, kernel = self._other.engine, self._fs.kernel
+        transact, forget, answered = engine.transact, kernel.forget, trio.Event()
+
+        async def forget_later(*args: Any) -> Any:
+            await answered.wait()
+            return await forget(*args)
+
+        async def transact_later(function: Any, *args: Any) -> Any:
+            named = [function, *args[1:2]]  # it may be given to one that checks something first
+            if change.decode() not in [getattr(one, "__name__", "") for one in named]:
+                return await transact(function, *args)
+            engine.transact, kernel.forget = transact, forget_later  # type: ignore[method-assign]
+            seq = engine.until_shown
+            engine.until_shown = trio.lowlevel.checkpoint  # type: ignore[method-assign]
+            for name, *others in calls:
+                others = [arg.encode() if isinstance(arg, str) else arg for arg in others]
+                await getattr(self._other, name)(*others)
+            engine.until_shown = seq  # type: ignore[method-assign]
+            try:
+                return await transact(function, *args)
+            finally:
+                kernel.forget = forget  # type: ignore[method-assign]
+                answered.set()
+
+        engine.transact = transact_later  # type: ignore[method-assign]
+
     async def remove_unheard(self, parent: int, name: bytes) -> None:
         """What the other host removes, and nobody is told of."""
         await self._fs.store.engine.transact(namespace.unlink, parent, name, 1)

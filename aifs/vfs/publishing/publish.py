@@ -7,7 +7,7 @@ committed.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 
 from aifs.core import faults
@@ -26,6 +26,7 @@ from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.naming import Naming
+from aifs.vfs.looked_up import LookedUp, Name, if_looked_up
 from aifs.vfs.names import Names
 from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.retention import Retention
@@ -62,6 +63,7 @@ class Publishing:
         burst: BurstHints,
         refusals: Refusals,
         options: ServeOptions,
+        looked_up: LookedUp,
     ) -> None:
         self._engine = engine
         self._ids = ids
@@ -77,6 +79,7 @@ class Publishing:
         self._burst = burst
         self._refusals = refusals
         self._options = options
+        self._looked_up = looked_up
         self.pointers: set[tuple[int, bytes]] = set()
         """Names (parent, name) that publishing changes together with others. The kernel does not
         keep what they lead to: it would forget them one after the other, and programs see one new
@@ -96,7 +99,7 @@ class Publishing:
 
         Raises Busy for a pending directory that is not complete, and what a drain raises where the
         policy of the new directory is to publish from the capacity tier, ReadOnly for what is
-        virtual; then nothing is renamed.
+        virtual, and Stale for a directory as ``Names.rmdir`` does; then nothing is renamed.
         Who may is the kernel's decision.
         """
         virtual.require_on_record(new_parent)
@@ -106,9 +109,12 @@ class Publishing:
         while True:
             with virtual.unchanged(parent, name):
                 moving = await self._engine.view(namespace.get_dentry, parent, name)
+            known: Mapping[Name, int] = {}
+            if moving.type == _DIRECTORY:
+                known = await self._looked_up.of((parent, name), (new_parent, new_name))
             with self._refusals.noted(moving.ino, caller, "rename"), suppress(namespace.Overtaken):
                 inode, other, synced = await self._rename(
-                    moving, parent, name, new_parent, new_name, flags
+                    moving, parent, name, new_parent, new_name, flags, known
                 )
                 break
         self._names.adopt(inode)
@@ -129,9 +135,10 @@ class Publishing:
         new_parent: int,
         new_name: bytes,
         flags: int,
+        known: Mapping[Name, int],
     ) -> tuple[Inode, Inode | None, Collection[int]]:
         """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
-        elsewhere meanwhile."""
+        elsewhere meanwhile; Stale if one of those that are ``known`` does."""
         named = [moving]
         synced = await self._make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
@@ -143,6 +150,8 @@ class Publishing:
         async with self._naming.naming(*directories) if directories else nullcontext():
             with self._io.table.forgetting(synced) if synced else nullcontext(()) as quiet:
                 inode, other = await self._engine.transact(
+                    if_looked_up,
+                    known,
                     publishing.rename,
                     parent,
                     name,

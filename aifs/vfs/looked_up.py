@@ -1,0 +1,75 @@
+"""What the kernel has looked names up as, where hosts share a store. Touches the records.
+
+The kernel marks the directory that it knows by a name as removed when rmdir(2), or a rename(2) onto
+the name, succeeds (S_DEAD): for good, nothing takes that back. If another host has given the name
+to a second directory just before, the first one may live on elsewhere, and would look empty here.
+So what removes a directory, or moves one, is carried out only on what the kernel has looked up.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from aifs.core.errors import NameTooLong, Stale
+from aifs.meta import keys, namespace
+from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction
+from aifs.meta.records import decode_dentry
+
+Name = tuple[int, bytes]
+"""Of a directory, and in it."""
+
+_KEPT_S = 10.0
+"""More than the kernel keeps a name (4.5 s) before it looks it up anew."""
+
+
+class LookedUp:
+    """Names that the kernel may know in a state before another host's change: those that have
+    changed since it has looked them up, of the last seconds."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed: dict[Name, float] = {}
+        """When, on the monotonic clock; the oldest first."""
+
+    def changed(self, name: Name) -> None:
+        """Another host has changed what it leads to."""
+        now = time.monotonic()
+        self._changed.pop(name, None)
+        self._changed[name] = now
+        while self._changed[oldest := next(iter(self._changed))] < now - _KEPT_S:
+            del self._changed[oldest]
+
+    def asked(self, name: Name) -> None:
+        """The kernel looks it up. What changes from now on it may not know."""
+        self._changed.pop(name, None)
+
+    async def of(self, *names: Name) -> Mapping[Name, int]:
+        """The inodes that the kernel knows by these names, 0 for none; {} where there is one host,
+        which need not look. The kernel holds the locks of their directories, so it learns nothing
+        until it is answered. Raises Stale if it may know another state.
+        """
+        if not self._engine.host:
+            return {}
+        found = await self._engine.view(_find, names)
+        if not self._changed.keys().isdisjoint(names):
+            raise Stale("another host has changed the name just before")
+        return found
+
+
+def if_looked_up(
+    tx: Transaction, names: Mapping[Name, int], function: Callable[..., Result], *args: Any
+) -> Result:
+    """The transaction function, if these names lead to these inodes. Raises Stale."""
+    if _find(tx, names) != names:
+        raise Stale("another host has changed the name just before")
+    return function(tx, *args)
+
+
+def _find(tx: ReadTransaction, names: Iterable[Name]) -> dict[Name, int]:
+    found = {}
+    for parent, name in names:
+        if len(name) > namespace.NAME_MAX:
+            raise NameTooLong()
+        record = tx.get(keys.dentry(parent, name))
+        found[parent, name] = 0 if record is None else decode_dentry(record).ino
+    return found
