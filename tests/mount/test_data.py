@@ -4,15 +4,20 @@ the data servers, and after the daemon was killed in the middle of an epoch."""
 import io
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aifs.client import data
-from tests.support.mounts import Mounted, aifs
+from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 arrow = pytest.importorskip("pyarrow")
 import pyarrow.parquet  # noqa: E402
@@ -108,3 +113,51 @@ def test_an_epoch_goes_on_after_the_daemon_was_killed(mounted: Mounted):
     mounted.mount()
     with data.reader(data.open(directory), state=state, transform=column) as reader:
         assert sorted(first + list(reader)) == list(range(ROWS))
+
+
+RANK = """
+import json, os, sys
+from aifs.client import data
+
+path, world, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+loader = data.Loader(
+    data.open(path), 5, num_workers=workers, order={"seed": 3, "shares": 64, "buffer": 128},
+    world=world, rank=0, transform=lambda row: row["n"],
+)
+for batch in loader:
+    print(json.dumps([batch.tolist(), loader.state_dict()]), flush=True)
+"""
+"""Rank 0 of a world: a line for each batch that it was given, with the state after it."""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_epoch_goes_on_after_a_rank_was_killed(mounted: Mounted, world: int, workers: int):
+    """All ranks have had as many batches; a job of another size goes on."""
+    pytest.importorskip("torch")
+    directory = mounted.path / "set"
+    directory.mkdir()
+    parquet(directory)
+    with data.reader(data.open(directory), seed=3, shares=64, buffer=128) as reader:
+        whole = [column(row) for row in reader]
+    words = [sys.executable, "-c", RANK, str(directory), str(world), str(workers)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as rank:
+        assert rank.stdout is not None
+        lines = [json.loads(rank.stdout.readline()) for _ in range(7)]
+        children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
+        ends = [os.pidfd_open(int(child)) for child in children]
+        rank.kill()
+    for end in ends:  # workers look every few seconds whether their rank lives
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+        assert select.select([end], [], [], TIMEOUT_S)[0]
+        os.close(end)
+    assert rank.returncode == -signal.SIGKILL
+    rows, state = [row for batch, _ in lines for row in batch], lines[-1][1]
+    assert state["done"] == len(rows) * world
+    with data.reader(data.open(directory), state=state, transform=column) as reader:
+        rest = list(reader)
+    assert not set(rows) & set(rest)
+    assert len(rest) == ROWS - state["done"]
+    if "counts" not in state:
+        assert sorted(rest) == sorted(whole[state["done"] :])
