@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any
 
-from aifs.core import files, leases
+from aifs.core import files, leases, page_cache
 from aifs.core.errors import FsError, NoSuchAddress, NotSupported, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.server import DataServer, MissingObject
@@ -229,6 +229,14 @@ class BurstCopy:
         if not self.device.may_inline and self.device.read_cached(fd, buffer, offset):
             return buffer
         return buffer[: await self._do(self.device.read, self._key, fd, buffer, offset)]
+
+    async def resident(self, step: int) -> list[int] | None:
+        """How many pages of each ``step`` bytes are in memory; None where the system does not tell.
+        What programs read of a passed-through file gets there, though we hear nothing of it.
+        """
+        fd = await self.ensure_open()
+        work = page_cache.resident, fd, self.stat().st_size, step
+        return await self._do(self.device.call, "resident", self._key, *work)
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part

@@ -21,6 +21,7 @@ _MEANINGS = {
     "group": "files that are written together: name=step,ranks=8",
     "state": "where the bytes are: dirty, draining, clean, cached",
     "drain": "what is not on the data servers; set it to '' to drain that first",
+    "start": "which start of a job is recorded in it, and how it goes: record=RUN, stop",
     "refused": "the last request here that you were refused, and why",
 }
 """The hints that say something of a file or directory, and not of the mount. What is set once

@@ -98,6 +98,7 @@ _COMMANDS = {
     "meta": "aifs.cli.meta:meta_group",
     "env": "aifs.cli.env:env_group",
     "dataset": "aifs.cli.dataset:dataset_group",
+    "start": "aifs.cli.start:start_group",
     "hints": "aifs.cli.hint_table:hints_command",
     "bench": "aifs.cli.bench:bench_command",
     "completion": "aifs.cli.completion:completion_command",

@@ -45,6 +45,7 @@ class Work(Enum):
     LOOK_AT_BURST = "watching the burst tier"
     EVICT = "dropping cached copies"
     STAGE = "staging"
+    STARTS = "looking after starts of jobs"
     DRAIN = "draining"
     GROUPS = "looking after groups"
     WRITE_BACK = "write-back"

@@ -6,6 +6,8 @@ under the file's gate. Only these modules, ``writeback``, ``drain``, ``stage`` a
 a file's form.
 """
 
+import trio
+
 from aifs.burst.mirrors import Mirrors
 from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
@@ -39,6 +41,8 @@ from aifs.peers.transport import FilePart
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
+
+_PIECE = 1 << 20
 
 
 def _always() -> bool:
@@ -172,6 +176,15 @@ class FileIO:
                     not overtaken
                 ):  # else a truncation went on meanwhile, and the bytes may rightly be gone
                     raise
+
+    async def read_whole(self, ino: int) -> bytes:
+        """All of a small file. Others run meanwhile. Raises NotFound, Stale, Unavailable."""
+        data = bytearray()
+        async with self.inodes.held(ino) as file:
+            while piece := await self.read(file, len(data), _PIECE):
+                data += piece
+                await trio.lowlevel.checkpoint()
+        return bytes(data)
 
     async def read_to_copy(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
         """As ``read``, of bytes that are going to be another file's: those that come from servers

@@ -2,7 +2,8 @@
 records what core knows. Attributes of what is in core are told and changed here, too.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import trio
@@ -108,6 +109,16 @@ class OpenInodes:
         file.handles += 1
         file.used = True
         return file
+
+    @asynccontextmanager
+    async def held(self, ino: int) -> AsyncIterator[OpenInode]:
+        """The same, for as long as the block lasts."""
+        file = await self.acquire(ino)
+        try:
+            yield file
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.release(file)
 
     def _opened(self, inode: Inode, changer: int | None, unread: int) -> OpenInode:
         file = OpenInode(inode, self._sets.objects_of(inode, unread), marked=False)

@@ -34,6 +34,7 @@ _COPIED = faults.declare(
 
 WORKERS = 16
 _WAITING_MAX = 1024
+_PUT_OFF_MAX = 1 << 16
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
 
 
@@ -69,6 +70,8 @@ class Stager:
         self._known: dict[int, int] = {}
         """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
         self._followed_bytes = 0  # of all in ``_known``
+        self._put_off: dict[int, None] | None = None
+        """Files that were read while staging them is put off, in order; None: it is not."""
         self._wrong: set[int] = set()
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
@@ -189,6 +192,16 @@ class Stager:
             self._followed_bytes += read_bytes
             self._upkeep.wake(Work.STAGE)
 
+    def put_off(self, is_put_off: bool) -> None:
+        """Whether what is read from now on is staged later, when this is taken back: for as long as
+        programs need the processors more. Does not block."""
+        if is_put_off and self._put_off is None:
+            self._put_off = {}
+        elif not is_put_off:
+            files, self._put_off = self._put_off or {}, None
+            for ino in files:
+                self.request(ino)
+
     def read(self, file: OpenInode) -> None:
         """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for
         the next one.
@@ -199,15 +212,20 @@ class Stager:
         inode = file.inode
         tier = (inode.policy or DEFAULT_POLICY).tier
         wanted = inode.size <= self._on_read or tier in ("burst", "pinned")
-        if (
+        if not (
             wanted
             and self._on_read
             and tier != "capacity"
             and not file.marked
             and self._tier.has_devices
             and inode.oid not in self._wrong
-            and len(self._waiting) < _WAITING_MAX
-            and (not self._followed_bytes or self._followed_bytes + inode.size <= self._remembered)
+        ):
+            return
+        if self._put_off is not None:
+            if len(self._put_off) < _PUT_OFF_MAX:
+                self._put_off[inode.ino] = None
+        elif len(self._waiting) < _WAITING_MAX and (
+            not self._followed_bytes or self._followed_bytes + inode.size <= self._remembered
         ):
             self.request(inode.ino, inode.size)
 

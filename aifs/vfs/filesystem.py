@@ -71,6 +71,8 @@ from aifs.vfs.recovery import Recovered
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.starts.recording import StartRecordings
+from aifs.vfs.starts.starts import Starts
 from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.xattrs import ExtendedAttributes
 
@@ -243,6 +245,7 @@ class Filesystem:
 
         # What programs ask for.
         virtual = VirtualFiles(engine, io, refusals)
+        recordings = StartRecordings()
         self.files = files = OpenFiles(
             engine,
             tier,
@@ -255,6 +258,7 @@ class Filesystem:
             kernel,
             options,
             virtual,
+            recordings,
         )
         self.home: Home | None = None
         """What is done here for other hosts."""
@@ -289,6 +293,7 @@ class Filesystem:
             options,
             virtual,
             looked_up,
+            recordings,
         )
         burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(
@@ -307,6 +312,9 @@ class Filesystem:
             refusals,
             options,
             looked_up,
+        )
+        self.starts = starts = Starts(
+            engine, io, handles, upkeep, kernel, files, names, publishing, recordings
         )
         cluster = Cluster(store.hosts, drain.status, tier)
         self.status = MountStatus(
@@ -363,6 +371,7 @@ class Filesystem:
             backup,
             scrub,
             server_admin,
+            starts,
             cluster,
             self.status,
             refusals,
@@ -438,6 +447,7 @@ class Filesystem:
             Work.GROUPS: Job(self.group_life.work),
             Work.EVICT: Job(self.evictor.work, retry_s=PAUSE_S),
             Work.STAGE: Job(self.stager.work, STAGERS),
+            Work.STARTS: Job(self.starts.work),
         }
 
     def jobs_of_role(self) -> dict[Work, Job]:

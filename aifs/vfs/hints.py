@@ -36,6 +36,8 @@ files.
                              (core/refusals.py)
     user.aifs.places.N       directory: binary, sizes, times and places in containers of its files
                              (places.py)
+    user.aifs.start          directory: JSON, the start that is recorded in it; set record=RUN or
+                             stop (starts/starts.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
@@ -81,6 +83,7 @@ from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.starts.starts import Starts
 
 PREFIX = b"user.aifs."
 
@@ -106,6 +109,7 @@ class Hints:
         backup: Backup,
         scrub: Scrub,
         server_admin: ServerAdmin,
+        starts: Starts,
         cluster: Cluster,
         status: MountStatus,
         refusals: Refusals,
@@ -125,6 +129,7 @@ class Hints:
         self._backup = backup
         self._scrub = scrub
         self._server_admin = server_admin
+        self._starts = starts
         self._cluster = cluster
         self._status = status
         self._refusals = refusals
@@ -140,6 +145,7 @@ class Hints:
             b"user.aifs.scrub": self._order_scrub,
             b"user.aifs.fence": self._fence,
             b"user.aifs.keep": retention.set_policy,
+            b"user.aifs.start": starts.order,
         }
         self._requests: dict[bytes, Request] = {
             b"user.aifs.drain": burst.request_drain,
@@ -178,6 +184,8 @@ class Hints:
             return await self._burst.progress(ino)
         if name == b"user.aifs.status":
             return await self._status.tell(caller)
+        if name == b"user.aifs.start" and (told := self._starts.tell(ino)):
+            return told
         if name == b"user.aifs.hosts":
             return await self._cluster.tell()
         if name == b"user.aifs.servers":

@@ -25,6 +25,7 @@ from aifs.vfs.groups.closing import Closing
 from aifs.vfs.looked_up import LookedUp, if_looked_up
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.virtual import numbers as virtual
 from aifs.vfs.virtual.files import VirtualFiles
 
@@ -50,9 +51,11 @@ class Names:
         options: ServeOptions,
         virtual: VirtualFiles,
         looked_up: LookedUp,
+        recordings: StartRecordings,
     ) -> None:
         self._engine = engine
         self._virtual = virtual
+        self._recordings = recordings
         self._ids = ids
         self._tier = tier
         self._io = io
@@ -77,7 +80,10 @@ class Names:
             raise NotFound("the directory has been removed")
         self._looked_up.asked((parent, name))
         try:
-            return self._io.inodes.current(await self._engine.view(namespace.lookup, parent, name))
+            inode = await self._engine.view(namespace.lookup, parent, name)
+            if self._recordings.is_on:
+                self._recordings.found(parent, name, inode)
+            return self._io.inodes.current(inode)
         except NotFound:
             if parent < virtual.FIRST and name != virtual.NAME:
                 raise

@@ -26,6 +26,7 @@ from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
@@ -52,9 +53,11 @@ class OpenFiles:
         kernel: Kernel,
         options: ServeOptions,
         virtual: VirtualFiles,
+        recordings: StartRecordings,
     ) -> None:
         self._engine = engine
         self._virtual = virtual
+        self._recordings = recordings
         self._tier = tier
         self._handles = handles
         self._io = io
@@ -103,6 +106,8 @@ class OpenFiles:
             if reads and self._accessed(file.inode):
                 file.unsaved = True
                 self._kernel.drop_attributes(ino)
+            if self._recordings.is_on and not writing:
+                await self._recordings.opened(file, caller.uid)
             opened = await self.add_handle(file, flags)
             file.opening -= opening
             return opened
@@ -212,7 +217,10 @@ class OpenFiles:
         if self._virtual.has(handle):
             return await self._virtual.read(handle, offset, length)
         await self._take_back(handle)
-        return await self._io.read(self._handles.readable(handle), offset, length)
+        file = self._handles.readable(handle)
+        if self._recordings.is_on:
+            self._recordings.read(file.inode.ino, offset, length)
+        return await self._io.read(file, offset, length)
 
     async def write(
         self,

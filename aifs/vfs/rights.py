@@ -109,6 +109,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.refused": Right(anybody, unchangeable),  # each is told his own
     b"user.aifs.info": Right(reader, unchangeable),
     b"user.aifs.places.N": Right(lister, unchangeable),
+    b"user.aifs.start": Right(lister, writer),
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
     b"user.aifs.hosts": Right(top, unchangeable),

@@ -57,6 +57,7 @@ MAY_SET = {
     "group.commit": WRITER,
     "refused": NOBODY,
     "info": NOBODY,
+    "start": WRITER,
     "status": NOBODY,
     "servers": NOBODY,
     "hosts": NOBODY,

@@ -8,8 +8,6 @@ import json
 import os
 from typing import NamedTuple
 
-import trio
-
 from aifs.core.errors import Invalid, NotADirectory, NotFound
 from aifs.files.file_io import FileIO
 from aifs.meta import namespace
@@ -19,7 +17,6 @@ from aifs.vfs.publishing.listed import first_wrong, path_below
 NAME = b".aifs-manifest.json"
 
 _SIZE_MAX = 4 << 20  # about 30,000 files; nothing else runs while json reads it
-_PIECE = 1 << 20
 
 
 class Listed(NamedTuple):
@@ -39,7 +36,7 @@ async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
             return Listed(None, False)
         if inode.size > _SIZE_MAX:
             return None
-        data = await _content(io, inode.ino)
+        data = await io.read_whole(inode.ino)
     except (NotFound, NotADirectory):
         return None
     try:
@@ -47,18 +44,6 @@ async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Invalid):
         return Listed(None, False)
     return Listed(step, not await first_wrong(engine, io, directory, files))
-
-
-async def _content(io: FileIO, ino: int) -> bytes:
-    file, data = await io.inodes.acquire(ino), bytearray()
-    try:
-        while piece := await io.read(file, len(data), _PIECE):
-            data += piece
-            await trio.lowlevel.checkpoint()
-    finally:
-        with trio.CancelScope(shield=True):
-            await io.inodes.release(file)
-    return bytes(data)
 
 
 def _parse(data: bytes) -> tuple[int | None, list[tuple[bytes, int]]]:

@@ -1,0 +1,243 @@
+"""``aifs start``: jobs whose start is recorded once, and prefetched from then on."""
+
+import os
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import click
+
+from aifs.cli.arguments import PATH
+
+if TYPE_CHECKING:
+    from aifs.core.start_record import StartRecord
+
+_PASSED_ON = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_FROM_KERNEL = 0x80  # SI_KERNEL: a key of the terminal, which the whole group has got already
+
+_DIR = click.option(
+    "--dir",
+    "top",
+    type=PATH,
+    metavar="DIR",
+    help="Where jobs have their directories; otherwise start/ of the mount that you are in, or of "
+    "the only one.",
+)
+
+
+@click.group("start", short_help="Record what the start of a job touches, and prefetch it.")
+def start_group() -> None:
+    """Starts of jobs: what one touches is recorded, and is there when the next one needs it."""
+
+
+def _top(top: str | None) -> str:
+    from aifs.client import startup
+
+    return top or startup.default_directory()
+
+
+RUN_EPILOG = """
+\b
+Examples:
+  aifs start run --job llama -- python train.py
+  srun aifs start run --job llama --key 64gpu -- torchrun train.py
+  aifs start run --dir /mnt/store/start --job eval -- ./evaluate.sh
+"""
+
+
+@start_group.command(
+    "run",
+    epilog=RUN_EPILOG,
+    context_settings={"ignore_unknown_options": True},
+    short_help="Run a command whose start is recorded and prefetched.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
+@click.option("--job", required=True, metavar="NAME", help="Starts of this job are alike.")
+@click.option("--key", default="", metavar="KEY", help="Records of each key are kept apart.")
+@click.option(
+    "--run",
+    metavar="RUN",
+    help="Name of this start, the same on all hosts; otherwise SLURM_JOB_ID, or the time.",
+)
+@_DIR
+def run_command(
+    command: tuple[str, ...], job: str, key: str, run: str | None, top: str | None
+) -> int:
+    """Run COMMAND once on each host. The first time what it reads on the mount in its first 2
+    minutes is recorded; from then on that is prefetched while it runs, and recorded anew.
+
+    COMMAND starts at once, gets the signals that this command gets, and its exit code is that of
+    this command. What cannot be recorded is said once; COMMAND runs all the same.
+    """
+    from aifs.cli.output import print_error
+    from aifs.client import startup
+
+    begun = None
+    try:
+        directory = startup.directory_of(_top(top), job, key)
+        begun = startup.JobStart(directory, run or startup.run_name(os.environ), print_error)
+    except startup.StartUnknown as error:
+        print_error(f"the start is not recorded: {error}")
+    try:
+        return _run(command)
+    finally:
+        if begun is not None:
+            begun.end()
+
+
+def _run(command: tuple[str, ...]) -> int:
+    """The exit code of ``command``, which gets our signals. Raises click's UsageError if it cannot
+    be started.
+    """
+    waited = {*_PASSED_ON, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    try:
+        running = subprocess.Popen(
+            command, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        )
+    except OSError as error:
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+    while running.poll() is None:
+        got = signal.sigwaitinfo(waited)
+        if got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
+            running.send_signal(got.si_signo)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code = running.returncode
+    return code if code >= 0 else 128 - code
+
+
+PREFETCH_EPILOG = """
+\b
+Examples:
+  aifs start prefetch llama
+  aifs start prefetch llama+64gpu --dir /mnt/store/start
+"""
+
+
+@start_group.command(
+    "prefetch", epilog=PREFETCH_EPILOG, short_help="Prefetch what a job will touch, and wait."
+)
+@click.argument("job")
+@_DIR
+def prefetch_command(job: str, top: str | None) -> None:
+    """Read what the next start of JOB will touch into memory, for who starts it in another way, or
+    later. aifs start run does this by itself.
+    """
+    from aifs.cli.output import count
+    from aifs.client import startup
+    from aifs.core.units import describe_size
+
+    fetched = startup.prefetch(startup.directory_of(_top(top), job))
+    print(
+        f"prefetched {describe_size(fetched.bytes)} of {count(fetched.files, 'file')}; "
+        f"changed since, or out of reach: {fetched.left_out}"
+    )
+
+
+LS_EPILOG = """
+\b
+Examples:
+  aifs start ls
+  aifs start ls --dir /mnt/store/start --json
+"""
+
+
+@start_group.command("ls", epilog=LS_EPILOG, short_help="List jobs whose starts are recorded.")
+@_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def ls_command(top: str | None, as_json: bool) -> None:
+    """List the jobs: what the newest start has touched, and when it was."""
+    from datetime import datetime
+
+    from aifs.cli.output import print_json, print_table
+    from aifs.client import startup
+    from aifs.core.units import describe_size
+
+    newest = {job: found[0] for job, found in startup.list_jobs(_top(top)).items() if found}
+    if as_json:
+        print_json([{"job": job, **_facts(record)} for job, record in newest.items()])
+        return
+    rows = [
+        (
+            job,
+            record.run,
+            len(record.files),
+            describe_size(record.bytes),
+            datetime.fromtimestamp(record.began_s).strftime("%Y-%m-%d %H:%M"),
+        )
+        for job, record in newest.items()
+    ]
+    print_table(("job", "last run", "files", "touched", "when"), rows, ("files", "touched"))
+
+
+def _facts(record: "StartRecord") -> dict[str, object]:
+    return {
+        "run": record.run,
+        "host": record.host,
+        "began_s": record.began_s,
+        "took_s": record.took_s,
+        "files": len(record.files),
+        "bytes": record.bytes,
+    }
+
+
+SHOW_EPILOG = """
+\b
+Examples:
+  aifs start show llama
+  aifs start show llama --json
+"""
+
+
+@start_group.command("show", epilog=SHOW_EPILOG, short_help="Show what the next start prefetches.")
+@click.argument("job")
+@_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def show_command(job: str, top: str | None, as_json: bool) -> None:
+    """Show what the next start of JOB prefetches, in this order: what the last two touched."""
+    from aifs.cli.output import print_json, print_table
+    from aifs.client import startup
+    from aifs.core.units import describe_size
+
+    records = startup.read_records(startup.directory_of(_top(top), job))
+    files = startup.plan(records)
+    if as_json:
+        print_json(
+            {
+                "records": [_facts(record) for record in records],
+                "files": [
+                    {"path": file.path, "inode": file.ino, "size": file.size, "hot": file.bytes}
+                    for file in files
+                ],
+            }
+        )
+        return
+    rows = [
+        (describe_size(file.bytes), describe_size(file.size), file.path or f"inode {file.ino}")
+        for file in files
+    ]
+    print_table(("hot", "of", "path"), rows, ("hot", "of"))
+
+
+FORGET_EPILOG = """
+\b
+Examples:
+  aifs start forget llama
+"""
+
+
+@start_group.command("forget", epilog=FORGET_EPILOG, short_help="Remove the records of a job.")
+@click.argument("job")
+@_DIR
+def forget_command(job: str, top: str | None) -> None:
+    """Remove all records of JOB: its next start is recorded as if it were the first one."""
+    from aifs.client import startup
+
+    startup.forget(startup.directory_of(_top(top), job))

@@ -1,0 +1,219 @@
+"""Starts of jobs, as whoever begins them sees it: directories with records of what they touched.
+
+    DIR/JOB/RUN.start    what the start RUN has touched (core/start_record.py)
+
+The mount records (vfs/starts); here it is asked to, and what its records say is prefetched. No job
+fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes on.
+
+Prefetching is opening the files, and having the kernel read ahead what was hot of them. So it has
+the rights of who asks, names and attributes are in the kernel's caches, too, whatever tier the
+bytes come from, and nothing is written.
+"""
+
+import mmap
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from aifs.client import attributes
+from aifs.core import files, trees
+from aifs.core.errors import Invalid, UserError
+from aifs.core.limits import within
+from aifs.core.mountinfo import FSTYPE, all_mounts, mount_of
+from aifs.core.start_record import (
+    BLOCK,
+    FOLLOWED,
+    SUFFIX,
+    HotFile,
+    StartRecord,
+    decode,
+    union,
+)
+
+DIRECTORY = "start"
+"""Below the root of a mount: where jobs have their directories unless something else is said."""
+
+JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
+"""Names of jobs, keys and runs."""
+
+_ASKED_S = 2.0
+"""How long a mount may take to answer before the job goes on without it."""
+
+_READERS = 4
+"""Files that are opened at a time."""
+
+_ENDED_S = 5.0
+"""How long a record that is being written is waited for."""
+
+
+class StartUnknown(UserError):
+    """There is no such job, or no place for its records: which, and what to do."""
+
+
+def default_directory() -> str:
+    """The directory ``start`` of the mount that we are in, or of the only one. Raises
+    StartUnknown.
+    """
+    here = mount_of(os.getcwd())
+    found = [mount.mountpoint for mount in all_mounts() if mount.fstype == FSTYPE]
+    if here is not None and here.fstype == FSTYPE:
+        found = [here.mountpoint]
+    if len(set(found)) != 1:
+        which = "several AIFS are" if found else "no AIFS is"
+        raise StartUnknown(f"{which} mounted here: say --dir, where records of starts are kept")
+    return os.path.join(found[0], DIRECTORY)
+
+
+def directory_of(top: str, job: str, key: str = "") -> str:
+    """The directory of a job; with ``key`` that of the job as it is started with this key. Raises
+    StartUnknown for what is no name.
+    """
+    name = f"{job}+{key}" if key else job
+    if not JOB.fullmatch(name):
+        raise StartUnknown(f"{name!r} is no name of a job: letters, digits and ._:+-, up to 128")
+    return os.path.join(top, name)
+
+
+def run_name(environment: Mapping[str, str]) -> str:
+    """What a start is called that nobody has given a name: as the scheduler calls it, or by the
+    time."""
+    for variable in ("AIFS_START_RUN", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        if JOB.fullmatch(environment.get(variable, "")):
+            return environment[variable]
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def read_records(directory: str) -> list[StartRecord]:
+    """Those of a job, newest first; what is torn or foreign is left out. Raises StartUnknown."""
+    try:
+        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+    except (FileNotFoundError, NotADirectoryError):
+        raise StartUnknown(f"{directory}: no start of this job was recorded") from None
+    found = []
+    for name in names:
+        with suppress(Invalid):
+            if name[0] != "." and (data := files.read_file(os.path.join(directory, name))):
+                found.append(decode(data))
+    return sorted(found, key=lambda record: record.began_s, reverse=True)
+
+
+def plan(records: Sequence[StartRecord]) -> list[HotFile]:
+    """What the next start prefetches, in order; ``records``: of the job, newest first."""
+    return union(records[:FOLLOWED])
+
+
+def list_jobs(top: str) -> dict[str, list[StartRecord]]:
+    """By name, the records of all jobs below ``top``, newest first. Raises OSError."""
+    with os.scandir(top) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return {name: read_records(os.path.join(top, name)) for name in names if JOB.fullmatch(name)}
+
+
+def forget(directory: str) -> None:
+    """Remove a job's directory. Raises StartUnknown if there is none, OSError."""
+    if not os.path.isdir(directory):
+        raise StartUnknown(f"{directory}: no start of this job was recorded")
+    trees.remove_tree(directory)
+
+
+class Fetched(NamedTuple):
+    """What was prefetched: bytes of files; and how many files were left out."""
+
+    bytes: int
+    files: int
+    left_out: int
+
+
+def prefetch(directory: str) -> Fetched:
+    """Have the kernel read what the next start of the job will touch, in that order. It is on its
+    way on return, or was left out as it has changed or is out of reach. Raises StartUnknown.
+    """
+    hot = plan(read_records(directory))
+    mount = mount_of(directory)
+    root = "" if mount is None else mount.mountpoint
+    with ThreadPoolExecutor(_READERS) as pool:
+        done = [file for file, ok in zip(hot, pool.map(partial(_read, root), hot)) if ok]
+    return Fetched(sum(file.bytes for file in done), len(done), len(hot) - len(done))
+
+
+def _read(root: str, hot: HotFile) -> bool:
+    """Whether the file was still there, as it was."""
+    with suppress(OSError):
+        fd = files.open_file(root + hot.path, write=False, foreign=True)
+        try:
+            now = os.fstat(fd)
+            if (now.st_ino, now.st_size, now.st_mtime_ns) == hot[1:4]:
+                for first, count in hot.runs:
+                    start, end = first * BLOCK, min((first + count) * BLOCK, hot.size)
+                    # By way of a mapping, for that is one of the burst copy if there is one.
+                    with mmap.mmap(
+                        fd, end - start, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start
+                    ) as mapped:
+                        mapped.madvise(mmap.MADV_WILLNEED)
+                return True
+        finally:
+            files.close_file(fd)
+    return False
+
+
+class JobStart:
+    """The start of a job, which has begun: prefetched by a process of its own, so that the job need
+    not wait. Nothing here raises. Made while the process has one thread.
+    """
+
+    def __init__(self, directory: str, run: str, warn: Callable[[str], None]) -> None:
+        """``warn`` is told in one line why something is left out."""
+        self._directory = directory
+        self._warn = warn
+        self._is_recorded = self._try(self._begin, run)
+        self._reader = self._prefetch() if self._is_recorded else 0
+
+    def end(self) -> None:
+        """The job has started, or has ended: its record is there on return, as a rule."""
+        if self._reader:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._reader, signal.SIGKILL)
+                os.waitpid(self._reader, 0)
+        if self._is_recorded and self._try(
+            attributes.put, self._directory, attributes.START, "stop"
+        ):
+            until_s = time.monotonic() + _ENDED_S
+            while self._state() == "ending" and time.monotonic() < until_s:
+                time.sleep(0.01)
+
+    def _state(self) -> str:
+        return attributes.get_json(self._directory, attributes.START).get("state", "")
+
+    def _begin(self, run: str) -> None:
+        trees.make_dir(self._directory)
+        if not attributes.is_aifs(self._directory):
+            raise OSError("it is not on an AIFS, where alone starts are recorded")
+        attributes.put(self._directory, attributes.START, f"record={run}")
+
+    def _prefetch(self) -> int:
+        """The process that does it."""
+        child = os.fork()
+        if child == 0:
+            try:
+                os.closerange(0, 3)  # it keeps nobody waiting who reads our output
+                prefetch(self._directory)
+            finally:
+                os._exit(0)
+        return child
+
+    def _try(self, function: Callable[..., None], *args: str) -> bool:
+        try:
+            within(_ASKED_S, function, *args)
+            return True
+        except TimeoutError:
+            self._warn(f"{self._directory}: the start is not recorded: the mount does not answer")
+        except OSError as error:
+            why = error.strerror or error
+            self._warn(f"{self._directory}: the start is not recorded: {why}")
+        return False

@@ -1,0 +1,241 @@
+"""What programs ask for by ``user.aifs.start``, set on the directory of a job:
+
+    record=RUN    record what is touched until ``stop``, for WINDOW_S at most: that becomes the
+                  record RUN in the directory
+    stop          end it; who has asked several times says it as often
+
+Meanwhile what is read is not staged: that comes when the start is over. Nobody waits for any of
+this, and nothing of it makes a job fail: what cannot be done is left out, and ``notes`` of the JSON
+that the hint tells says why.
+"""
+
+import re
+import socket
+import stat
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import trio
+
+from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NotADirectory, NotFound
+from aifs.core.log import logger
+from aifs.core.start_record import KEPT, STORED_MAX, SUFFIX, StartRecord, decode, encode
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
+from aifs.files.kernel import Kernel
+from aifs.files.permissions import READ, asker_of, require_may
+from aifs.files.types import CallerLike
+from aifs.meta import namespace
+from aifs.meta.askers import Asker
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.listing import list_directory
+from aifs.meta.records import Inode
+from aifs.vfs.names import Names
+from aifs.vfs.open_files import OpenFiles
+from aifs.vfs.publishing.publish import Publishing
+from aifs.vfs.starts.recording import StartRecording, StartRecordings
+
+_log = logger(__name__)
+
+WINDOW_S = 120.0
+"""How long a start is recorded at most."""
+
+_STARTS_MAX = 64
+_LISTED_AT_ONCE = 64
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
+_BLIND = "the system does not tell what is in memory (cachestat(2)): files count as a whole"
+
+
+class _Start:
+    """One job that starts."""
+
+    def __init__(self, directory: int, caller: Asker, run: str) -> None:
+        self.directory = directory
+        self.caller = caller
+        self.run = run
+        self.recording = StartRecording(directory, caller.uid)
+        self.state = "recording"  # then ending, then ended
+        self.users = 1  # who have begun it and not stopped it yet
+        self.began_s = time.time()  # since the epoch
+        self.ends_s = trio.current_time() + WINDOW_S  # by trio's clock, at the latest
+        self.files = self.bytes = 0  # what it has touched, once that is known
+        self.notes: list[str] = []  # what was left out, and why
+
+    def tell(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "state": self.state,
+            "files": self.files,
+            "bytes": self.bytes,
+            "notes": self.notes,
+        }
+
+
+class Starts:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        io: FileIO,
+        handles: Handles,
+        upkeep: Upkeep,
+        kernel: Kernel,
+        files: OpenFiles,
+        names: Names,
+        publishing: Publishing,
+        recordings: StartRecordings,
+    ) -> None:
+        self._engine = engine
+        self._io = io
+        self._handles = handles
+        self._upkeep = upkeep
+        self._kernel = kernel
+        self._files = files
+        self._names = names
+        self._publishing = publishing
+        self._recordings = recordings
+        self._starts: dict[int, _Start] = {}
+        """By directory, the newest one, the oldest first."""
+        self._ending: deque[_Start] = deque()
+        """Those whose records are to be written."""
+
+    # --- what is asked for ---
+
+    async def order(self, ino: int, text: str, caller: CallerLike) -> None:
+        """See above. Raises Invalid, NotADirectory; Busy if too many jobs start."""
+        inode = await self._engine.view(namespace.get_inode, ino)
+        if not inode.is_dir:
+            raise NotADirectory()
+        verb, _, run = text.partition("=")
+        if text == "stop":
+            self._stop(ino)
+        elif verb == "record" and _RUN.fullmatch(run):
+            self._begin(ino, asker_of(caller)._replace(umask=caller.umask), run)
+        else:
+            raise Invalid(f"{text!r} is neither stop nor record=RUN, with a name such as 2026-1")
+
+    def tell(self, ino: int) -> dict[str, Any]:
+        """How the start of the job with this directory goes; empty: there was none."""
+        start = self._starts.get(ino)
+        return {} if start is None else start.tell()
+
+    def _begin(self, ino: int, caller: Asker, run: str) -> None:
+        start = self._starts.get(ino)
+        if start is not None and start.state == "recording":
+            if (start.run, start.caller.uid) == (run, caller.uid):
+                start.users += 1
+                return
+            self._end(start)
+        self._starts.pop(ino, None)
+        if len(self._starts) >= _STARTS_MAX:
+            ended = [it for it, start in self._starts.items() if start.state == "ended"]
+            if not ended:
+                raise Busy(f"{_STARTS_MAX} jobs start already")
+            del self._starts[ended[0]]
+        start = self._starts[ino] = _Start(ino, caller, run)
+        self._recordings.add(start.recording)
+        self._io.stager.put_off(True)
+        self._handles.recall_all()  # or we would not hear of the first open of what is lent
+        self._upkeep.at(Work.STARTS, start.ends_s)
+
+    def _stop(self, ino: int) -> None:
+        start = self._starts.get(ino)
+        if start is not None and start.state == "recording":
+            start.users -= 1
+            if not start.users:
+                self._end(start)
+
+    def _end(self, start: _Start) -> None:
+        start.state = "ending"
+        self._recordings.remove(start.recording)
+        self._io.stager.put_off(self._recordings.is_on)
+        self._ending.append(start)
+        self._upkeep.wake(Work.STARTS)
+
+    # --- in the background ---
+
+    async def work(self) -> float:
+        """Write records of starts that are over; see Upkeep."""
+        now_s = trio.current_time()
+        for start in self._starts.values():
+            if start.state == "recording" and start.ends_s <= now_s:
+                self._end(start)
+        while self._ending:
+            await self._record(self._ending.popleft())
+        ends = [start.ends_s for start in self._starts.values() if start.state == "recording"]
+        return max(0.0, min(ends) - trio.current_time()) if ends else NEVER_S
+
+    async def _record(self, start: _Start) -> None:
+        try:
+            touched = await start.recording.tell(self._engine, self._io)
+            # What has been in memory since, such as what was prefetched, is not seen to be touched.
+            before = await self._blocks_before(start)
+            touched = [file.of(file.blocks | before.get(file[1:4], set())) for file in touched]
+            touched = [file for file in touched if file.runs]
+            if start.recording.is_blind:
+                start.notes.append(_BLIND)
+            start.files, start.bytes = len(touched), sum(file.bytes for file in touched)
+            took_s = time.time() - start.began_s
+            record = StartRecord(
+                start.run, socket.gethostname(), start.began_s, took_s, tuple(touched)
+            )
+            await self._write(start, await trio.to_thread.run_sync(encode, record))
+        except FsError as error:
+            start.notes.append(f"no record was written: {error}")
+            _log.info("the start %s was not recorded: %s", start.run, error)
+        finally:
+            start.state = "ended"
+
+    async def _blocks_before(self, start: _Start) -> dict[tuple[int, int, int], set[int]]:
+        """What the newest record has of each file that is as it was then. Raises FsError."""
+        for _, inode in await self._list_records(start.directory):
+            with suppress(Invalid, AccessDenied):
+                require_may(inode, start.caller, READ)
+                if inode.size <= STORED_MAX:
+                    data = await self._io.read_whole(inode.ino)
+                    record = await trio.to_thread.run_sync(decode, data)
+                    return {file[1:4]: file.blocks for file in record.files}
+        return {}
+
+    async def _write(self, start: _Start, data: bytes) -> None:
+        """Raises FsError."""
+        name = f"{start.run}{SUFFIX}".encode()
+        temporary = f".{start.run}.{socket.gethostname()}".encode()  # other hosts may be at it, too
+        directory, caller = start.directory, start.caller
+        with suppress(NotFound):
+            await self._names.unlink(directory, temporary)  # of a daemon that was killed
+        made = await self._names.mknod(directory, temporary, stat.S_IFREG | 0o644, 0, caller)
+        async with self._files.changing(made.ino) as opened:
+            await self._io.write(opened, 0, data)
+        await self._publishing.rename(directory, temporary, directory, name, caller=caller)
+        names = [name]
+        for old, inode in (await self._list_records(directory))[KEPT:]:
+            if caller.uid in (0, inode.uid):
+                await self._names.unlink(directory, old)
+                names.append(old)
+        await self._kernel.forget_names([(directory, each) for each in names])
+
+    async def _list_records(self, directory: int) -> list[tuple[bytes, Inode]]:
+        """Newest first."""
+        found: list[tuple[bytes, Inode]] = []
+        cookie: int | None = 0
+        while cookie is not None:
+            some, cookie = await self._engine.view(_list, directory, cookie)
+            found += some
+        return sorted(found, key=lambda each: each[1].mtime_ns, reverse=True)
+
+
+def _list(
+    tx: ReadTransaction, directory: int, cookie: int
+) -> tuple[list[tuple[bytes, Inode]], int | None]:
+    """Records among the next entries, and where to go on (None: that was all)."""
+    found, last = [], None
+    for name, inode, place in list_directory(tx, directory, cookie, _LISTED_AT_ONCE):
+        last = place
+        if name.endswith(SUFFIX.encode()) and not name.startswith(b".") and inode.is_file:
+            found.append((name, inode))
+    return found, last

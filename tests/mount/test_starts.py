@@ -1,0 +1,188 @@
+"""``aifs start`` on real mounts: the first start of a job is recorded, the next one prefetched."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aifs.core import page_cache
+from aifs.core.start_record import BLOCK
+from tests.support.hosts import until
+from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
+
+SLOW = ("burst.drain_delay=1h",)
+LARGE = 8
+
+
+def make_package(top: Path) -> None:
+    """Importing it reads two modules, and a few bytes of ``table``."""
+    top.mkdir()
+    (top / "__init__.py").write_text("from package import part\n" + "# filler\n" * 500)
+    (top / "part.py").write_text(
+        "import os\n"
+        "with open(os.path.join(os.path.dirname(__file__), 'table'), 'rb', 0) as file:\n"
+        "    data = os.pread(file.fileno(), 10, 6 << 20)\n" + "# filler\n" * 500
+    )
+    (top / "unused.py").write_text("# filler\n" * 500)
+    (top / "table").write_bytes(os.urandom(LARGE * BLOCK))
+
+
+def cold(store: Mounted) -> None:
+    """All is on the data servers alone, and the kernel has nothing of it in memory."""
+    aifs("drain", store.path)
+    store.remount()
+    aifs("evict", store.path)
+
+
+def start(store: Mounted, *words: str, run: str = "1") -> subprocess.CompletedProcess[str]:
+    top = store.path / "start"
+    command = words or (sys.executable, "-B", "-c", "import package")
+    os.environ["PYTHONPATH"] = str(store.path)
+    try:
+        options = ("--job", "job", "--dir", top, "--run", run)
+        return aifs("start", "run", *options, "--", *command, check=False)
+    finally:
+        del os.environ["PYTHONPATH"]
+
+
+def shown(store: Mounted) -> dict[str, int]:
+    """By path, the bytes of each file that the next start prefetches, in order."""
+    told = json.loads(aifs("start", "show", "job", "--dir", store.path / "start", "--json").stdout)
+    return {file["path"]: file["hot"] for file in told["files"]}
+
+
+def in_memory(path: Path) -> list[bool]:
+    """By block, whether any of it is in the kernel's page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        pages = page_cache.resident(fd, os.fstat(fd).st_size, BLOCK)
+        if pages is None:
+            pytest.skip("the system does not tell what is in memory: cachestat(2)")
+        return [bool(each) for each in pages]
+    finally:
+        os.close(fd)
+
+
+def test_the_first_start_is_recorded_and_the_next_one_prefetched(
+    mount_store: Callable[..., Mounted],
+) -> None:
+    store = mount_store(*SLOW)
+    package = store.path / "package"
+    make_package(package)
+    cold(store)
+    done = start(store)
+    assert (done.returncode, done.stderr) == (0, "")
+    hot = shown(store)
+    assert [*hot] == [f"/package/{name}" for name in ("__init__.py", "part.py", "table")]
+    assert hot["/package/table"] <= 2 * BLOCK  # what the kernel has read ahead is touched, too
+    cold(store)
+    assert not any(in_memory(package / "table")) and not any(in_memory(package / "part.py"))
+    said = aifs("start", "prefetch", "job", "--dir", store.path / "start").stdout
+    assert said.endswith(" of 3 files; changed since, or out of reach: 0\n")
+    until(lambda: in_memory(package / "table")[6], "the hot block is prefetched")
+    until(lambda: in_memory(package / "part.py")[0], "the module is prefetched")
+    assert not in_memory(package / "table")[0]
+    assert not any(in_memory(package / "unused.py"))
+    done = start(store, run="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shown(store) == hot  # what was in memory before stays in the record
+    listed = aifs("start", "ls", "--dir", store.path / "start").stdout
+    assert listed.splitlines()[1].split()[:3] == ["job", "2", "3"]
+    aifs("start", "forget", "job", "--dir", store.path / "start")
+    assert aifs("start", "ls", "--dir", store.path / "start", "--json").stdout.strip() == "[]"
+
+
+def test_files_of_the_burst_tier_are_judged_by_what_is_in_memory(
+    mount_store: Callable[..., Mounted],
+) -> None:
+    store = mount_store(*SLOW)
+    make_package(store.path / "package")
+    if not json.loads(os.getxattr(store.path, "user.aifs.status"))["bridge"]["passthrough"]:
+        pytest.skip("the kernel passes nothing through")
+    aifs("drain", store.path)  # which reads them
+    store.remount()
+    for path in (store.source / "burst").rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert start(store).returncode == 0
+    assert shown(store)["/package/table"] <= 2 * BLOCK
+    assert [*shown(store)] == [f"/package/{name}" for name in ("__init__.py", "part.py", "table")]
+
+
+def test_what_has_changed_since_is_left_out(mount_store: Callable[..., Mounted]) -> None:
+    store = mount_store(*SLOW)
+    package = store.path / "package"
+    make_package(package)
+    cold(store)
+    start(store)
+    (package / "part.py").write_text("# filler\n" * 300)
+    (package / "table").unlink()
+    (package / "table").symlink_to("/etc/passwd")
+    said = aifs("start", "prefetch", "job", "--dir", store.path / "start").stdout
+    assert said.endswith(" of 1 file; changed since, or out of reach: 2\n")
+
+
+def test_a_record_that_is_torn_is_ignored(mounted: Mounted) -> None:
+    make_package(mounted.path / "package")
+    start(mounted)
+    record = mounted.path / "start" / "job" / "1.start"
+    record.write_bytes(record.read_bytes()[:-5])
+    assert shown(mounted) == {}
+    assert start(mounted, run="2").returncode == 0
+    assert "/package/part.py" in shown(mounted)
+
+
+def test_the_command_is_as_if_it_ran_alone(mounted: Mounted, tmp_path: Path) -> None:
+    top = mounted.path / "start"
+    done = start(mounted, "sh", "-c", "cat; echo out; echo err >&2; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
+    assert start(mounted, "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
+    done = start(mounted, "/no/such/program")
+    assert done.returncode == 2 and done.stderr == (
+        "aifs: /no/such/program: No such file or directory\n"
+    )
+    command = [sys.executable, "-m", "aifs.cli.main", "start", "run", "--job", "job"]
+    script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.01; done"
+    with subprocess.Popen(
+        [*command, "--dir", top, "--", "sh", "-c", script], stdout=subprocess.PIPE, cwd=ROOT
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"ready\n"
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(TIMEOUT_S) == 9
+
+
+def test_a_job_runs_where_nothing_can_be_recorded(mounted: Mounted, tmp_path: Path) -> None:
+    """Elsewhere, under a wrong name, in a directory of somebody else, and when the mount dies."""
+    for options, why in (
+        (("--job", "job", "--dir", tmp_path), "not on an AIFS, where alone starts are recorded"),
+        (("--job", "../job", "--dir", mounted.path), "is no name of a job"),
+        (("--job", "job", "--dir", mounted.path / "file"), "Not a directory"),
+        (("--job", "job", "--dir", mounted.path, "--run", "a/b"), "is neither stop nor record"),
+    ):
+        (mounted.path / "file").touch()
+        done = aifs("start", "run", *options, "--", "sh", "-c", "exit 3", check=False)
+        assert done.returncode == 3 and why in done.stderr and done.stderr.count("\n") == 1
+    kill = f"kill -9 {mounted.pid}; exit 4"
+    assert start(mounted, "sh", "-c", kill).returncode == 4
+    mounted.wait_for_end()
+    subprocess.run(["umount", "-l", mounted.path], check=True)
+    mounted.mount()
+    assert start(mounted, "true", run="2").returncode == 0
+    assert (mounted.path / "start" / "job" / "2.start").exists()
+
+
+def test_a_launcher_needs_no_command(mounted: Mounted) -> None:
+    (mounted.path / "job").mkdir()
+    (mounted.path / "read").write_bytes(b"x" * 5000)
+    os.setxattr(mounted.path / "job", "user.aifs.start", b"record=7")
+    (mounted.path / "read").read_bytes()
+    os.setxattr(mounted.path / "job", "user.aifs.start", b"stop")
+    until(lambda: (mounted.path / "job" / "7.start").exists(), "the record is written")
+    assert os.listdir(mounted.path / "job") == ["7.start"]

@@ -1,0 +1,131 @@
+"""Records of what starts touch, and where jobs have theirs (core/start_record, client/startup)."""
+
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.client import startup
+from aifs.core.errors import Invalid
+from aifs.core.start_record import (
+    BLOCK,
+    HotFile,
+    StartRecord,
+    decode,
+    encode,
+    missed_bytes,
+    runs_of,
+    union,
+)
+
+
+def hot(ino: int, *blocks: int, size: int = 8 * BLOCK, mtime_ns: int = 1) -> HotFile:
+    return HotFile(f"/f{ino}", ino, size, mtime_ns, runs_of(blocks))
+
+
+def record(*files: HotFile, run: str = "1", began_s: float = 5.0) -> StartRecord:
+    return StartRecord(run, "host", began_s, 2.5, files)
+
+
+hot_files = st.builds(
+    lambda path, ino, size, mtime_ns, blocks: HotFile(
+        path, ino, size, mtime_ns, runs_of(n for n in blocks if n * BLOCK < size)
+    ),
+    st.binary(max_size=20).map(lambda name: "/" + name.decode("utf-8", "surrogateescape")),
+    st.integers(1, 1 << 60),
+    st.integers(0, 40 * BLOCK),
+    st.integers(-(1 << 60), 1 << 60),
+    st.sets(st.integers(0, 39)),
+)
+
+
+@given(st.lists(hot_files, max_size=5))
+def test_what_is_encoded_is_decoded(files: list[HotFile]) -> None:
+    assert decode(encode(record(*files))) == record(*files)
+
+
+def test_a_torn_record_is_none() -> None:
+    data = encode(record(hot(2, 0, 1, 5), hot(3, 7)))
+    for length in range(len(data)):
+        with pytest.raises(Invalid):
+            decode(data[:length])
+    for place in range(len(data)):
+        torn = bytearray(data)
+        torn[place] ^= 0xFF
+        try:  # what the header says of the file's name and time is nobody's business
+            assert decode(torn) == record(hot(2, 0, 1, 5), hot(3, 7))
+        except Invalid:
+            pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        '{"version": 2, "files": []}',
+        '{"version": 1, "run": "1", "host": "h", "began_s": 1, "took_s": 1, "files": [FILE]}',
+    ],
+)
+@pytest.mark.parametrize(
+    "file",
+    ['["/f", 0, 1, 1, []]', '["/f", 2, 1, 1, [0, 2]]', '["/f", 2, 1, 1, [0]]', "[1, 2, 1, 1, []]"]
+    + ['["/f", 2, 9999999, 1, [3, 1, 0, 1]]', '["/f", 2, "1", 1, []]', '["/f", 2]', "{}", "7"],
+)
+def test_a_foreign_record_is_none(text: str, file: str) -> None:
+    packer = zlib.compressobj(wbits=31)
+    data = packer.compress(text.replace("FILE", file).encode()) + packer.flush()
+    with pytest.raises(Invalid):
+        decode(data)
+
+
+def test_the_last_file_block_is_as_long_as_the_file() -> None:
+    assert hot(2, 0, 2, size=2 * BLOCK + 7).bytes == BLOCK + 7
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_runs_are_blocks(blocks: set[int]) -> None:
+    runs = runs_of(blocks)
+    assert {first + n for first, count in runs for n in range(count)} == blocks
+    assert all(a[0] + a[1] < b[0] for a, b in zip(runs, runs[1:], strict=False))
+
+
+def test_the_union_has_the_order_of_the_newest() -> None:
+    newest, before = record(hot(3, 0), hot(2, 1)), record(hot(5, 4), hot(2, 1, 2), hot(3, 7))
+    assert union([newest, before]) == [hot(3, 0, 7), hot(2, 1, 2), hot(5, 4)]
+    changed = record(hot(2, 5, mtime_ns=2))
+    assert union([newest, changed]) == [hot(3, 0), hot(2, 1)]
+
+
+def test_what_was_missed() -> None:
+    planned = [hot(2, 0, 1), hot(3, 0, mtime_ns=9)]
+    assert missed_bytes(record(hot(2, 1, 2), hot(3, 0)), planned) == 2 * BLOCK
+
+
+def test_jobs_are_directories(tmp_path: Path) -> None:
+    directory = Path(startup.directory_of(str(tmp_path), "llama", "64gpu"))
+    assert directory.name == "llama+64gpu"
+    for name in ("", "..", "a/b", ".hidden", "x" * 200):
+        with pytest.raises(startup.StartUnknown):
+            startup.directory_of(str(tmp_path), name)
+    with pytest.raises(startup.StartUnknown, match="no start of this job was recorded"):
+        startup.read_records(str(directory))
+    directory.mkdir()
+    (tmp_path / "file").touch()
+    older, newer = record(hot(2, 0), run="a", began_s=1.0), record(hot(2, 1), run="b", began_s=2.0)
+    (directory / "a.start").write_bytes(encode(older))
+    (directory / "b.start").write_bytes(encode(newer))
+    (directory / "c.start").write_bytes(encode(newer)[:-3])
+    (directory / ".d.start").write_bytes(encode(newer))
+    assert startup.list_jobs(str(tmp_path)) == {"llama+64gpu": [newer, older]}
+    startup.forget(str(directory))
+    assert startup.list_jobs(str(tmp_path)) == {}
+    with pytest.raises(startup.StartUnknown):
+        startup.forget(str(directory))
+
+
+def test_a_start_is_called_as_the_scheduler_calls_it() -> None:
+    assert startup.run_name({"SLURM_JOB_ID": "1234"}) == "1234"
+    assert startup.run_name({"SLURM_JOB_ID": "../x"}).endswith("Z")
