@@ -741,6 +741,7 @@ async def test_a_rename_waits_until_a_dead_host_has_no_session(
 
         with monkeypatch.context() as patch:
             patch.setattr(north.role, "ask_live", ask_live)
+            await north.lookup(ROOT_INO, b"tree")
             await north.rename(ROOT_INO, b"tree", ROOT_INO, b"new")
         assert asked == 3
         cluster.silent.clear()
