@@ -243,7 +243,7 @@ async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_m
         def rename():
             return fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", flags)
 
-        async with stopped(fs, "rename", rename, "before"):
+        async with stopped(fs, "if_looked_up", rename, "before"):
             await fs.unlink(ROOT_INO, name)
             ino = await write_file(fs, name, TEXT)
             assert ino in fs.io.table.unsynced
