@@ -78,11 +78,14 @@ def run_command(
     """
     from aifs.cli.output import print_error
     from aifs.client import startup
+    from aifs.client.startup import stages
 
     begun = None
     try:
         directory = startup.directory_of(_top(top), job, key)
-        begun = startup.JobStart(directory, run or startup.run_name(os.environ), print_error)
+        run = run or startup.run_name(os.environ)
+        os.environ |= {stages.DIRECTORY: os.path.abspath(directory), stages.RUN: run}
+        begun = startup.JobStart(directory, run, print_error)
     except startup.StartUnknown as error:
         print_error(f"the start is not recorded: {error}")
     try:
@@ -224,6 +227,49 @@ def show_command(job: str, top: str | None, as_json: bool) -> None:
         for file in files
     ]
     print_table(("hot", "of", "path"), rows, ("hot", "of"))
+
+
+REPORT_EPILOG = """
+\b
+Examples:
+  aifs start report llama
+  aifs start report llama --run 1234 --json
+"""
+
+
+@start_group.command(
+    "report", epilog=REPORT_EPILOG, short_help="Show how long each stage of a start took, and whom."
+)
+@click.argument("job")
+@click.option("--run", default="", metavar="RUN", help="Which start; otherwise the last one.")
+@_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def report_command(job: str, run: str, top: str | None, as_json: bool) -> None:
+    """Show the stages that the ranks of JOB have noted by startup.stage: the median and the longest
+    time, their ratio, and which rank was slowest or has not ended.
+    """
+    from aifs.cli.output import print_json, print_table
+    from aifs.client import startup
+
+    run, stages = startup.report(startup.directory_of(_top(top), job), run)
+    if as_json:
+        facts = [{**stage._asdict(), "ratio": stage.ratio} for stage in stages]
+        print_json({"run": run, "stages": facts})
+        return
+    rows = [
+        (
+            stage.stage,
+            stage.ranks,
+            f"{stage.median_s:.2f} s",
+            f"{stage.max_s:.2f} s",
+            f"{stage.ratio:.2f}",
+            stage.slowest,
+            ", ".join(stage.unfinished),
+        )
+        for stage in stages
+    ]
+    columns = ("stage", "ranks", "median", "max", "max/median", "slowest", "not ended")
+    print_table(columns, rows, columns[1:5])
 
 
 FORGET_EPILOG = """

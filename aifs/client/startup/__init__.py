@@ -26,12 +26,14 @@ from aifs.client.startup.jobs import (
     run_name,
 )
 from aifs.client.startup.keys import name_of, platform_key
+from aifs.client.startup.stages import StageReport, report, stage
 
 __all__ = [
     "Environment",
     "EnvironmentFailed",
     "EnvironmentRecord",
     "JobStart",
+    "StageReport",
     "StartUnknown",
     "default_directory",
     "directory_of",
@@ -46,5 +48,7 @@ __all__ = [
     "platform_key",
     "prefetch",
     "read_records",
+    "report",
     "run_name",
+    "stage",
 ]

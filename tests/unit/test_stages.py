@@ -1,0 +1,74 @@
+"""Stages that ranks note, and the report on them (client/startup/stages)."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from aifs.client import startup
+from aifs.client.startup import stages
+from tests.support.mounts import aifs
+
+
+def note(directory: Path, host: str, *events: tuple[str, str, float], rank: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{host}.jsonl").open("a") as file:
+        for event, stage, at_s in events:
+            line = {"event": event, "stage": stage, "rank": rank, "at_s": at_s}
+            file.write(json.dumps(line) + "\n")
+
+
+def test_who_was_slowest(tmp_path: Path) -> None:
+    run = tmp_path / "7"
+    for number, took_s in enumerate((2.0, 2.0, 5.0)):
+        events = [("begin", "import", 10.0), ("end", "import", 10.0 + took_s)]
+        note(run, f"host{number}", *events)
+    note(run, "host0", ("begin", "load", 20.0), ("end", "load", 21.0), rank=1)
+    note(run, "host1", ("begin", "load", 20.0))
+    (run / "host3.jsonl").write_text('{"event": "begin", "sta')
+    name, found = startup.report(str(tmp_path))
+    assert name == "7"
+    assert found == [
+        startup.StageReport("import", 3, 2.0, 5.0, "host2 rank 0", ()),
+        startup.StageReport("load", 1, 1.0, 1.0, "host0 rank 1", ("host1 rank 0",)),
+    ]
+    assert found[0].ratio == 2.5
+
+
+def test_stages_are_noted_where_the_job_has_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with startup.stage("nowhere"):
+        pass
+    monkeypatch.setenv(stages.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(stages.RUN, "a")
+    monkeypatch.setenv("RANK", "3")
+    with startup.stage("first"):
+        pass
+    with pytest.raises(ZeroDivisionError), startup.stage("second"):
+        _ = 1 / 0
+    run, found = startup.report(str(tmp_path))
+    assert run == "a"
+    assert [(each.stage, each.ranks, each.unfinished) for each in found] == [
+        ("first", 1, ()),
+        ("second", 1, ()),
+    ]
+    assert found[0].slowest.endswith(" rank 3")
+    monkeypatch.setenv(stages.DIRECTORY, str(tmp_path / "a" / "none.jsonl" / "x"))
+    (tmp_path / "a" / "none.jsonl").touch()
+    with startup.stage("no place for it"):
+        pass
+
+
+def test_the_command_reports_what_its_job_has_noted(tmp_path: Path) -> None:
+    script = "from aifs.client import startup\nwith startup.stage('import'): pass"
+    words = ("start", "run", "--job", "job", "--run", "1", "--dir", tmp_path)
+    done = aifs(*words, "--", sys.executable, "-c", script)
+    assert "not on an AIFS" in done.stderr
+    table = aifs("start", "report", "job", "--dir", tmp_path).stdout.splitlines()
+    assert table[1].split()[:2] == ["import", "1"]
+    told = json.loads(aifs("start", "report", "job", "--dir", tmp_path, "--json").stdout)
+    assert told["run"] == "1" and told["stages"][0]["stage"] == "import"
+    done = aifs("start", "report", "other", "--dir", tmp_path, check=False)
+    assert done.returncode == 1 and "no start of this job has noted stages" in done.stderr
