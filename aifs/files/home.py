@@ -2,8 +2,7 @@
 them up, and writes to those that programs of this host have open for writing.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import trio
@@ -44,8 +43,6 @@ class _Joined(NamedTuple):
     """It counts among its writers."""
     number: int
     """Of its last join; they ascend. Who leaves by an earlier one has joined again since."""
-    end: AsyncExitStack
-    """What follows when it does not any more."""
 
 
 class Home:
@@ -59,18 +56,20 @@ class Home:
         io: FileIO,
         writeback: WriteBack,
         drain: Drain,
-        changing: Callable[[int], AbstractAsyncContextManager[OpenInode]],
+        close: Callable[[OpenInode, bool], Awaitable[None]],
         kernel: Kernel,
         peers: Peers,
     ) -> None:
-        """``changing``: opens a file, by its number, to be changed within the block."""
+        """``close``: what follows when a file that was acquired is needed no more, and whether it
+        may have been changed.
+        """
         self._engine = engine
         self._servers = servers
         self._tier = tier
         self._io = io
         self._writeback = writeback
         self._drain = drain
-        self._changing = changing
+        self._close = close
         self._kernel = kernel
         self._peers = peers
         self._joined: dict[tuple[int, int], _Joined] = {}
@@ -119,8 +118,7 @@ class Home:
             if stays or self._is_written(ino):
                 return Answer(await self._join(asker.session, ino))
             if is_emptied:  # by who asks, in a moment
-                async with self._changing(ino) as file:
-                    await self._io.truncate(file, 0)
+                await self._empty(ino)
             self._drain.request([ino])
             try:
                 await self._drain.wait([ino], strict=True)
@@ -135,6 +133,13 @@ class Home:
             stays = trio.current_time() >= until_s
             await trio.sleep(_LOOK_S)
 
+    async def _empty(self, ino: int) -> None:
+        file = await self._io.inodes.acquire(ino)
+        try:
+            await self._io.truncate(file, 0)
+        finally:
+            await self._close(file, True)
+
     async def _drain_for(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """Files, as [inode numbers, strict], are drained, or gone, which is on record there."""
         inos, strict = arguments
@@ -147,20 +152,21 @@ class Home:
         """Count another host among those who have a file open for writing, until it leaves by the
         number that this returns, or ends. Raises Stale, once that is on record there, if this host
         is not its home."""
-        async with AsyncExitStack() as end:
-            file = await end.enter_async_context(self._changing(ino))
+        file, is_new = await self._io.inodes.acquire(ino), False
+        try:
             await self._io.begin_writing(file)
             file.opening -= 1
             if file.home:
                 await self._engine.shown()
                 raise Stale(f"inode {ino} has another home")
+            is_new = (session, ino) not in self._joined
+            file.writers += is_new
             self._joins += 1
-            known = self._joined.get((session, ino))
-            if known is None:
-                file.writers += 1
-                known = _Joined(file, 0, end.pop_all())
-            self._joined[session, ino] = known._replace(number=self._joins)
+            self._joined[session, ino] = _Joined(file, self._joins)
             return self._joins
+        finally:
+            if not is_new:
+                await self._close(file, True)
 
     async def _leave(self, session: int, ino: int) -> None:
         joined = self._joined.pop((session, ino), None)
@@ -169,8 +175,7 @@ class Home:
                 await self._io.show(joined.file)
             finally:  # also if nobody waits for it any more, or the file would never be drained
                 joined.file.writers -= 1
-                with trio.CancelScope(shield=True):
-                    await joined.end.aclose()
+                await self._close(joined.file, True)
 
     async def _carry_out(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """An operation on a file, as [inode number, operation, *arguments], and with its bytes.

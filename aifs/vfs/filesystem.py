@@ -266,7 +266,7 @@ class Filesystem:
         """The same, with mirrors."""
         if store.peers is not None:
             self.home = Home(
-                engine, servers, tier, io, writeback, drain, files.changing, kernel, store.peers
+                engine, servers, tier, io, writeback, drain, files.give_up, kernel, store.peers
             )
             self.mirror_host = MirrorHost(
                 engine, servers, tier, homes, collector, io, drain, kernel, self.role, store.peers
