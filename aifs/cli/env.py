@@ -138,7 +138,7 @@ def use_command(environment: str, command: tuple[str, ...]) -> None:
     """
     from aifs.client import startup
 
-    found = startup.environment_at(environment)
+    found = startup.made_at(environment)
     os.set_inheritable(found.fd, True)
     variables = _active(found.path)
     try:
@@ -166,7 +166,7 @@ def ls_command(directory: str, as_json: bool) -> None:
     from aifs.client import startup
     from aifs.core.units import describe_size, format_duration
 
-    found = startup.list_environments(directory)
+    found = startup.list_made(directory)
     if as_json:
         print_json(
             [

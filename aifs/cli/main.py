@@ -66,7 +66,7 @@ Exit codes:
   7  the time that the command was given is over
   8  a checkpoint cannot be made, is not there, or is not what its manifest says
   9  a dataset cannot be read, or is not the one that was indexed
- 10  an environment cannot be made, or is not there
+ 10  an environment or image cannot be made, or is not there
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
@@ -97,6 +97,7 @@ _COMMANDS = {
     "group": "aifs.cli.group:group_group",
     "meta": "aifs.cli.meta:meta_group",
     "env": "aifs.cli.env:env_group",
+    "image": "aifs.cli.image:image_group",
     "dataset": "aifs.cli.dataset:dataset_group",
     "start": "aifs.cli.start:start_group",
     "hints": "aifs.cli.hint_table:hints_command",

@@ -35,7 +35,7 @@ def below(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir() if entry.name != ".aifs-env")
 
 
-def last_used(found: startup.Environment, seconds_ago: float) -> None:
+def last_used(found: startup.MadeDirectory, seconds_ago: float) -> None:
     status = os.stat(found.fd)
     os.utime(found.fd, (status.st_atime, status.st_mtime - seconds_ago))
 
@@ -69,7 +69,7 @@ def test_of_many_that_want_it_one_makes_it(tmp_path: Path) -> None:
         calls.append(path)
         touch(path)
 
-    def ask(_: int) -> startup.Environment:
+    def ask(_: int) -> startup.MadeDirectory:
         begun.wait()
         return startup.environment(tmp_path, key=KEY, make=make)
 
@@ -89,7 +89,7 @@ def test_who_waits_for_one_that_fails_fails(tmp_path: Path) -> None:
         assert waits.wait(TIMEOUT_S)
         raise RuntimeError("no such package")
 
-    def ask(make: Callable[[str], None]) -> startup.Environment:
+    def ask(make: Callable[[str], None]) -> startup.MadeDirectory:
         return startup.environment(tmp_path, key=KEY, make=make)
 
     with ThreadPoolExecutor(2) as pool:
@@ -99,7 +99,7 @@ def test_who_waits_for_one_that_fails_fails(tmp_path: Path) -> None:
             time.sleep(0.01)
         waits.set()
         errors = {type(asked.exception(TIMEOUT_S)) for asked in (maker, waiter)}
-    assert errors == {RuntimeError, startup.EnvironmentFailed}
+    assert errors == {RuntimeError, startup.MakingFailed}
     assert below(tmp_path) == []
     assert ask(touch).made  # the next one tries again
 
@@ -192,9 +192,9 @@ def test_what_nobody_uses_expires(tmp_path: Path) -> None:
     idle.close()
     assert startup.expire(tmp_path) == [os.path.basename(idle.path)]
     assert below(tmp_path) == sorted(os.path.basename(one.path) for one in (used, kept))
-    with pytest.raises(startup.EnvironmentFailed):
-        startup.environment_at(idle.path)
-    with startup.environment_at(used.path):  # which counts as a use
+    with pytest.raises(startup.MakingFailed):
+        startup.made_at(idle.path)
+    with startup.made_at(used.path):  # which counts as a use
         used.close()
     assert startup.expire(tmp_path) == []
 
@@ -212,7 +212,7 @@ def test_a_record_that_is_torn_counts_as_empty(tmp_path: Path) -> None:
         os.truncate(tmp_path / ".aifs-env" / name, 10)
     assert startup.expire(tmp_path) == []
     with startup.environment(tmp_path, key=KEY, make=touch) as again:
-        assert not again.made and again.record == startup.EnvironmentRecord()
+        assert not again.made and again.record == startup.MadeRecord()
 
 
 def test_one_that_is_half_removed_is_removed_later(tmp_path: Path) -> None:
@@ -258,8 +258,9 @@ def test_no_symlink_of_somebody_else_is_followed(tmp_path: Path) -> None:
     for target in (victim, tmp_path / "missing"):
         record.unlink()
         record.symlink_to(target)
-        with pytest.raises(OSError, match="symbolic links"):
+        with pytest.raises(OSError, match="symbolic links") as refused:
             startup.environment(tmp_path, key=KEY, make=touch)
+        assert refused.value.filename == str(record)
     record.unlink()
     os.mkfifo(record)
     with pytest.raises(OSError, match="not a regular file"):
@@ -269,9 +270,41 @@ def test_no_symlink_of_somebody_else_is_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     os.rename(found.path, elsewhere)
     os.symlink(elsewhere, found.path)
-    with pytest.raises(startup.EnvironmentFailed, match="no environment"):
+    with pytest.raises(startup.MakingFailed, match="no directory"):
         startup.environment(tmp_path, key=KEY, make=touch)
     assert (elsewhere / "done").exists()
+
+
+def test_no_symlink_in_the_place_of_the_records_is_followed(tmp_path: Path) -> None:
+    envs, victim = tmp_path / "envs", tmp_path / "victim"
+    envs.mkdir()
+    victim.mkdir()
+    for target in (victim, tmp_path / "missing"):
+        (envs / ".aifs-env").symlink_to(target)
+        for use in (
+            lambda: startup.environment(envs, key=KEY, make=touch),
+            lambda: startup.made_at(envs / ("0" * 32)),
+            lambda: startup.list_made(envs),
+            lambda: startup.expire(envs),
+        ):
+            with pytest.raises(startup.MakingFailed, match=r"\.aifs-env: is no directory"):
+                use()
+        (envs / ".aifs-env").unlink()
+    assert os.listdir(victim) == [] and below(envs) == []
+
+
+def test_records_stay_where_they_are_when_a_symlink_takes_their_place(tmp_path: Path) -> None:
+    victim, moved = tmp_path / "victim", tmp_path / "moved"
+    victim.mkdir()
+
+    def meddle(path: str) -> None:
+        (tmp_path / ".aifs-env").rename(moved)
+        (tmp_path / ".aifs-env").symlink_to(victim)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        startup.environment(tmp_path, key=KEY, make=meddle)
+    assert os.listdir(victim) == os.listdir(moved) == []
 
 
 def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) -> None:
@@ -284,9 +317,9 @@ def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) 
     tmp_path.chmod(0o1777)
     for use in (
         lambda: startup.environment(tmp_path, key=KEY, make=touch),
-        lambda: startup.environment_at(found.path),
+        lambda: startup.made_at(found.path),
     ):
-        with pytest.raises(startup.EnvironmentFailed, match="made by user 65534"):
+        with pytest.raises(startup.MakingFailed, match="made by user 65534"):
             use()
     os.chown(found.path, 0, 0)
     startup.environment(tmp_path, key=KEY, make=touch).close()

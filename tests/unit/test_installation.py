@@ -68,8 +68,10 @@ def test_the_client_imports_what_is_always_installed() -> None:
     client = {name for name in MODULES if name.startswith("aifs.client")}
     data = {name for name in client if name.startswith("aifs.client.data")}
     asked_by_url = {"aifs.client.fsspec"}
+    images = {"aifs.client.startup.images"}  # imported by root, on hosts that mount
     for asked, extras, layers in (
-        (client - data - asked_by_url, requirements(), {"client", "core"}),
+        (client - data - asked_by_url - images, requirements(), {"client", "core"}),
+        (images, requirements() | requirements("mount"), {"client", "core"}),
         (asked_by_url, requirements() | requirements("fsspec"), {"client", "core"}),
         (data, requirements() | requirements("data"), {"client", "core", "datasets", "layout"}),
     ):

@@ -1,0 +1,178 @@
+"""``aifs image``: container images that are unpacked once, and mounted by all hosts."""
+
+import os
+
+import click
+
+from aifs.cli.arguments import PATH, SIZE
+
+IMAGE = click.argument("image", type=PATH, metavar="IMAGE")
+
+
+@click.group("image", short_help="Container images that are unpacked once for all hosts.")
+def image_group() -> None:
+    """Container images: unpacked once into a directory, from which all hosts mount them."""
+
+
+IMPORT_EPILOG = """
+\b
+Examples:
+  docker save train:3 -o train.tar
+  image=$(aifs image import train.tar /mnt/store)
+  skopeo copy docker://python:3.12-slim oci:python
+  aifs image import python /mnt/store
+"""
+
+
+@image_group.command(
+    "import",
+    epilog=IMPORT_EPILOG,
+    short_help="Unpack an image unless it is there, and print its path.",
+)
+@click.argument("source", type=PATH, metavar="ARCHIVE.tar|OCI-DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
+@click.option("--name", metavar="NAME", help="Which image, where there are several.")
+@click.option(
+    "--bytes-max",
+    type=SIZE,
+    default="64GiB",
+    show_default=True,
+    help="An image that unpacks to more is refused.",
+)
+def import_command(source: str, directory: str, name: str | None, bytes_max: int) -> None:
+    """Unpack the image of an archive of `docker save`, or of an OCI layout (a directory, or an
+    archive of it), to DIR/images/DIGEST/rootfs, and print DIR/images/DIGEST. DIGEST is what Docker
+    calls the image's ID.
+
+    Of many that import it at the same time, on any host, one does the work, and the others wait. It
+    is there whole, or not at all: what is damaged, does not have its digests, or reaches out of its
+    directory is refused. Only root can do this.
+    """
+    from aifs.client.startup.images import import_image
+
+    with import_image(source, directory, name=name, bytes_max=bytes_max) as made:
+        print(made.path)
+
+
+MOUNT_EPILOG = """
+\b
+Examples:
+  aifs image mount $image /run/train --upper /scratch/train
+  chroot /run/train python train.py
+  umount /run/train
+"""
+
+
+@image_group.command("mount", epilog=MOUNT_EPILOG, short_help="Mount an image.")
+@IMAGE
+@click.argument("mountpoint", type=PATH, metavar="MNT")
+@click.option(
+    "--upper",
+    type=PATH,
+    metavar="DIR",
+    help="Keep what is changed in DIR/upper, on a local disk; without it the mount is read-only.",
+)
+def mount_command(image: str, mountpoint: str, upper: str | None) -> None:
+    """Mount IMAGE, a path that `aifs image import` has printed, at the directory MNT. With --upper
+    it can be written to: the kernel's overlayfs keeps the changes (DIR/work is its own). `umount
+    MNT` ends it. Only root can do this.
+    """
+    from aifs.client import startup
+    from aifs.core import trees
+
+    with startup.made_at(image) as made:
+        lower = os.path.join(made.path, "rootfs")
+        if not os.path.isdir(lower):
+            raise click.BadParameter(f"{image}: is no image", param_hint="IMAGE")
+        if upper is None:
+            _mount("--bind", "-o", "ro,nodev", lower, mountpoint)
+            return
+        directories = {"lowerdir": lower}
+        for option, name in (("upperdir", "upper"), ("workdir", "work")):
+            directories[option] = os.path.join(os.path.realpath(upper), name)
+            trees.make_dir(directories[option])
+        for path in directories.values():
+            if set(path) & set(',:\\"'):
+                raise click.BadParameter(f'{path}: overlayfs takes no path with , : \\ or "')
+        options = ",".join(f"{option}={path}" for option, path in directories.items())
+        _mount("-t", "overlay", "-o", f"nodev,{options}", "overlay", mountpoint)
+
+
+def _mount(*arguments: str) -> None:
+    import subprocess
+
+    from aifs.cli.output import print_error
+
+    done = subprocess.run(("mount", *arguments), capture_output=True, text=True)
+    if done.returncode:
+        print_error(" ".join(done.stderr.split()))
+        raise click.exceptions.Exit(6)
+
+
+LS_EPILOG = """
+\b
+Examples:
+  aifs image ls /mnt/store
+  aifs image ls /mnt/store --json
+"""
+
+
+@image_group.command("ls", epilog=LS_EPILOG, short_help="List the images of a directory.")
+@click.argument("directory", type=PATH, metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def ls_command(directory: str, as_json: bool) -> None:
+    """List the images below DIR: digest, names, size, when they were imported."""
+    from datetime import datetime
+
+    from aifs.cli.output import print_json, print_table
+    from aifs.client import startup
+    from aifs.core.units import describe_size
+
+    found = startup.list_made(os.path.join(directory, "images"))
+    if as_json:
+        print_json(
+            [
+                {
+                    "digest": digest,
+                    "names": (record.key or {}).get("names", []),
+                    "bytes": record.bytes,
+                    "made_s": record.made_s,
+                    "took_s": record.took_s,
+                }
+                for digest, (record, _) in found.items()
+            ]
+        )
+        return
+    rows = [
+        (
+            digest,
+            " ".join(map(str, (record.key or {}).get("names", []))),
+            describe_size(record.bytes),
+            datetime.fromtimestamp(record.made_s).strftime("%Y-%m-%d %H:%M"),
+        )
+        for digest, (record, _) in found.items()
+    ]
+    print_table(("digest", "names", "bytes", "imported"), rows, ("bytes",))
+
+
+RM_EPILOG = """
+\b
+Examples:
+  aifs image rm $image
+"""
+
+
+@image_group.command("rm", epilog=RM_EPILOG, short_help="Remove an image.")
+@IMAGE
+def rm_command(image: str) -> None:
+    """Remove IMAGE, which is not mounted on this host. That it is mounted on another one is not
+    seen: programs there would lose their files.
+    """
+    from aifs.client import startup
+
+    digest = os.path.basename(os.path.realpath(image))
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        mounted = [line.split()[4] for line in mounts if f"{digest}/rootfs" in line]
+    if mounted:
+        raise click.UsageError(f"{image}: is mounted at {mounted[0]}; umount it first")
+    startup.remove(image)

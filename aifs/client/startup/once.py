@@ -1,0 +1,454 @@
+"""Directories that are made once for their name, by one of all ranks and hosts that want them, and
+used in place by all: environments and images.
+
+    DIR/NAME                 one that has been made, whole; NAME is a hash of what it is made from
+    DIR/.aifs-env/NAME       its record: JSON (MadeRecord); its time of change is that of its last
+                             use
+    DIR/.xxxxxxxx            one that is being made, or removed: a name as long as NAME
+
+Locks of the record's file: byte 0 has who makes or removes the directory, byte 1 share all who use
+it. The kernel lets go of them when a process has ended, however it did. On a filesystem without
+locks two may make the same directory; the second throws its own away.
+
+Several users may share DIR: so a record is data of somebody else. It names nothing but what is
+beside it, no symlink is followed, and where everybody may make names in DIR, what is there is used
+only if the caller, root, or who owns DIR has made it.
+
+Rules (docs/startup.md): what has not got its name does not exist; a maker that dies
+loses its lock, and the next one removes what it left; one in use is never removed.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from aifs.client import hashing, locks
+from aifs.core import beneath, files, trees
+from aifs.core.errors import UserError
+
+RECORDS = ".aifs-env"
+
+_MAKER, _USERS = 0, 1  # bytes that are locked
+
+_NAME = re.compile("[0-9a-f]{32,64}")
+_PENDING = re.compile(r"\.[0-9a-f]{31,63}")
+
+
+class MakingFailed(UserError):
+    """A directory could not be made, or is not there."""
+
+    exit_code = 10
+
+
+@dataclass
+class MadeRecord:
+    """What is known of a directory. A record that cannot be read is taken for an empty one."""
+
+    key: Mapping[str, Any] | None = None
+    """None until it has been made."""
+
+    made_s: float = 0.0
+    """When, in seconds since the epoch."""
+
+    took_s: float = 0.0
+    """How long it took to make it."""
+
+    bytes: int = 0
+    """Of all files."""
+
+    expire_s: float | None = None
+    """It may be removed when nobody has used it for so long; None: never."""
+
+    making: str = ""
+    """The name, beside it, under which it is being made or removed."""
+
+    attempt: int = 0
+    """How often somebody began to make it."""
+
+    failed: str = ""
+    """Why the last attempt failed."""
+
+
+# What the fields of a record may be: others may have written it.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "key": (dict, type(None)),
+    "made_s": (int, float),
+    "took_s": (int, float),
+    "bytes": (int,),
+    "expire_s": (int, float, type(None)),
+    "making": (str,),
+    "attempt": (int,),
+    "failed": (str,),
+}
+
+
+class MadeDirectory:
+    """One that is in use until ``close``, or until this process has ended."""
+
+    def __init__(self, path: str, made: bool, record: MadeRecord, fd: int) -> None:
+        self.path = path
+        self.made = made  # by this call
+        self.record = record
+        self.fd = fd  # a process that inherits it uses the directory, too; -1: closed
+
+    def close(self) -> None:
+        """It is in use no more. May be repeated."""
+        if self.fd >= 0:
+            files.close_file(self.fd)
+            self.fd = -1
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __enter__(self) -> "MadeDirectory":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def make_once(
+    directory: str | os.PathLike[str],
+    name: str,
+    *,
+    key: Mapping[str, Any],
+    make: Callable[[str], object],
+    expire_s: float | None = None,
+) -> MadeDirectory:
+    """What is called ``name`` (32 to 64 hexadecimal digits) below ``directory``; made by
+    ``make(path)`` if it is not there.
+
+    One of all callers, on any host, makes it; the others wait. ``make`` fills the empty directory
+    ``path``, whose name is as long, and which is renamed afterwards. It is durable, with all in it,
+    when it has its name. If ``make`` fails nothing is left, and those who waited for it fail, too;
+    the next call tries again. ``key`` is what the record says of it.
+
+    ``expire_s``: who makes another one below ``directory`` removes this one when nobody has used it
+    for so many seconds. Raises what ``make`` raises, MakingFailed, OSError.
+    """
+    above = os.path.realpath(directory)
+    trees.make_dir(os.path.join(above, RECORDS))
+    with _records_of(above) as records:
+        before = _read(records, name)
+        seen = before.attempt - bool(before.making)  # which is, or may be, under way
+        fd = _in_use(records, name)
+        try:
+            made = False
+            if not _is_there(above, name):
+                with _as_maker(fd, name):
+                    made = _make_if_missing(above, name, key, make, expire_s, seen, fd)
+            _note_use(fd)
+            found = MadeDirectory(os.path.join(above, name), made, _read_open(fd), fd)
+        except BaseException:
+            files.close_file(fd)
+            with suppress(OSError):  # the record alone, unless somebody waits for it
+                _expire(above, records, name)
+            raise
+    if made:
+        with suppress(OSError):  # room is a matter of who needs it
+            expire(above)
+    return found
+
+
+def made_at(path: str | os.PathLike[str]) -> MadeDirectory:
+    """The one with this path, in use. Raises MakingFailed, OSError."""
+    above, name = os.path.split(os.path.realpath(path))
+    with _records_of(above) as records:
+        if not _NAME.fullmatch(name) or not os.path.lexists(os.path.join(records, name)):
+            raise MakingFailed(f"{os.fspath(path)}: is no environment or image")
+        fd = _in_use(records, name)
+        try:
+            if not _is_there(above, name):
+                raise MakingFailed(f"{os.fspath(path)}: has not been made, or was removed")
+        except BaseException:
+            files.close_file(fd)
+            raise
+        _note_use(fd)
+    return MadeDirectory(os.path.join(above, name), False, _read_open(fd), fd)
+
+
+def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, float]]:
+    """What is known of each directory that has been made, by its name, and when it was used last,
+    in seconds since the epoch. Raises MakingFailed, OSError."""
+    above = os.path.realpath(directory)
+    found = {}
+    with _records_of(above) as records:
+        for name in _names(records):
+            with suppress(FileNotFoundError):
+                used_s = os.lstat(os.path.join(records, name)).st_mtime
+                if _is_dir(os.path.join(above, name)):
+                    found[name] = (_read(records, name), used_s)
+    return found
+
+
+def expire(directory: str | os.PathLike[str]) -> list[str]:
+    """Remove those whose time is over and that nobody uses, and what makers left that died; returns
+    the names. Raises MakingFailed, OSError."""
+    above = os.path.realpath(directory)
+    with _records_of(above) as records:
+        return [name for name in _names(records) if _expire(above, records, name)]
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove the one with this path now. Raises MakingFailed if it is in use or somebody else's,
+    OSError."""
+    made_at(path).close()
+    above, name = os.path.split(os.path.realpath(path))
+    with _records_of(above) as records:
+        if not _expire(above, records, name, now=True):
+            raise MakingFailed(f"{os.fspath(path)}: is in use, or belongs to somebody else")
+
+
+@contextmanager
+def _records_of(above: str) -> Iterator[str]:
+    """A path of the directory of records, which stays the same one whatever gets its name
+    meanwhile; an empty directory if there is none."""
+    path = os.path.join(above, RECORDS)
+    try:
+        fd = beneath.open_directory(path)
+    except FileNotFoundError:
+        yield path
+        return
+    except NotADirectoryError:
+        raise MakingFailed(f"{path}: is no directory, but in the place of one; remove it") from None
+    by_descriptor = f"/proc/self/fd/{fd}"
+    try:
+        yield by_descriptor
+    except OSError as error:  # whose reader knows the directory by its name
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(by_descriptor, path, 1)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _names(records: str) -> list[str]:
+    try:
+        found = os.listdir(records)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in found if _NAME.fullmatch(name))
+
+
+def _is_dir(path: str) -> bool:
+    """A symlink is none."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _is_there(above: str, name: str) -> bool:
+    """Whether it has been made. Raises MakingFailed if it is not one that the
+    caller should run: programs of somebody who may make names there, as everybody may."""
+    path = os.path.join(above, name)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    shared = os.stat(above)
+    trusted = (os.geteuid(), 0, shared.st_uid)
+    if not stat.S_ISDIR(found.st_mode):
+        raise MakingFailed(f"{path}: is no directory, but in the place of one; remove it")
+    if shared.st_mode & stat.S_IWOTH and found.st_uid not in trusted:
+        raise MakingFailed(
+            f"{path}: was made by user {found.st_uid}, in a directory that everybody may write to; "
+            "use one that only trusted users may write to"
+        )
+    return True
+
+
+def _in_use(records: str, name: str) -> int:
+    """A descriptor of the record, which is made if it is missing, with the lock of those who use
+    the directory."""
+    path = os.path.join(records, name)
+    while True:
+        try:
+            fd = trees.create_file(path)
+        except FileExistsError:
+            try:
+                fd = _open(path)
+            except FileNotFoundError:
+                continue
+        try:
+            locks.wait(fd, _USERS, shared=True)
+            if locks.is_at(path, fd):
+                return fd
+        except BaseException:
+            files.close_file(fd)
+            raise
+        files.close_file(fd)  # who removed it had the lock
+
+
+def _open(path: str) -> int:
+    """Users who may not write may use what others have made."""
+    try:
+        return files.open_file(path, foreign=True)
+    except PermissionError:
+        return files.open_file(path, write=False, foreign=True)
+
+
+def _note_use(fd: int) -> None:
+    with suppress(PermissionError):  # the record is somebody else's
+        files.set_mtime(fd, time.time_ns())
+
+
+@contextmanager
+def _as_maker(fd: int, name: str) -> Iterator[None]:
+    try:
+        locks.wait(fd, _MAKER, shared=False)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        raise MakingFailed(
+            f"{name} has not been made, and its record belongs to somebody else"
+        ) from None
+    try:
+        yield
+    finally:
+        locks.unlock(fd, _MAKER)
+
+
+def _make_if_missing(
+    above: str,
+    name: str,
+    key: Mapping[str, Any],
+    make: Callable[[str], object],
+    expire_s: float | None,
+    seen: int,
+    fd: int,
+) -> bool:
+    """Whether this call has made it. ``seen``: attempts that had ended when the caller came."""
+    record = _read_open(fd)
+    if _is_there(above, name):
+        return False
+    if record.failed and record.attempt > seen:
+        raise MakingFailed(f"{above}/{name} could not be made: {record.failed}")
+    if record.making:  # by one that died
+        trees.remove_tree(os.path.join(above, record.making))
+    began_s = time.monotonic()
+    pending = _pending(name)
+    path = os.path.join(above, pending)
+    _write(fd, MadeRecord(making=pending, attempt=record.attempt + 1))
+    try:
+        trees.make_dir(path)
+        make(path)
+        sizes = hashing.sync_files(path, hashing.list_files(path), hash=False)
+        hashing.sync_directories(path)
+        took_s = time.monotonic() - began_s
+        done = MadeRecord(
+            key=key,
+            made_s=time.time(),
+            took_s=took_s,
+            bytes=sum(digest.size for digest in sizes.values()),
+            expire_s=expire_s,
+            attempt=record.attempt + 1,
+        )
+        made = _show(path, os.path.join(above, name))
+    except BaseException as error:
+        trees.remove_tree(path)
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        _write(fd, MadeRecord(attempt=record.attempt + 1, failed=what))
+        raise
+    _write(fd, done)
+    return made
+
+
+def _pending(name: str) -> str:
+    """Another name of the same length, which ``ls`` does not show."""
+    return "." + secrets.token_hex(len(name))[: len(name) - 1]
+
+
+def _show(path: str, final: str) -> bool:
+    """Give it its name. False: another one has it, on a filesystem without locks."""
+    try:
+        trees.rename_new(path, final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        trees.remove_tree(path)
+        return False
+    files.sync_dir(os.path.dirname(final))
+    return True
+
+
+def _expire(above: str, records: str, name: str, now: bool = False) -> bool:
+    """Whether it was removed. ``now``: whatever its time."""
+    path = os.path.join(records, name)
+    try:
+        fd = files.open_file(path, foreign=True)
+    except (FileNotFoundError, PermissionError):  # it is somebody else's to remove
+        return False
+    try:
+        locks.lock(fd, _USERS)  # so nobody makes it, either
+        locks.lock(fd, _MAKER)
+        record = _read_open(fd)
+        idle_s = time.time() - os.fstat(fd).st_mtime
+        is_over = now or (record.expire_s is not None and idle_s > record.expire_s)
+        final = os.path.join(above, name)
+        if not locks.is_at(path, fd) or (not is_over and _is_dir(final)):
+            return False
+        # What is left when this process dies is found by the record.
+        hidden = record.making or _pending(name)
+        record.making = hidden
+        _write(fd, record)
+        with suppress(FileNotFoundError):
+            files.rename(final, os.path.join(above, hidden))
+        trees.remove_tree(os.path.join(above, hidden))
+        files.unlink(path)
+        return is_over
+    except locks.Locked:
+        return False
+    finally:
+        files.close_file(fd)
+
+
+def _read(records: str, name: str) -> MadeRecord:
+    try:
+        fd = files.open_file(os.path.join(records, name), write=False, foreign=True)
+    except FileNotFoundError:
+        return MadeRecord()
+    try:
+        return _read_open(fd)
+    finally:
+        files.close_file(fd)
+
+
+def _read_open(fd: int) -> MadeRecord:
+    return _decode(files.read_at(fd, os.fstat(fd).st_size, 0))
+
+
+def _decode(data: bytes) -> MadeRecord:
+    try:
+        values = json.loads(data)
+        known = {name: value for name, value in values.items() if name in _TYPES}
+    except (ValueError, AttributeError, RecursionError):
+        return MadeRecord()
+    if not all(isinstance(value, _TYPES[name]) for name, value in known.items()):
+        return MadeRecord()
+    record = MadeRecord(**known)
+    if not _PENDING.fullmatch(record.making):  # it is going to be removed
+        record.making = ""
+    return record
+
+
+def _write(fd: int, record: MadeRecord) -> None:
+    """Where it is: the locks are those of this file. A torn one counts as empty."""
+    data = json.dumps(asdict(record)).encode()
+    files.write_at(fd, data, 0)
+    files.truncate(fd, len(data))
+    files.sync_file(fd)

@@ -1,0 +1,88 @@
+"""Names in a directory that is open: they are made and removed by its descriptor, so whatever lies
+above it may change, and no symlink is followed.
+
+The same rules as in ``files``, whose hook sees these operations too, with the bare name for a path.
+Everything blocks; nothing is durable until it is synced. Raises OSError.
+"""
+
+import os
+import stat
+
+from aifs.core.files import _after, _before
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_directory(name: str, parent: int | None = None) -> int:
+    """A descriptor of the directory. Raises NotADirectoryError also for a symlink."""
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def create_file(name: str, parent: int) -> int:
+    """A descriptor of a new file (mode 0600), for writing. Raises FileExistsError."""
+    _before("open_file", name)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=parent)
+    _after("open_file", name, True)
+    return fd
+
+
+def make_directory(name: str, parent: int) -> None:
+    """Mode 0755, whatever the umask."""
+    _before("make_dir", name)
+    os.mkdir(name, dir_fd=parent)
+    os.chmod(name, 0o755, dir_fd=parent)
+    _after("make_dir", name)
+
+
+def make_symlink(target: str, name: str, parent: int) -> None:
+    _before("symlink", name)
+    os.symlink(target, name, dir_fd=parent)
+    _after("symlink", name, target)
+
+
+def make_link(source: str, source_parent: int, name: str, parent: int) -> None:
+    """``name`` is one more name of what ``source`` is, be it a symlink."""
+    _before("link", name)
+    os.link(source, name, src_dir_fd=source_parent, dst_dir_fd=parent, follow_symlinks=False)
+    _after("link", name)
+
+
+def make_node(name: str, kind: int, device: int, parent: int) -> None:
+    """``kind``: S_IFIFO, S_IFCHR or S_IFBLK."""
+    _before("make_node", name)
+    os.mknod(name, kind | 0o600, device, dir_fd=parent)
+    _after("make_node", name)
+
+
+def remove(name: str, parent: int) -> None:
+    """A directory must be empty. What is gone already is no error."""
+    _before("remove", name)
+    try:
+        if stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
+            os.rmdir(name, dir_fd=parent)
+        else:
+            os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    _after("remove", name)
+
+
+def set_owner(name: str, uid: int, gid: int, parent: int) -> None:
+    """Of a symlink itself. Takes set-user-ID bits and capabilities away, as chown(2) does."""
+    os.chown(name, uid, gid, dir_fd=parent, follow_symlinks=False)
+
+
+def set_mode(name: str, mode: int, parent: int) -> None:
+    """``name`` is no symlink."""
+    os.chmod(name, mode, dir_fd=parent)
+
+
+def set_time(name: str, mtime_ns: int, parent: int) -> None:
+    """Of a symlink itself."""
+    os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=parent, follow_symlinks=False)
+
+
+def set_attribute(name: str, attribute: str, value: bytes, parent: int) -> None:
+    """An extended attribute; of a symlink itself."""
+    os.setxattr(f"/proc/self/fd/{parent}/{name}", attribute, value, follow_symlinks=False)

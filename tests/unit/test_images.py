@@ -1,0 +1,231 @@
+"""Container images that are unpacked once (aifs image import), in a plain directory."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from aifs.client import startup
+from aifs.client.startup.images import import_image
+from aifs.client.startup.layers import ImageRefused
+from aifs.core import files
+from tests.support import forked
+from tests.support.images import (
+    Entry,
+    digest_of,
+    docker_archive,
+    entry,
+    layer,
+    link,
+    oci_layout,
+    symlink,
+    typical,
+)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files their owners")
+
+
+def described(root: Path) -> dict[str, tuple[object, ...]]:
+    """All below, without the times of directories, which unpackers treat differently."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
+        found[str(path.relative_to(root))] = (
+            status.st_mode,
+            status.st_uid,
+            status.st_gid,
+            status.st_rdev,
+            0 if path.is_dir() and not path.is_symlink() else status.st_mtime_ns,
+            status.st_nlink if is_file else 0,
+            digest_of(path.read_bytes()) if is_file else "",
+            os.readlink(path) if path.is_symlink() else "",
+        )
+    return found
+
+
+def left(where: Path) -> list[str]:
+    return sorted(path.name for path in (where / "images").rglob("*") if path.name != ".aifs-env")
+
+
+def test_layers_are_applied_as_another_unpacker_does(tmp_path: Path) -> None:
+    digest = oci_layout(tmp_path / "oci", typical())
+    with import_image(tmp_path / "oci", tmp_path / "out") as made:
+        rootfs = Path(made.path, "rootfs")
+        assert made.made and os.path.basename(made.path) == digest
+    assert digest_of(Path(made.path, "config.json").read_bytes()) == digest
+    assert stat.S_IMODE(os.stat(made.path).st_mode) == 0o700
+    assert os.getxattr(rootfs / "data/attributes", "user.note") == b"kept"
+    assert (rootfs / "data/fraction").stat().st_mtime_ns == 1000000000_123456789
+    assert (rootfs / "etc").stat().st_mtime == 10**9
+    assert sorted(os.listdir(rootfs / "opaque")) == ["kept"]
+    if shutil.which("umoci") is None:
+        pytest.skip("umoci is not installed: nothing to compare with")
+    unpack = ["umoci", "unpack", "--image", f"{tmp_path}/oci:latest", f"{tmp_path}/bundle"]
+    subprocess.run(unpack, check=True, capture_output=True)
+    assert described(rootfs) == described(tmp_path / "bundle/rootfs")
+
+
+def test_all_ways_to_pack_an_image_give_the_same(tmp_path: Path) -> None:
+    layers = typical()
+    digest = oci_layout(tmp_path / "oci", layers, ["tar", "tar+gzip", "tar+zstd"])
+    assert docker_archive(tmp_path / "saved.tar", layers) == digest
+    with tarfile.open(tmp_path / "oci.tar", "w") as tar:
+        tar.add(tmp_path / "oci", ".")
+    sources = [tmp_path / name for name in ("oci", "saved.tar", "oci.tar")]
+    trees = []
+    for number, source in enumerate(sources):
+        with import_image(source, tmp_path / str(number)) as made:
+            trees.append(described(Path(made.path, "rootfs")))
+    assert trees[0] == trees[1] == trees[2]
+    with import_image(sources[0], tmp_path / "1") as again:
+        assert not again.made
+
+
+HOSTILE: dict[str, tuple[Entry, ...]] = {
+    "above": (entry("../escaped"),),
+    "above-later": (entry("a/../../escaped"),),
+    "absolute": (entry("/escaped"),),
+    "absolute-link": (link("a", "/etc/passwd"),),
+    "link-above": (link("a", "../../victim"),),
+    "link-to-nothing": (link("a", "missing"),),
+    "link-to-itself": (entry("a"), link("a", "a")),
+    "through-a-symlink": (symlink("a", "{victim}"), entry("a/escaped")),
+    "through-a-relative-symlink": (symlink("a", "../../../.."), entry("a/escaped")),
+    "link-through-a-symlink": (symlink("a", "{victim}"), link("b", "a/kept")),
+    "whiteout-through-a-symlink": (symlink("a", "{victim}"), entry("a/.wh.kept")),
+    "opaque-through-a-symlink": (symlink("a", "{victim}"), entry("a/.wh..wh..opq")),
+    "whiteout-of-above": (entry(".wh..."),),
+    "whiteout-of-all": (entry(".wh.."),),
+    "disk": (entry("a", type=tarfile.BLKTYPE, devmajor=8, devminor=0),),
+    "memory": (entry("a", type=tarfile.CHRTYPE, devmajor=1, devminor=1),),
+    "overlay-whiteout": (entry("a", type=tarfile.CHRTYPE, devmajor=0, devminor=0),),
+    "order": (entry("a", pax_headers={"SCHILY.xattr.user.aifs.pin": "yes"}),),
+    "redirect": (entry("a", pax_headers={"SCHILY.xattr.trusted.overlay.redirect": "/"}),),
+    "root-is-a-symlink": (symlink(".", "{victim}"),),
+    "deep": (entry("a/" * 300 + "b"),),
+    "long": (entry("a" * 200 + "/" + ("b" * 200 + "/") * 20),),
+    "header": (entry("a", pax_headers={"comment": "x" * (5 << 20)}),),
+    "time": (entry("a", pax_headers={"mtime": "1e30"}),),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_layer_is_refused_whole(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("precious")
+    entries = [entry("first", b"x"), *HOSTILE[name]]
+    for info, _ in entries:
+        info.linkname = info.linkname.replace("{victim}", str(victim))
+    docker_archive(tmp_path / "image.tar", [layer(*entries)])
+    with pytest.raises(ImageRefused, match=r"image\.tar: layer 1: "):
+        import_image(tmp_path / "image.tar", tmp_path / "out")
+    assert left(tmp_path / "out") == [] and not list(tmp_path.rglob("escaped"))
+    assert os.listdir(victim) == ["kept"] and (victim / "kept").stat().st_nlink == 1
+
+
+def layer_of(oci: Path) -> Path:
+    """The longest blob: the layer."""
+    return max((oci / "blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "missing"])
+def test_a_damaged_layer_is_refused_whole(tmp_path: Path, packing: str, damage: str) -> None:
+    layers = [layer(entry("data", os.urandom(50_000)), entry("more", os.urandom(5000)))]
+    oci_layout(tmp_path / "oci", layers, [packing])
+    blob = layer_of(tmp_path / "oci")
+    data = blob.read_bytes()
+    middle = len(data) // 2
+    if damage == "missing":
+        blob.unlink()
+    else:
+        changed = {
+            "cut": data[:middle],
+            "longer": data + bytes(512),
+            "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+        }
+        blob.write_bytes(changed[damage])
+    with pytest.raises(ImageRefused, match="layer 1: "):
+        import_image(tmp_path / "oci", tmp_path / "out")
+    assert left(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("packing", ["tar+gzip", "tar+zstd"])
+def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, packing: str) -> None:
+    oci_layout(tmp_path / "oci", [layer(entry("zeros", bytes(8 << 20)))], [packing])
+    with pytest.raises(ImageRefused, match="--bytes-max"):
+        import_image(tmp_path / "oci", tmp_path / "out", bytes_max=1 << 20)
+    assert left(tmp_path / "out") == []
+
+
+def test_an_import_that_is_killed_leaves_no_image(tmp_path: Path) -> None:
+    source, out = tmp_path / "image.tar", tmp_path / "out"
+    digest = docker_archive(source, typical())
+    script = (
+        "import os, signal, sys\n"
+        "from aifs.client.startup.images import import_image\n"
+        "from aifs.core import files\n"
+        "class Kill:\n"
+        "    left = int(sys.argv[1])\n"
+        "    def before(self, op, path):\n"
+        "        self.left -= 1\n"
+        "        if not self.left: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    def after(self, op, path, *args): pass\n"
+        "files.set_hook(Kill())\n"
+        f"import_image({str(source)!r}, {str(out)!r})\n"
+    )
+    for point in (20, 60, 100, 150):
+        command = [sys.executable, "-c", script, str(point)]
+        died = subprocess.run(command, cwd=forked.ROOT, capture_output=True)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        assert not (out / "images" / digest).exists()
+        assert startup.list_made(out / "images") == {}
+    with import_image(source, out) as made:
+        assert made.made
+    assert sorted(os.listdir(out / "images")) == [".aifs-env", digest]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    class Full:
+        left = 12
+
+        def before(self, op: str, path: str) -> None:
+            self.left -= op == "write_at"
+            if op == "write_at" and self.left == 0:
+                raise OSError(28, "No space left on device", path)
+
+        def after(self, op: str, path: str, *args: object) -> None:
+            pass
+
+    docker_archive(tmp_path / "image.tar", typical())
+    files.set_hook(Full())
+    try:
+        with pytest.raises(OSError, match="No space"):
+            import_image(tmp_path / "image.tar", tmp_path / "out")
+    finally:
+        files.set_hook(None)
+    assert left(tmp_path / "out") == []
+
+
+def test_of_two_importers_one_unpacks(tmp_path: Path) -> None:
+    docker_archive(tmp_path / "image.tar", typical())
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(lambda _: import_image(tmp_path / "image.tar", tmp_path / "out"), range(2))
+        )
+    assert sorted(one.made for one in found) == [False, True]
+    with pytest.raises(startup.MakingFailed, match="is in use"):
+        startup.remove(found[0].path)
+    for one in found:
+        one.close()
+    startup.remove(found[0].path)
+    assert left(tmp_path / "out") == []
