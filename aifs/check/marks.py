@@ -6,6 +6,7 @@ from functools import partial
 from aifs.check import repair
 from aifs.check.findings import RECORDS, Fix, Subject, View, read_record
 from aifs.check.table import NONE, InodeTable
+from aifs.core.aging import parse_age_rule
 from aifs.core.errors import FsError
 from aifs.core.retention import parse_keep
 from aifs.meta import groups, keys, publishing
@@ -71,6 +72,17 @@ class MarkCheck:
             parse_keep(publishing.decode_kept(value).policy)
         except (ValueError, FsError) as error:
             self._problem("unreadable-record", ino, f"policy of retention: {error}", key)
+
+    async def age_rule(self, key: bytes, value: bytes) -> None:
+        """Where old files below a directory go."""
+        ino = keys.number(key)
+        if not self._is_directory(ino):
+            self._problem("stray-record", ino, "rule of age, on what is no directory", key)
+            return
+        try:
+            parse_age_rule(value.decode())
+        except ValueError as error:
+            self._problem("unreadable-record", ino, f"rule of age: {error}", key)
 
     def _is_directory(self, ino: int) -> bool:
         row = self._table.find(ino)

@@ -55,6 +55,7 @@ _KEY_LENGTHS = {
     b"a": 9,
     b"b": 9,
     b"e": 17,
+    b"f": 9,
     b"g": 9,
     b"h": 33,
     b"i": 9,
@@ -143,6 +144,7 @@ class MetadataScan:
             (b"z", self._trash),
             (b"n", self._marks.group),
             (b"r", self._marks.policy),
+            (b"f", self._marks.age_rule),
             (b"x", self._xattr),
             (b"t", self._container),
             (b"a", self._open_mark),
@@ -438,7 +440,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"DLSabcdeghijklmnopqrstuvwxyz":
+        for letter in b"DLSabcdefghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

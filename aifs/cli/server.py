@@ -60,6 +60,7 @@ def status_command(place: str, as_json: bool) -> None:
             server["standing"],
             server["state"],
             server["domain"],
+            server["class"],
             _size(server["used_bytes"]),
             _size(server["free_bytes"]),
             describe_left(server),
@@ -69,7 +70,18 @@ def status_command(place: str, as_json: bool) -> None:
         for server in state["servers"]
     ]
     print_table(
-        ("server", "standing", "state", "domain", "used", "free", "left", "path", "last error"),
+        (
+            "server",
+            "standing",
+            "state",
+            "domain",
+            "class",
+            "used",
+            "free",
+            "left",
+            "path",
+            "last error",
+        ),
         rows,
         right=("used", "free"),
     )
@@ -115,6 +127,7 @@ _ADD = """\b
 Examples:
   aifs server add /srv/store /mnt/disk5/aifs
   aifs server add --domain rack-b /mnt/store /mnt/b5/aifs
+  aifs server add --class cold /mnt/store /mnt/disks/aifs
   aifs server add --burst /srv/store /nvme1/aifs-burst"""
 
 
@@ -126,10 +139,17 @@ Examples:
     metavar="NAME",
     help="What fails together with it, such as its host or rack.",
 )
+@click.option(
+    "--class",
+    "storage_class",
+    default="",
+    metavar="NAME",
+    help="It is for files that have aged, and not for new ones: see user.aifs.age.",
+)
 @click.argument("place", metavar="PLACE", type=PATH)
 @click.argument("directory", type=PATH)
-def add_command(burst: bool, domain: str, place: str, directory: str) -> None:
-    """Make the empty DIRECTORY a data server of the store. New files use it.
+def add_command(burst: bool, domain: str, storage_class: str, place: str, directory: str) -> None:
+    """Make the empty DIRECTORY a data server of the store. New files use it, unless it has a class.
 
     The store remembers its servers; a YAML file need not list those that were added.
     """
@@ -142,6 +162,8 @@ def add_command(burst: bool, domain: str, place: str, directory: str) -> None:
     async def add() -> dict[str, Any]:
         async with opened(place, adding=directory) as door:
             fields = {"path": directory, "role": "burst" if burst else "data", "domain": domain}
+            if storage_class:
+                fields["class"] = storage_class
             await door.order(hints.SERVER_ADD, **fields)
             return _find(await door.state(), path=directory)
 

@@ -56,6 +56,7 @@ def status_command(mountpoint: str, as_json: bool) -> None:
             server["standing"],
             server["state"],
             server["domain"],
+            server["class"],
             _size(server, "used_bytes"),
             _size(server, "free_bytes"),
             server["path"],
@@ -64,7 +65,7 @@ def status_command(mountpoint: str, as_json: bool) -> None:
         for server in status["servers"]
     ]
     print_table(
-        ("server", "standing", "state", "domain", "used", "free", "path", "last error"),
+        ("server", "standing", "state", "domain", "class", "used", "free", "path", "last error"),
         rows,
         right=right,
     )

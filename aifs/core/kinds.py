@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import core_schema
 
+from aifs.core.aging import parse_class
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
 
 DOMAIN_MAX = 255
@@ -20,11 +21,13 @@ LAYOUT_KINDS = ("striped", "interleaved")
 
 class ServerPlace(NamedTuple):
     """The directory of a data server, the name of what fails with it: a host, a rack ("": itself
-    alone), and the bytes per second that it takes (0: to be measured)."""
+    alone), and the bytes per second that it takes (0: to be measured); the class of files that it
+    is for ("": new ones; None: nothing is said)."""
 
     path: str
     domain: str = ""
     bandwidth: int = 0
+    storage_class: str | None = None
 
 
 class Setting(NamedTuple):
@@ -258,12 +261,12 @@ def _parse_servers(value: Any, base: str) -> tuple[ServerPlace, ...]:
 def _parse_server(value: Any, base: str) -> ServerPlace:
     if not isinstance(value, dict):
         return ServerPlace(_parse_address(value, base))
-    if not {"path"} <= set(value) <= {"path", "domain", "bandwidth"}:
+    if not {"path"} <= set(value) <= {"path", "domain", "bandwidth", "class"}:
         raise ValueError
     bandwidth = size(0, 1 << 60).parse(value.get("bandwidth", 0), base)
-    return ServerPlace(
-        _parse_address(value["path"], base), parse_domain(value.get("domain", "")), bandwidth
-    )
+    storage_class = parse_class(value["class"]) if "class" in value else None
+    domain = parse_domain(value.get("domain", ""))
+    return ServerPlace(_parse_address(value["path"], base), domain, bandwidth, storage_class)
 
 
 def parse_domain(value: Any) -> str:
@@ -277,8 +280,10 @@ def _format_servers(servers: tuple[ServerPlace, ...]) -> str:
     return ":".join(_format_server(*server) for server in servers)
 
 
-def _format_server(path: str, domain: str, bandwidth: int) -> str:
+def _format_server(path: str, domain: str, bandwidth: int, storage_class: str | None) -> str:
     said = [domain] if domain else []
+    if storage_class:
+        said.append(f"class {storage_class}")
     if bandwidth:
         said.append(f"{format_size(bandwidth)}/s")
     return f"{path} ({', '.join(said)})" if said else path
@@ -310,7 +315,8 @@ OPTIONAL_PATH = Kind("a path", _parse_optional_path)
 PATH = Kind("a path", _parse_path)
 PATHS = Kind("a list of directories", _parse_paths, ":".join)
 SERVERS = Kind(
-    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE}",
+    "a list of directories, not empty; each a path, or {path: PATH, domain: NAME, bandwidth: SIZE, "
+    "class: NAME}",
     _parse_servers,
     _format_servers,
 )

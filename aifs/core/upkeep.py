@@ -58,6 +58,7 @@ class Work(Enum):
     RETENTION = "removing old checkpoints"
     COMPACT = "compaction"
     REBUILD = "rebuilding"
+    AGING = "moving old files"
     SCRUB = "the scrub"
     RELAX = "giving back memory"
 

@@ -108,6 +108,8 @@ class DataServer:
         """One of SERVER_STATES, as the store's table has it."""
         self.domain = ""
         """What fails together with it, as the store's table has it; '': itself alone."""
+        self.storage_class = ""
+        """'': new files go there; others are for files that have aged."""
         self.absent = ""
         """Why the storage is not used: then all calls are answered with Unavailable, and it is left
         alone.

@@ -170,11 +170,11 @@ class Servers:
         known = map(self.find, numbers)
         return all(server is None or server.storage.in_place for server in known)
 
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self, storage_class: str = "") -> tuple[Candidate, ...]:
         """What ``usable`` says, without those that are full while others are not, with failure
-        domains, and weights by the free space as last seen.
+        domains, and weights by the free space as last seen. Of another class there may be none.
         """
-        usable = self._chosen()
+        usable = self._chosen(storage_class)
         chosen = tuple(s for s in usable if s.seen is None or s.seen.available > _FULL) or usable
         free = [server.seen.available if server.seen else 0 for server in chosen]
         most = max(free, default=0)
@@ -183,8 +183,15 @@ class Servers:
             for server, its in zip(chosen, free, strict=True)
         )
 
-    def _chosen(self) -> tuple[DataServer, ...]:
+    def of_class(self, storage_class: str = "") -> tuple[DataServer, ...]:
+        """Those for new files, or of another class, where objects may stay, whether they work or
+        not. Where none is for new files, all are."""
         active = tuple(server for server in self.capacity() if server.standing == ACTIVE)
+        chosen = tuple(server for server in active if server.storage_class == storage_class)
+        return chosen if chosen or storage_class else active
+
+    def _chosen(self, storage_class: str = "") -> tuple[DataServer, ...]:
+        active = self.of_class(storage_class)
         present = tuple(server for server in active if not (server.absent or server.missing))
         return tuple(server for server in present if server.health.usable) or present or active
 
@@ -195,10 +202,18 @@ class Servers:
         self._removed.append(server)
         self.prefer.pop(number, None)
 
-    def classify(self, number: int, standing: str, domain: str, successor: int | None) -> None:
+    def classify(
+        self,
+        number: int,
+        standing: str,
+        domain: str,
+        successor: int | None,
+        storage_class: str = "",
+    ) -> None:
         """Take over what the table says of a server. One that is lost is not used any more."""
         server = self._servers[number]
         server.standing, server.domain = standing, domain
+        server.storage_class = storage_class
         if standing == LOST:
             server.absent = _LOST
         if standing != ACTIVE:  # what lies there has to leave in any case
@@ -267,11 +282,13 @@ class Servers:
             kind = "data server" if server.role == "data" else "burst directory"
             _log.warning("the store does without a %s for now: %s", kind, error)
 
-    async def make_ready(self, number: int, path: str, domain: str = "") -> DataServer:
+    async def make_ready(
+        self, number: int, path: str, domain: str = "", storage_class: str = ""
+    ) -> DataServer:
         """Look at a directory that carries its marker, in a thread of its own, so that it can be
         taken in. Raises StoreError."""
         server = self._new(number, path)
-        server.domain = domain
+        server.domain, server.storage_class = domain, storage_class
         self._removed.append(server)  # its threads end with the others if it is not taken in
         try:
             with giving_up():
@@ -423,7 +440,7 @@ class Servers:
         )
 
     async def status(self) -> list[dict[str, Any]]:
-        """For ``aifs status``: role, id in it, path, domain, standing, state, used_bytes,
+        """For ``aifs status``: role, id in it, path, domain, class, standing, state, used_bytes,
         free_bytes (None: unknown), last_error, read_bytes (by requests since the mount; what the
         page cache of this host had is not among them)."""
         servers = tuple(self._servers.values())
@@ -468,6 +485,7 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
         "id": server.number,
         "path": server.address,
         "domain": server.domain,
+        "class": server.storage_class,
         "standing": server.standing,
         "state": server.state,
         "used_bytes": space.total - space.free if space else None,

@@ -20,7 +20,7 @@ from aifs.files.containers import Containers
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.layout.placement import ACTIVE, ALGORITHM, WEIGHTS, Candidate, spread
+from aifs.layout.placement import ALGORITHM, WEIGHTS, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import forms
@@ -240,18 +240,21 @@ class CapacityIO:
         """What the file's policy asks for."""
         return (inode.policy or DEFAULT_POLICY).redundancy(self._default)
 
-    def place(self, inode: Inode, beside: Collection[int] = ()) -> Striped:
+    def place(self, inode: Inode, beside: Collection[int] = (), storage_class: str = "") -> Striped:
         """Where new objects of the file go, protected as its policy asks. If not even counting
         servers that do not work there are enough for that, unprotected. ``beside``: servers that
-        have no room, so they come after all others."""
+        have no room, so they come after all others. A ``storage_class`` must have a candidate; its
+        servers count, whatever the policy allows."""
         policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
-        candidates = self._candidates(inode)
+        candidates = (
+            self._servers.candidates(storage_class) if storage_class else self._candidates(inode)
+        )
         candidates = [c for c in candidates if c.id not in beside] or candidates
         columns = redundancy.columns(policy.count or self._count, len(candidates))
         if len(candidates) < columns:
             # Columns on those that do not work are made elsewhere once they are known to lack.
             known = {candidate.id for candidate in candidates}
-            others = [server.id for server in self._servers.capacity() if server.standing == ACTIVE]
+            others = [server.id for server in self._servers.of_class(storage_class)]
             idle = [
                 Candidate(number, f"server {number}", WEIGHTS[0])
                 for number in others

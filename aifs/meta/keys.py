@@ -44,6 +44,8 @@
                                      (meta/trash.py)
     r ino                            retention of the checkpoints in a directory: text, as in
                                      core/retention.py
+    f ino                            rule by which old files below a directory move to other
+                                     servers: text, as in core/aging.py
     n ino [number]                   group of a directory, which may be pending; with number (8
                                      bytes): rank that has committed, or file that has been closed;
                                      2^63 + host: what that host has of it (meta/groups.py)
@@ -190,6 +192,10 @@ def trash(ino: int) -> bytes:
 
 def retention(ino: int) -> bytes:
     return _NUMBER(b"r", ino)
+
+
+def age_rule(ino: int) -> bytes:
+    return _NUMBER(b"f", ino)
 
 
 def lock_home(ino: int) -> bytes:

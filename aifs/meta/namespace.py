@@ -383,6 +383,7 @@ def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]
     if inode.is_dir:
         drop_group(tx, ino)
         tx.delete(keys.retention(ino))
+        tx.delete(keys.age_rule(ino))
     return garbage
 
 

@@ -3,6 +3,7 @@
 
 ``s server`` is a JSON object: ``path`` (relative for what lies below a SOURCE directory), ``state``
 (one of SERVER_STATES), ``domain`` (what fails together has the same; "": the server alone),
+``storage_class`` ("": for new files; other ones are for files that have aged, upkeep/aging.py),
 ``successor`` (the number of the server that takes over its objects, or null) and ``host`` (the host
 that has the burst directory; 0: where the store has one host, and of a data server). Numbers are
 never used again: the counters ``cservers`` and ``cburst`` say which come next.
@@ -27,6 +28,7 @@ class ServerRecord:
     domain: str = ""
     successor: int | None = None
     host: int = 0
+    storage_class: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -36,13 +38,14 @@ def decode_server(value: bytes) -> ServerRecord:
     """Raises Unavailable if the record is damaged."""
     try:
         record = ServerRecord(**json.loads(value))
-        kinds = type(record.path), type(record.domain), type(record.host), type(record.successor)
+        texts = record.path, record.domain, record.storage_class
     except (ValueError, TypeError) as error:
         raise Unavailable("a record of the table of servers is damaged") from error
     if (
         record.state not in SERVER_STATES
-        or kinds[:3] != (str, str, int)
-        or kinds[3] not in (int, type(None))
+        or not all(isinstance(text, str) for text in texts)
+        or type(record.host) is not int
+        or type(record.successor) not in (int, type(None))
     ):
         raise Unavailable("a record of the table of servers is damaged")
     return record

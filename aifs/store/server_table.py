@@ -66,13 +66,15 @@ class ServerTable:
             raise Invalid(f"there is no {name_of(server_id)} in this store")
         return record
 
-    async def add(self, directory: str, role: str = "data", domain: str = "") -> int:
+    async def add(
+        self, directory: str, role: str = "data", domain: str = "", storage_class: str = ""
+    ) -> int:
         """Make ``directory`` a data server ('data') or burst directory ('burst'); returns its id.
-        New files use it.
+        New files use it, or those that have aged, if it has a class.
 
         Raises StoreError if it is not an empty directory.
         """
-        return await self._add(directory, role, domain)
+        return await self._add(directory, role, domain, storage_class)
 
     async def replace(self, server_id: int, directory: str, state: str) -> int:
         """Make ``directory`` a data server that takes over from another one, which gets ``state``;
@@ -80,11 +82,17 @@ class ServerTable:
 
         It may have the path of a lost server. Raises Invalid, StoreError.
         """
-        domain = (await self.find(server_id)).domain
-        return await self._add(directory, "data", domain, server_id, state)
+        of = await self.find(server_id)
+        return await self._add(directory, "data", of.domain, of.storage_class, server_id, state)
 
     async def _add(
-        self, directory: str, role: str, domain: str, old: int | None = None, state: str = ""
+        self,
+        directory: str,
+        role: str,
+        domain: str,
+        storage_class: str,
+        old: int | None = None,
+        state: str = "",
     ) -> int:
         directory = os.path.abspath(directory) if is_path(directory) else directory
         async with self._changing:
@@ -105,10 +113,10 @@ class ServerTable:
                     f"{directory}: has not answered within {limit_s:g} s; it is not added"
                 )
             faults.reach(_MARKED)
-            server = await self._servers.make_ready(server_id, directory, domain)
+            server = await self._servers.make_ready(server_id, directory, domain, storage_class)
             host = self._engine.host if role == "burst" else 0
             path = directories.recorded_path(self._config, directory)
-            record = ServerRecord(path, domain=domain, host=host)
+            record = ServerRecord(path, domain=domain, host=host, storage_class=storage_class)
             rows = {server_id: record}
             if old is not None:
                 rows[old] = replace(await self.find(old), state=state, successor=server_id)
@@ -143,7 +151,9 @@ class ServerTable:
 
     def _classify(self, server_id: int, record: ServerRecord) -> None:
         if self._servers.find(server_id) is not None:
-            self._servers.classify(server_id, record.state, record.domain, record.successor)
+            self._servers.classify(
+                server_id, record.state, record.domain, record.successor, record.storage_class
+            )
 
     async def follow(self, server_id: int) -> None:
         """Another host has changed the record of a server: what is in use follows it. A data server
@@ -156,7 +166,9 @@ class ServerTable:
                     return  # another host's burst directory
                 try:
                     path = below(self._config.source, record.path)
-                    server = await self._servers.make_ready(server_id, path, record.domain)
+                    server = await self._servers.make_ready(
+                        server_id, path, record.domain, record.storage_class
+                    )
                 except StoreError as error:
                     _log.warning("a new server cannot be used: %s", error)
                     return
@@ -252,7 +264,9 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     for server_id, record in records.items():
         if server_id in in_use.elsewhere:
             continue
-        in_use.classify(server_id, record.state, record.domain, record.successor)
+        in_use.classify(
+            server_id, record.state, record.domain, record.successor, record.storage_class
+        )
     dispensable = set[int]()
     for server in in_use.capacity():
         if config.data.missing == "allow" or server.id not in unprotected:
@@ -282,25 +296,30 @@ def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
     return sum(record.undrained for record in records if record.server == server.id)
 
 
-async def adopt_domains(config: Config, engine: Engine) -> None:
-    """Failure domains that the configuration names are those of the table from now on. Durable on
-    return.
+async def adopt_places(config: Config, engine: Engine) -> None:
+    """Failure domains and classes that the configuration names are those of the table from now on.
+    Durable on return.
     """
-    named = {path: domain for path, domain, _ in config.places if domain}
+    named = {
+        place.path: place
+        for place in config.places
+        if place.domain or place.storage_class is not None
+    }
 
     def adopt(tx: Transaction) -> int:
         changed, table = 0, servers.read_table(tx)
         paths = {number: below(config.source, row.path) for number, row in table.items()}
         same = directories.same_directories(named, list(paths.values()))
-        domains = {same[path]: domain for path, domain in named.items() if path in same}
+        places = {same[path]: place for path, place in named.items() if path in same}
         for server_id, record in table.items():
-            domain = domains.get(paths[server_id])
-            if (
-                role_of(server_id) == "data"
-                and domain not in (None, record.domain)
-                and record.state != LOST
-            ):
-                servers.put_server(tx, server_id, replace(record, domain=domain))
+            place = places.get(paths[server_id])
+            if place is None or role_of(server_id) != "data" or record.state == LOST:
+                continue
+            after = replace(record, domain=place.domain or record.domain)
+            if place.storage_class is not None:
+                after = replace(after, storage_class=place.storage_class)
+            if after != record:
+                servers.put_server(tx, server_id, after)
                 changed += 1
         return changed
 

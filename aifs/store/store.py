@@ -21,7 +21,7 @@ from aifs.core import faults, files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
-from aifs.core.kinds import is_path
+from aifs.core.kinds import ServerPlace, is_path
 from aifs.core.role import Role
 from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
@@ -44,7 +44,7 @@ from aifs.store.ownership import Ownership, require_unused
 from aifs.store.right import Metadata, StoreRight
 from aifs.store.server_table import (
     ServerTable,
-    adopt_domains,
+    adopt_places,
     id_of,
     load_servers,
     note_elsewhere,
@@ -202,12 +202,15 @@ def _format(config: Config, roles: list[_Role], identity: str, put: _Put | None)
         if is_path(path):
             files.make_dirs(path)
         directories.erase(role, path)
-    domains = {place.path: place.domain for place in config.places}
+    said = {place.path: place for place in config.places}
     table = {
         id_of(role, number): ServerRecord(
-            directories.recorded_path(config, path), domain=domains.get(path, "")
+            directories.recorded_path(config, path),
+            domain=place.domain,
+            storage_class=place.storage_class or "",
         )
         for role, number, path in _registered(config, roles)
+        for place in [said.get(path, ServerPlace(path))]
     }
     engine = LmdbEngine(meta)
     try:
@@ -347,7 +350,7 @@ async def open_store(
         }
         if not is_directory_source(config.source):
             require_registered(config, list(paths.values()), adding)
-        await adopt_domains(config, engine)
+        await adopt_places(config, engine)
         servers = Servers(
             paths,
             identity,

@@ -222,10 +222,15 @@ class Mender:
         """Lay a file that lies on all servers there are out over those where columns may stay, if
         it has to leave one and that costs no safety."""
         seen = await self._look(subject.file.inode.ino, oid)
-        if seen.objects is not None and self.staying().issuperset(seen.objects.layout.servers):
+        if seen.objects is None:
+            return False
+        if self.staying().issuperset(seen.objects.layout.servers):
             return False  # what does not work now may do so later
-        layout = self._io.capacity.place(subject.file.inode)
-        if seen.objects is None or layout.tolerates < seen.objects.layout.tolerates:
+        storage_class = self._servers[seen.objects.layout.servers[0]].storage_class
+        if not self._servers.candidates(storage_class):
+            storage_class = ""
+        layout = self._io.capacity.place(subject.file.inode, storage_class=storage_class)
+        if layout.tolerates < seen.objects.layout.tolerates:
             return False
         if not self.staying().issuperset(layout.servers):
             return False

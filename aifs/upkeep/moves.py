@@ -104,7 +104,8 @@ class ColumnMover:
         while True:
             target = self._target(objects, column, unread, failed)
             if target is None:
-                if any((objects.oid, number) in self._strays for number in self._servers.usable()):
+                here = objects.layout.servers[column]
+                if any((objects.oid, c.id) in self._strays for c in self._usable(here)):
                     return Result.PENDING, frozenset()
                 raise next(
                     iter(failed.values()),
@@ -119,11 +120,7 @@ class ColumnMover:
         self, objects: SetRecord, column: int, unread: int, failed: Mapping[int, FsError]
     ) -> DataServer | None:
         here = objects.layout.servers[column]
-        usable = [
-            candidate
-            for candidate in self._servers.candidates()
-            if not self._servers[candidate.id].absent
-        ]
+        usable = self._usable(here)
         if (
             unread >> column & 1
             and here not in failed
@@ -137,8 +134,23 @@ class ColumnMover:
             server.id: server.domain or f"server {server.id}" for server in self._servers.capacity()
         }
         preferred = self._servers.prefer.get(here)
-        chosen = choose_target(objects.oid, objects.layout, column, candidates, domains, preferred)
-        return None if chosen is None else self._servers[chosen]
+        storage_class = self._servers[here].storage_class
+        alike = [c for c in candidates if self._servers[c.id].storage_class == storage_class]
+        for some in (alike, candidates):  # a server of another class is better than none
+            chosen = choose_target(objects.oid, objects.layout, column, some, domains, preferred)
+            if chosen is not None:
+                return self._servers[chosen]
+        return None
+
+    def _usable(self, here: int) -> list[Candidate]:
+        """Servers that work and may have what is on ``here``: those of its class, and those for new
+        files."""
+        return [
+            candidate
+            for storage_class in dict.fromkeys((self._servers[here].storage_class, ""))
+            for candidate in self._servers.candidates(storage_class)
+            if not self._servers[candidate.id].absent
+        ]
 
     async def _move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer

@@ -89,9 +89,9 @@ class ServerAdmin:
 
     # --- orders ---
 
-    async def add(self, path: str, role: str, domain: str) -> int:
-        """A new server, which new files use; its id. Raises Invalid."""
-        return await self._told(self._add(path, role, domain))
+    async def add(self, path: str, role: str, domain: str, storage_class: str = "") -> int:
+        """A new server, which new files use, or those that have aged; its id. Raises Invalid."""
+        return await self._told(self._add(path, role, domain, storage_class))
 
     async def drain(self, server_id: int, undo: bool = False) -> None:
         """No new objects go there, and what is there moves to others; ``undo``: it is used again.
@@ -121,8 +121,8 @@ class ServerAdmin:
             self._refused = str(error)
             raise Invalid(str(error)) if isinstance(error, StoreError) else error from None
 
-    async def _add(self, path: str, role: str, domain: str) -> int:
-        server_id = await self._table.add(path, role, domain)
+    async def _add(self, path: str, role: str, domain: str, storage_class: str) -> int:
+        server_id = await self._table.add(path, role, domain, storage_class)
         _log.info("%s is added: %s", name_of(server_id), path)
         self._rebuild.look()
         return server_id

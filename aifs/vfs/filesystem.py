@@ -31,6 +31,7 @@ from aifs.movers.pool import Pool
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store
+from aifs.upkeep.aging import Aging
 from aifs.upkeep.compaction import INTERVAL_S as COMPACT_EVERY_S
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.evict import PAUSE_S, Evictor
@@ -227,6 +228,7 @@ class Filesystem:
             damage,
             upkeep,
         )
+        self.aging = aging = Aging(config, engine, servers, io, ids, upkeep)
         self.scrub = scrub = Scrub(
             config, engine, servers, io, rebuild, from_copies, evictor, handles, findings, upkeep
         )
@@ -330,6 +332,7 @@ class Filesystem:
                 "requests": served.status,
                 "background": share.status,
                 "trash": trash.status,
+                "aging": aging.status,
                 "backup": backup.status,
                 "burst": tier.status,
                 "drain": drain.status,
@@ -368,6 +371,7 @@ class Filesystem:
             groups,
             GroupHints(engine, table, groups, closing, refusals, attributes, options),
             retention,
+            aging,
             backup,
             scrub,
             server_admin,
@@ -463,6 +467,7 @@ class Filesystem:
             Work.TRASH: Job(self.trash.work),
             Work.STRAYS: Job(self.rebuild.strays.work),
             Work.REBUILD: Job(self.rebuild.work),
+            Work.AGING: Job(self.aging.work),
             Work.RETENTION: Job(self.retention.work),
             Work.SCRUB: Job(self.scrub.work),
         }

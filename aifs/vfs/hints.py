@@ -24,6 +24,8 @@ files.
                              (publishing/publish_hint.py)
     user.aifs.keep           directory: get and set which checkpoints in it are kept
                              (core/retention.py)
+    user.aifs.age            directory: get and set where old files below go, AGE:CLASS
+                             (upkeep/aging.py)
     user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata
                              (Backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a
@@ -53,7 +55,7 @@ files.
 ``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
 They are not listed, so that copying tools leave them alone. Policies (the first three, publish and
 mirror) are stored in the inode, and what is made in a directory inherits its. They, ``pending``,
-``keep`` and ``group`` can be removed.
+``keep``, ``age`` and ``group`` can be removed.
 """
 
 import json
@@ -66,6 +68,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.types import ATIMES, CallerLike
 from aifs.store.backup import Backup
 from aifs.store.store import Store
+from aifs.upkeep.aging import Aging
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
 from aifs.vfs import operation_log, places, policy_hints, reports, rights, server_hints
@@ -106,6 +109,7 @@ class Hints:
         groups: Groups,
         group_hints: GroupHints,
         retention: Retention,
+        aging: Aging,
         backup: Backup,
         scrub: Scrub,
         server_admin: ServerAdmin,
@@ -126,6 +130,7 @@ class Hints:
         self._groups = groups
         self._group_hints = group_hints
         self._retention = retention
+        self._aging = aging
         self._backup = backup
         self._scrub = scrub
         self._server_admin = server_admin
@@ -145,6 +150,7 @@ class Hints:
             b"user.aifs.scrub": self._order_scrub,
             b"user.aifs.fence": self._fence,
             b"user.aifs.keep": retention.set_policy,
+            b"user.aifs.age": lambda ino, text, _: aging.set_rule(ino, text),
             b"user.aifs.start": starts.order,
         }
         self._requests: dict[bytes, Request] = {
@@ -169,6 +175,8 @@ class Hints:
             return (await self._policies.get(ino, name)).encode()
         if name == b"user.aifs.keep" and (keep := await self._retention.policy_of(ino)):
             return keep.encode()
+        if name == b"user.aifs.age" and (rule := await self._aging.rule_of(ino)):
+            return rule.encode()
         return _json(await self._tell(ino, name, caller))
 
     async def _tell(self, ino: int, name: bytes, caller: CallerLike) -> dict[str, Any]:
@@ -269,6 +277,10 @@ class Hints:
                 if not await self._retention.policy_of(ino):
                     raise NoAttribute()
                 await self._retention.set_policy(ino, "", caller)
+            elif name == b"user.aifs.age":
+                if not await self._aging.rule_of(ino):
+                    raise NoAttribute()
+                await self._aging.set_rule(ino, "")
             elif name in policy_hints.DEFAULTS:
                 await self._policies.remove(ino, name)
             else:

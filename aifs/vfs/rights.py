@@ -103,6 +103,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.commit": Right(unreadable, writer),
     b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
     b"user.aifs.keep": Right(reader, owner),
+    b"user.aifs.age": Right(reader, owner),
     b"user.aifs.group": Right(reader, writer),  # pending=yes: as user.aifs.pending
     b"user.aifs.group.ID": Right(reader, unchangeable),
     b"user.aifs.group.commit": Right(unreadable, writer),

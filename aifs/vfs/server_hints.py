@@ -2,7 +2,8 @@
 hints.py).
 
     user.aifs.servers         get: JSON (ServerAdmin.describe)
-    user.aifs.server-add      set: an absolute path; or JSON: path, role ("data"), domain ("")
+    user.aifs.server-add      set: an absolute path; or JSON: path, role ("data"), domain (""),
+                              class ("")
     user.aifs.burst-add       set: an absolute path
     user.aifs.server-drain    set, JSON: id, role ("data"), undo (false)
     user.aifs.server-replace  set, JSON: id, path
@@ -16,6 +17,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from aifs.core.aging import parse_class
 from aifs.core.errors import Invalid
 from aifs.core.kinds import parse_domain
 from aifs.data.marker import ROLES
@@ -34,10 +36,13 @@ async def order(admin: ServerAdmin, name: bytes, text: str) -> None:
         raise Invalid(f"not what this hint takes: {error}") from None
 
 
-async def _add(admin: ServerAdmin, path: str, role: str = "data", domain: str = "") -> None:
-    if not os.path.isabs(path):
-        raise ValueError(f"{path!r} is not an absolute path")
-    await admin.add(path, _role(role), parse_domain(domain))
+async def _add(
+    admin: ServerAdmin, path: str, role: str = "data", domain: str = "", **more: Any
+) -> None:
+    storage_class = parse_class(more.pop("class", ""))  # which is a word of Python's
+    if more or not os.path.isabs(path):
+        raise ValueError(f"{path!r} is not an absolute path" if not more else f"{[*more]}")
+    await admin.add(path, _role(role), parse_domain(domain), storage_class)
 
 
 async def _drain(admin: ServerAdmin, id: int, role: str = "data", undo: bool = False) -> None:

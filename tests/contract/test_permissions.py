@@ -52,6 +52,7 @@ MAY_SET = {
     "commit": WRITER,
     "publish-as": ANYBODY,  # where the final name is decides: test_publish.py
     "keep": OWNERS,
+    "age": OWNERS,
     "group": WRITER,
     "group.ID": NOBODY,
     "group.commit": WRITER,

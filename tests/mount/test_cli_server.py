@@ -2,9 +2,11 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.hosts import until
 from tests.support.mounts import Mounted, aifs
 
 DATA = os.urandom(3 << 20)
@@ -52,3 +54,33 @@ def test_servers_come_and_go_below_a_mount(
     assert "rack-b" in aifs("server", "status", store.source).stdout
     store.remount()
     assert (path / "plain").read_bytes() == (path / "safe" / "file").read_bytes() == DATA
+
+
+def aging_of(path: Path) -> dict:
+    return json.loads(aifs("status", path, "--json").stdout)["aging"]
+
+
+def test_old_files_move_to_a_server_with_a_class(
+    mount_store: Callable[..., Mounted], scratch: Path
+) -> None:
+    store = mount_store("layout.pack_below=0", "burst.drain_delay=0s")
+    path = store.path
+    aifs("server", "add", "--class", "cold", path, scratch / "cold")
+    (path / "old").write_bytes(DATA)
+    (path / "young").write_bytes(DATA)
+    aifs("drain", path)
+    objects = [*(scratch / "cold").glob("objects/*/*/*")]
+    assert not objects, "new files go elsewhere"
+    os.utime(path / "old", (1, 1))
+    refused = aifs("server", "add", "--class", "Co/ld", path, scratch / "other", check=False)
+    assert refused.returncode and "is no class" in refused.stderr
+    subprocess.run(["setfattr", "-n", "user.aifs.age", "-v", "30d:cold", path], check=True)
+    with open(path / "old", "rb") as reader:
+        until(lambda: aging_of(path)["files"] == 1, "the old file moves")
+        assert reader.read() == DATA
+    [part] = json.loads(aifs("info", path / "old", "--json").stdout)["parts"]
+    assert part["path"].startswith(str(scratch / "cold"))
+    store.remount()
+    assert (path / "old").read_bytes() == (path / "young").read_bytes() == DATA
+    assert "cold" in aifs("server", "status", path).stdout
+    assert "30d:cold" in aifs("hints", path).stdout

@@ -394,13 +394,17 @@ def test_the_low_mark_is_below_the_high_one(tmp_path: Path) -> None:
 def test_servers_may_have_failure_domains(tmp_path: Path) -> None:
     text = (
         "meta: {directory: /m}\nservers:\n  - /s0\n  - {path: s1, domain: rack a}\n  - {path: "
-        "/s2, bandwidth: 2GiB}\n"
+        "/s2, bandwidth: 2GiB, class: cold}\n"
     )
     loaded = config.load(write(tmp_path / "c.yaml", text), {})
-    assert loaded.places == (("/s0", "", 0), (f"{tmp_path}/s1", "rack a", 0), ("/s2", "", 2 << 30))
+    assert loaded.places == (
+        ("/s0", "", 0, None),
+        (f"{tmp_path}/s1", "rack a", 0, None),
+        ("/s2", "", 2 << 30, "cold"),
+    )
     assert loaded.servers == ("/s0", f"{tmp_path}/s1", "/s2")
     values = {key: value for key, value, _ in loaded.settings()}
-    assert values["servers"] == f"/s0:{tmp_path}/s1 (rack a):/s2 (2GiB/s)"
+    assert values["servers"] == f"/s0:{tmp_path}/s1 (rack a):/s2 (class cold, 2GiB/s)"
 
 
 @pytest.mark.parametrize(
@@ -410,6 +414,8 @@ def test_servers_may_have_failure_domains(tmp_path: Path) -> None:
         "{path: /s, rack: a}",
         "{path: /s, bandwidth: fast}",
         "{path: /s, domain: 3}",
+        "{path: /s, class: Cold}",
+        "{path: /s, class: null}",
         "{path: /s, domain: [a]}",
         "{path: ''}",
         '{path: /s, domain: "a\\nb"}',
@@ -421,7 +427,7 @@ def test_a_wrong_server_is_refused(tmp_path: Path, entry: str) -> None:
     assert message.startswith(f"{file}:2: servers: ")
     assert message.endswith(
         " is not a list of directories, not empty; each a path, or {path: PATH, domain: NAME, "
-        "bandwidth: SIZE}"
+        "bandwidth: SIZE, class: NAME}"
     )
 
 

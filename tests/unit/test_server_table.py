@@ -22,10 +22,10 @@ from tests.support.memory_engine import MemoryEngine
 
 
 def test_a_record_is_as_documented() -> None:
-    record = ServerRecord("data/3", DRAINING, "rack-a", 7, 2)
-    assert (
-        record.encode()
-        == b'{"path": "data/3", "state": "draining", "domain": "rack-a", "successor": 7, "host": 2}'
+    record = ServerRecord("data/3", DRAINING, "rack-a", 7, 2, "cold")
+    assert record.encode() == (
+        b'{"path": "data/3", "state": "draining", "domain": "rack-a", "successor": 7, "host": 2, '
+        b'"storage_class": "cold"}'
     )
     assert decode_server(record.encode()) == record
 

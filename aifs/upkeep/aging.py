@@ -1,0 +1,222 @@
+"""Files that nobody has used for long move to another class of data servers, in the background.
+
+The rule of a directory (``user.aifs.age``, core/aging.py) holds for all that lies below, up to the
+next directory that has one. It is looked up when a pass meets a file, so it holds for what was
+there before, too. A file moves as a whole, by laying it out anew (relayout): who reads it goes on,
+and a file that is changed meanwhile stays. It has the protection that it had, or stays. Nothing
+moves back by itself: a file that is written anew is a new one, and goes where new files go.
+
+Striped files move. Those that lie in containers stay: they are small, and share their objects with
+others. So do files with several names, of which nobody knows where they are.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.burst.transfer import Limiter, Mover
+from aifs.core.aging import AgeRule, format_age_rule, parse_age_rule
+from aifs.core.config import Config
+from aifs.core.errors import FsError, Invalid, NotFound, Stale, Unavailable
+from aifs.core.log import logger
+from aifs.core.upkeep import Upkeep, Work
+from aifs.data.servers import Servers
+from aifs.files.file_io import FileIO
+from aifs.meta import degraded, keys, namespace
+from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.records import Inode, decode_inode
+from aifs.meta.slices import read_slice
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.mending import FileSubject
+from aifs.upkeep.relayout import Relayout
+
+_log = logger(__name__)
+
+_INTERVAL_S = 3600.0
+_SLICE = 64  # inodes that are looked at in one go
+
+
+class Aged(NamedTuple):
+    """A file that is to move, and where."""
+
+    ino: int
+    oid: int
+    storage_class: str
+
+
+class Aging:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        servers: Servers,
+        io: FileIO,
+        ids: IdAllocator,
+        upkeep: Upkeep,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._io = io
+        self._upkeep = upkeep
+        limiter = Limiter(config.rebuild.bandwidth)
+        self._mover = Mover(servers.budget, limiter, config.burst.ioprio)
+        movers = io.sets.movers(self._mover)
+        self._relayout = Relayout(io, ids, movers, config.data.min_spare)
+        self._left = 0
+        """How many files the last pass has left where they are, though they are old enough."""
+        self._reason = ""
+        """Why, of one of them."""
+
+    # --- rules ---
+
+    async def set_rule(self, ino: int, text: str) -> None:
+        """Set the rule of a directory, '' to remove it; a pass begins. Durable as a change of
+        metadata is. Raises Invalid, NotFound, NotADirectory."""
+        try:
+            rule = format_age_rule(parse_age_rule(text)) if text else ""
+        except ValueError as error:
+            raise Invalid(str(error)) from None
+        await self._engine.transact(_put_rule, ino, rule.encode())
+        self._upkeep.wake(Work.AGING)
+
+    async def rule_of(self, ino: int) -> str:
+        """The rule of the directory itself, '' if it has none."""
+        return (await self._engine.view(_get_rule, ino)).decode()
+
+    # --- in the background ---
+
+    async def work(self) -> float:
+        """Move all that is old enough; in how many seconds to look again."""
+        rules = await self._engine.view(_read_rules)
+        left, self._left, reason, self._reason = self._left, 0, self._reason, ""
+        if not rules:
+            return _INTERVAL_S
+        classes = {server.id: server.storage_class for server in self._servers.capacity()}
+        above: dict[int, AgeRule | None] = {ino: rule for ino, rule in rules.items()}
+        start, end = keys.all_of(b"i")
+        while start:
+            now_ns = time.time_ns()
+            found, start = await self._engine.view(_find_aged, start, end, above, classes, now_ns)
+            for aged in found:
+                await self._try(aged)
+            await self._upkeep.share.give_way()
+            await trio.lowlevel.checkpoint()
+        if self._left and (left, reason) == (0, ""):
+            _log.info("%d old files stay where they are for now: %s", self._left, self._reason)
+        return _INTERVAL_S
+
+    async def _try(self, aged: Aged) -> None:
+        try:
+            await self._move(aged)
+        except (NotFound, Stale):
+            pass  # it has been deleted
+        except FsError as error:
+            self._left += 1
+            self._reason = str(error)
+
+    async def _move(self, aged: Aged) -> None:
+        """Raises Unavailable, NoSpace if it stays though nobody uses it."""
+        if not self._servers.candidates(aged.storage_class):
+            raise Unavailable(f"no data server of the class {aged.storage_class} can be used")
+        file = await self._io.inodes.acquire(aged.ino)
+        try:
+            inode = file.inode
+            before = inode.objects
+            subject = FileSubject(self._io, self._engine, file)
+            if subject.is_busy or before is None or inode.oid != aged.oid:
+                return
+            layout = self._io.capacity.place(inode, storage_class=aged.storage_class)
+            if layout.tolerates < before.tolerates:
+                raise Unavailable(
+                    f"the class {aged.storage_class} has too few data servers for the protection "
+                    "that files have"
+                )
+            await self._relayout.lay_out(subject, layout)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._io.inodes.release(file)
+
+    def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows."""
+        return {
+            "files": self._relayout.files,
+            "bytes": self._mover.moved_bytes,
+            "left_files": self._left,
+            "reason": self._reason,
+        }
+
+
+@grows
+def _put_rule(tx: Transaction, ino: int, rule: bytes) -> None:
+    namespace.get_directory(tx, ino)
+    if rule:
+        tx.put(keys.age_rule(ino), rule)
+    else:
+        tx.delete(keys.age_rule(ino))
+
+
+def _get_rule(tx: ReadTransaction, ino: int) -> bytes:
+    return tx.get(keys.age_rule(ino)) or b""
+
+
+def _read_rules(tx: ReadTransaction) -> dict[int, AgeRule]:
+    """By directory; those that are damaged are left out: fsck names them."""
+    rules = dict[int, AgeRule]()
+    for key, value in tx.range(*keys.all_of(b"f")):
+        with suppress(ValueError):
+            rules[keys.number(key)] = parse_age_rule(value.decode())
+    return rules
+
+
+def _find_aged(
+    tx: ReadTransaction,
+    start: bytes,
+    end: bytes,
+    above: dict[int, AgeRule | None],
+    classes: Mapping[int, str],
+    now_ns: int,
+) -> tuple[list[Aged], bytes]:
+    """The files of a slice of the inodes that are to move, and where the next slice starts (empty:
+    there is none). ``above``: what is known of directories; more gets known.
+    """
+    found = []
+    records, following = read_slice(tx, start, end, _SLICE)
+    for key, value in records:
+        with suppress(Unavailable):  # damaged: fsck names it
+            inode = decode_inode(keys.number(key), value)
+            layout = inode.objects
+            if layout is None or inode.in_burst or not inode.nlink:
+                continue
+            rule = _rule_above(tx, inode, above)
+            if (
+                rule is not None
+                and max(inode.mtime_ns, inode.atime_ns) + rule.age_s * 1e9 <= now_ns
+                and {classes.get(server) for server in layout.servers} != {rule.storage_class}
+                and not degraded.is_marked(tx, inode.oid)  # it is mended first
+            ):
+                found.append(Aged(inode.ino, inode.oid, rule.storage_class))
+    return found, following
+
+
+def _rule_above(
+    tx: ReadTransaction, inode: Inode, above: dict[int, AgeRule | None]
+) -> AgeRule | None:
+    """The rule of the nearest directory above that has one."""
+    passed, rule = [], None
+    directory = inode.parent
+    while directory != namespace.SEVERAL:
+        if directory in above:
+            rule = above[directory]
+            break
+        passed.append(directory)
+        parent = namespace.find_inode(tx, directory)
+        if parent is None or directory == keys.ROOT_INO:
+            break
+        directory = parent.parent
+    above.update(dict.fromkeys(passed, rule))
+    return rule

@@ -1,0 +1,238 @@
+"""Old files move to another class of data servers (user.aifs.age)."""
+
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.config import Config
+from aifs.core.errors import FsError, Invalid, NoAttribute, NotPermitted
+from aifs.core.faults import SimulatedCrash
+from aifs.files.types import ROOT, SetAttr
+from aifs.meta.keys import ROOT_INO
+from aifs.vfs import Caller
+from aifs.vfs.filesystem import Filesystem
+from tests.support import modes, stores
+from tests.support.points import armed, crash, once
+from tests.support.stores import moved_out, read_file, require_sound, served, write_file
+
+UNIT = 4096
+DAY_NS = 86_400 * 10**9
+DATA = random.Random("old").randbytes(9 * UNIT + 17)
+SETTINGS = modes.STRIPED | {
+    "layout.unit": UNIT,
+    "layout.inline_limit": 0,
+    "burst.drain_delay": "0s",
+    "burst.stage_on_read": 0,
+    "meta.backup_interval": "0",
+}
+KINDS = {
+    "plain": {"layout.count": 2},
+    "replicas": {"layout.replicas": 2, "layout.count": 1},
+    "coded": {"layout.ec": "2+1"},
+}
+COLD = {5, 6, 7}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+async def make(scratch: Path, settings: dict[str, object]) -> Config:
+    """A store with five servers for new files."""
+    settings = SETTINGS | {"burst.directories": ["burst"]} | settings
+    await trio.to_thread.run_sync(modes.make_store, scratch / "store", settings, 5)
+    return modes.config_of(scratch / "store")
+
+
+@asynccontextmanager
+async def opened(config: Config, cold: int = 3) -> AsyncIterator[Filesystem]:
+    """Its filesystem, with servers for old files."""
+    async with served(config) as fs:
+        for number in range(cold):
+            order = {"path": f"{config.source}/cold{number}", "class": "cold"}
+            await stores.put(fs, ROOT_INO, "server-add", order, ROOT)
+        yield fs
+        await fs.collector.drain(urgent=True)
+    await require_sound(config)
+
+
+async def old_file(fs: Filesystem, name: str, parent: int = ROOT_INO, days: int = 40) -> int:
+    """Its inode number; it is on the data servers alone, and nobody has used it for ``days``."""
+    ino = await write_file(fs, name.encode(), DATA, parent, ROOT)
+    await moved_out(fs, ino)
+    then_ns = time.time_ns() - days * DAY_NS
+    await fs.setattr(ino, SetAttr(atime_ns=then_ns, mtime_ns=then_ns), ROOT)
+    return ino
+
+
+async def servers_of(fs: Filesystem, ino: int) -> set[int]:
+    layout = (await fs.getattr(ino)).objects
+    assert layout is not None
+    return set(layout.servers)
+
+
+async def passed(fs: Filesystem) -> None:
+    """A pass that begins now has ended."""
+    await fs.aging.work()
+
+
+async def rule(fs: Filesystem, ino: int, text: str, caller: Caller = ROOT) -> None:
+    """Set it, and have a pass end."""
+    await stores.put(fs, ino, "age", text, caller)
+    await passed(fs)
+
+
+@every_kind
+async def test_old_files_move_and_others_stay(scratch: Path, kind: str) -> None:
+    config = await make(scratch, KINDS[kind])
+    async with opened(config) as fs:
+        old = await old_file(fs, "old")
+        young = await old_file(fs, "young", days=20)
+        read = await old_file(fs, "read")
+        await fs.setattr(read, SetAttr(atime_ns=time.time_ns()), ROOT)
+        assert not await servers_of(fs, old) & COLD, "new files go elsewhere"
+        tolerates = (await fs.getattr(old)).objects.tolerates
+        await rule(fs, ROOT_INO, "30d:cold")
+        assert await servers_of(fs, old) <= COLD
+        assert (await fs.getattr(old)).objects.tolerates == tolerates
+        assert not (await servers_of(fs, young) | await servers_of(fs, read)) & COLD
+        assert await read_file(fs, old) == DATA
+        status = fs.aging.status()
+        assert (status["files"], status["left_files"]) == (1, 0) and status["bytes"] >= len(DATA)
+        await stores.rewrite(fs, old, DATA[::-1])
+        await moved_out(fs, old)
+        assert not await servers_of(fs, old) & COLD, "it is new again"
+        assert await read_file(fs, old) == DATA[::-1]
+
+
+async def test_the_nearest_rule_holds_for_what_was_there_before(scratch: Path) -> None:
+    config = await make(scratch, KINDS["plain"])
+    async with opened(config) as fs:
+        upper = (await fs.mkdir(ROOT_INO, b"upper", 0o755, ROOT)).ino
+        lower = (await fs.mkdir(upper, b"lower", 0o755, ROOT)).ino
+        deep = (await fs.mkdir(lower, b"deep", 0o755, ROOT)).ino
+        outside = await old_file(fs, "outside")
+        above = await old_file(fs, "above", upper)
+        below = await old_file(fs, "below", deep)
+        await rule(fs, lower, "60d:cold")
+        await rule(fs, upper, "30d:cold")
+        assert await servers_of(fs, above) <= COLD
+        assert not (await servers_of(fs, below) | await servers_of(fs, outside)) & COLD
+        await fs.removexattr(lower, b"user.aifs.age", ROOT)
+        await passed(fs)
+        assert await servers_of(fs, below) <= COLD
+        assert not await servers_of(fs, outside) & COLD
+        await rule(fs, lower, "1d:cold")
+        await fs.unlink(deep, b"below")
+        await fs.rmdir(lower, b"deep")
+        await fs.rmdir(upper, b"lower")
+    async with served(config) as fs:
+        assert await stores.numbers(fs, b"f") == [upper], "a directory takes its rule along"
+
+
+async def test_a_rule_is_set_by_the_owner_and_makes_sense(scratch: Path) -> None:
+    config = await make(scratch, KINDS["plain"])
+    async with opened(config, cold=0) as fs:
+        top = (await fs.mkdir(ROOT_INO, b"top", 0o777, stores.OWNER)).ino
+        with pytest.raises(NotPermitted):
+            await rule(fs, top, "30d:cold", Caller(uid=5, gid=5))
+        for text in ("30d", "cold", "30d:", ":cold", "soon:cold", "30d:Cold", "30d:a/b", "-1d:a"):
+            with pytest.raises(Invalid):
+                await rule(fs, top, text, stores.OWNER)
+        with pytest.raises(NoAttribute):
+            await stores.get(fs, top, "age")
+        await rule(fs, top, " 720h:cold ", stores.OWNER)
+        assert await stores.get(fs, top, "age") == "30d:cold"
+        file = await write_file(fs, b"file", b"", top)
+        with pytest.raises(FsError):
+            await rule(fs, file, "30d:cold")
+
+
+async def test_a_file_stays_where_the_class_cannot_protect_it(scratch: Path) -> None:
+    config = await make(scratch, KINDS["coded"])
+    async with opened(config, cold=2) as fs:
+        old = await old_file(fs, "old")
+        await rule(fs, ROOT_INO, "30d:cold")
+        assert not await servers_of(fs, old) & COLD
+        assert fs.aging.status()["left_files"] == 1
+        assert "too few data servers" in fs.aging.status()["reason"]
+        await rule(fs, ROOT_INO, "30d:frozen")
+        assert "the class frozen" in fs.aging.status()["reason"]
+        assert await read_file(fs, old) == DATA
+
+
+async def test_small_files_in_containers_stay(scratch: Path) -> None:
+    config = await make(scratch, {"layout.kind": "interleaved"})
+    async with opened(config) as fs:
+        old = await old_file(fs, "old")
+        before = (await fs.getattr(old)).layout
+        await rule(fs, ROOT_INO, "30d:cold")
+        assert (await fs.getattr(old)).layout == before
+        assert fs.aging.status()["left_files"] == 0
+
+
+@every_kind
+async def test_a_file_that_changes_meanwhile_keeps_what_was_written(
+    scratch: Path, kind: str
+) -> None:
+    config = await make(scratch, KINDS[kind])
+    async with opened(config) as fs:
+        old = await old_file(fs, "old")
+        handle, *_ = await fs.open(old, os.O_RDWR)
+        reached, written = trio.Event(), trio.Event()
+
+        async def write() -> None:
+            await reached.wait()
+            await fs.write(handle, 0, b"new")
+            await fs.release(handle)
+            written.set()
+
+        with armed("vfs.relayout.copied", reached.set):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                await rule(fs, ROOT_INO, "30d:cold")
+                reached.set()  # it may have stayed from the start, as it is open for writing
+        await written.wait()
+        assert await read_file(fs, old) == b"new" + DATA[3:]
+
+
+@every_kind
+async def test_a_crash_leaves_the_file_whole_and_the_next_pass_moves_it(
+    scratch: Path, kind: str
+) -> None:
+    config = await make(scratch, KINDS[kind])
+    async with opened(config) as fs:
+        old = await old_file(fs, "old")
+    with pytest.raises(SimulatedCrash):
+        async with served(config) as fs:
+            crashed = once("vfs.relayout.copied", crash)
+            await stores.put(fs, ROOT_INO, "age", "30d:cold", ROOT)
+            await trio.sleep_forever()
+    assert crashed
+    faults.disarm_all()
+    await require_sound(config)
+    async with served(config) as fs:
+        await passed(fs)
+        assert await servers_of(fs, old) <= COLD
+        assert await read_file(fs, old) == DATA
+        await fs.collector.drain(urgent=True)
+    await require_sound(config)
+
+
+async def test_what_leaves_a_cold_server_goes_to_another_one(scratch: Path) -> None:
+    config = await make(scratch, KINDS["replicas"])
+    async with opened(config) as fs:
+        old = await old_file(fs, "old")
+        await rule(fs, ROOT_INO, "30d:cold")
+        gone = min(await servers_of(fs, old))
+        await stores.put(fs, ROOT_INO, "server-drain", {"id": gone}, ROOT)
+        with trio.fail_after(30):
+            while gone in await servers_of(fs, old):
+                await fs.rebuild.news()
+        assert await servers_of(fs, old) <= COLD - {gone}
+        assert await read_file(fs, old) == DATA

@@ -1,0 +1,30 @@
+"""The rule by which old files move (core/aging.py)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aifs.core.aging import AgeRule, format_age_rule, parse_age_rule, parse_class
+
+CLASSES = st.from_regex("[a-z0-9][a-z0-9-]{0,31}", fullmatch=True)
+
+
+@given(st.integers(0, 10**9), CLASSES)
+def test_a_rule_is_what_it_says(age_s: int, storage_class: str) -> None:
+    rule = AgeRule(age_s, storage_class)
+    assert parse_age_rule(format_age_rule(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    "text", ["", "30d", "30d:", ":cold", "x:cold", "30d:a:b", "30d:" + "a" * 33]
+)
+def test_what_is_no_rule_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_age_rule(text)
+
+
+@pytest.mark.parametrize("value", [None, 3, "-a", "ä", "a b", ["a"]])
+def test_what_is_no_class_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="is no class"):
+        parse_class(value)
+    assert parse_class("") == ""
