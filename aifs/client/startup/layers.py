@@ -13,8 +13,8 @@ from collections.abc import Container
 from decimal import Decimal
 from typing import IO
 
+from aifs.client.startup.once import MakingFailed
 from aifs.core import beneath, files
-from aifs.core.errors import UserError
 
 PIECE = 1 << 20
 HEADER_MAX = 4 << 20
@@ -39,10 +39,8 @@ _NOBODY = (1 << 32) - 1  # chown(2) takes it for nothing to be changed
 _DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2)}
 
 
-class ImageRefused(UserError):
+class ImageRefused(MakingFailed):
     """An archive is not an image, is damaged, or would do harm."""
-
-    exit_code = 10
 
 
 class Limits:
