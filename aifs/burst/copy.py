@@ -238,6 +238,18 @@ class BurstCopy:
         work = page_cache.resident, fd, self.stat().st_size, step
         return await self._do(self.device.call, "resident", self._key, *work)
 
+    def may_be_written_unseen(self) -> bool:
+        """Whether a program that has it mapped may go on to write where it has written before, and
+        ``stat`` tells the same mtime afterwards: the kernel changes that when a page becomes
+        writable, which it stays until it has been written back. On a memory filesystem it stays so
+        for ever. Of a copy that has been opened. Does not block.
+        """
+        return (
+            self.device.may_inline
+            or self._fd is None
+            or self.device.call("stat", self._key, page_cache.is_dirty, self._fd)
+        )
+
     async def write(self, offset: int, data: bytes | memoryview) -> None:
         """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part
         may be, then.

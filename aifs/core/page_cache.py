@@ -30,12 +30,29 @@ def resident(fd: int, size: int, step: int) -> list[int] | None:
     """How many pages of each ``step`` bytes are in memory; None where the system does not tell.
     Raises OSError.
     """
-    asked, answer, found = _Range(0, step), _Answer(), []
-    for asked.offset in range(0, size, step):
-        if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(answer), 0):
-            number = ctypes.get_errno()
-            if number in _LACKING:
-                return None
-            raise OSError(number, os.strerror(number))
+    found = []
+    for offset in range(0, size, step):
+        if (answer := _ask(fd, offset, step)) is None:
+            return None
         found.append(answer.cached)
     return found
+
+
+def is_dirty(fd: int) -> bool:
+    """Whether a page of the file may be in memory and not on its device: all those of which it was
+    have been written back, and who writes to one by a mapping changes the file's mtime once more.
+    Takes 1 us for a small file, 100 us for 1 GiB that is cached. Raises OSError.
+    """
+    answer = _ask(fd, 0, 0)
+    return answer is None or answer.dirty + answer.writeback > 0
+
+
+def _ask(fd: int, offset: int, length: int) -> _Answer | None:
+    """Of a range; ``length`` 0: up to the end. None where the system does not tell."""
+    asked, answer = _Range(offset, length), _Answer()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(answer), 0):
+        number = ctypes.get_errno()
+        if number in _LACKING:
+            return None
+        raise OSError(number, os.strerror(number))
+    return answer

@@ -206,8 +206,12 @@ class BurstIO:
 
     # --- attributes ---
 
-    def look(self, file: OpenInode) -> None:
-        """Take size, blocks and mtime over from the copy, which may have been written past us."""
+    def look(self, file: OpenInode, mapped: bool = False) -> None:
+        """Take size, blocks and mtime over from the copy, which may have been written past us.
+
+        ``mapped``: also where these do not tell it, by a mapping. Other hosts are told of the file
+        in a moment: they are once more if it could be written so since they were told last.
+        """
         inode, status = file.inode, file.own_copy.stat()
         if status.st_mtime_ns != file.copy_mtime_ns:
             told_ns, file.copy_mtime_ns = (
@@ -223,6 +227,10 @@ class BurstIO:
         if status.st_size != inode.size or status.st_blocks != inode.blocks:
             inode.size, inode.blocks = status.st_size, status.st_blocks
             file.unsaved = True
+        if mapped and file.backing and self._engine.host:
+            if file.unseen:
+                file.unsaved, file.shown_as = True, None
+            file.unseen = file.own_copy.may_be_written_unseen()
 
     def _told_mtime(self, file: OpenInode, found_ns: int) -> int:
         """The file's mtime, now that the copy has another one.
@@ -309,7 +317,7 @@ class BurstIO:
         proof, own = await self._prove(file)
         try:
             if file.copy is copy and file.inode.in_burst:  # else it has been drained meanwhile
-                self.look(file)
+                self.look(file, mapped=True)
             if file.unsaved:
                 await self._transitions.save(file)
             seen_mtime_ns = file.copy_mtime_ns

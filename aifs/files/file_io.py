@@ -457,17 +457,17 @@ class FileIO:
                 file.lost = file.lost._replace(reason="")
             raise
 
-    async def show(self, file: OpenInode, is_new: bool = False) -> None:
-        """Somebody who has written closes the file: what core knows of it is shown to other hosts
-        on return. If it ``is_new``, it is only on record, as its name is. Without space for it,
-        that is so later.
+    async def show(self, file: OpenInode, is_new: bool = False, mapped: bool = False) -> None:
+        """Somebody who has written, perhaps where it is ``mapped``, closes the file: what core
+        knows of it is shown to other hosts on return. If it ``is_new``, it is only on record, as
+        its name is. Without space for it, that is so later.
         """
         inode = file.inode
         try:
             if file.is_joined and await self.by_home.at_home(file, Operation.SHOW):
                 return
             if inode.in_burst and file.own_copy.is_open:
-                self.burst.look(file)
+                self.burst.look(file, mapped)
             if file.unsaved or not file.recording.is_free:  # what is under way is not shown yet
                 await self.transitions.save(file)
             closed_as = inode.size, inode.mtime_ns
@@ -477,7 +477,7 @@ class FileIO:
         except FsError as error:
             _log.info("inode %d is not on record as it is: %s", inode.ino, error)
 
-    def is_shown(self, file: OpenInode, is_new: bool) -> bool:
+    def is_shown(self, file: OpenInode, is_new: bool, mapped: bool) -> bool:
         """Whether ``show`` has nothing to do, as for a file that was made and closed. Does not
         block.
         """
@@ -485,7 +485,7 @@ class FileIO:
         if file.is_joined:
             return False
         if inode.in_burst and file.own_copy.is_open:
-            self.burst.look(file)
+            self.burst.look(file, mapped)
         if file.unsaved or not file.recording.is_free:
             return False
         return not inode.nlink or is_new or file.shown_as == (inode.size, inode.mtime_ns)

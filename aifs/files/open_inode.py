@@ -85,6 +85,7 @@ class OpenInode:
         "trimmed",
         "uncached",
         "unsaved",
+        "unseen",
         "unsynced_there",
         "used",
         "users",
@@ -157,6 +158,9 @@ class OpenInode:
         drain can tell whether another one has come since."""
         self.unsaved = False
         """The record lags behind ``inode``."""
+        self.unseen = False
+        """When its record was last told to other hosts on demand, programs could go on to write to
+        it by a mapping without its mtime changing."""
         self.shown: tuple[int, int] | None = None
         """Mtime and blocks that stat(2) showed since the last change, which may have been a guess;
         None if it was not asked for."""

@@ -154,7 +154,7 @@ class StatFs(NamedTuple):
 class FileHandle:
     """What one open file may be used for."""
 
-    __slots__ = ("file", "made_s", "opens", "readable", "synchronous", "writable")
+    __slots__ = ("file", "made_s", "maps", "opens", "readable", "synchronous", "writable")
 
     def __init__(
         self, file: OpenInode, flags: int, opens: int = 1, made_s: float = -math.inf
@@ -167,5 +167,7 @@ class FileHandle:
         """How many open files have this handle; more than one only if it was lent."""
         self.readable = access != os.O_WRONLY
         self.writable = access != os.O_RDONLY
+        self.maps = access == os.O_RDWR
+        """Whether the file can be mapped by it, and written so."""
         self.synchronous = self.writable and bool(flags & os.O_DSYNC)
         """Whether each write is on stable storage when it returns (O_SYNC, O_DSYNC)."""

@@ -162,14 +162,14 @@ class OpenFiles:
         """
         if self._engine.host and handle & WRITABLE and self._handles.has(handle):
             opened = self._handles[handle]
-            await self._io.show(opened.file, _is_new(opened))
+            await self._io.show(opened.file, _is_new(opened), opened.maps)
 
     def is_flushed(self, handle: int) -> bool:
         """Whether ``flush`` has nothing to do. Does not block."""
         if not self._engine.host or not self._handles.has(handle):
             return True
         opened = self._handles[handle]
-        return self._io.is_shown(opened.file, _is_new(opened))
+        return self._io.is_shown(opened.file, _is_new(opened), opened.maps)
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""

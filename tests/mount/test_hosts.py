@@ -2,6 +2,7 @@
 are cut off, and come back."""
 
 import json
+import mmap
 import os
 import signal
 import threading
@@ -110,6 +111,34 @@ def test_nothing_is_seen_in_the_state_before(both: Both, request: pytest.Fixture
         (here / "old").write_bytes(b"%d" % number)
         until((there / "old").exists, "what is made is seen")
     assert not stale
+
+
+@pytest.mark.parametrize("ends", ["fsync", "close"])
+def test_what_is_written_to_a_mapped_page_twice_is_seen(both: Both, ends: str) -> None:
+    """The kernel changes the file's mtime when a page becomes writable, and not when it is written
+    to after that."""
+    (both[0] / ends).write_bytes(bytes(8192))
+    until((both[1] / ends).exists, "it is seen")
+    fd = os.open(both[0] / ends, os.O_RDWR)  # of a new file close(2) does not wait
+
+    def until_told() -> bytes:
+        if ends == "fsync":
+            os.fsync(fd)
+            both[0].chmod(0o700 + count)  # returns when this, and what was before, is shown
+        else:
+            os.close(os.dup(fd))
+        return (both[1] / ends).read_bytes()[:7]
+
+    with mmap.mmap(fd, 8192) as mapped:
+        for count in range(5):
+            mapped[:7] = b"first %d" % count
+            os.close(os.dup(fd))
+            assert (both[1] / ends).read_bytes()[:7] == b"first %d" % count
+            mtime_ns = os.fstat(fd).st_mtime_ns
+            mapped[:7] = b"later %d" % count
+            assert os.fstat(fd).st_mtime_ns == mtime_ns
+            assert until_told() == b"later %d" % count
+    os.close(fd)
 
 
 def test_both_hosts_work_in_one_directory(both: Both) -> None:
