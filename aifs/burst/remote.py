@@ -20,6 +20,7 @@ from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body
 
 READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
+DROP = "burst.drop"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
 """Services of a home: see files/home.py, and vfs/publishing/barrier.py. The request for a drain is
 pushed."""
@@ -97,12 +98,15 @@ class Homes:
 
         return await self._ask(self.of(copy.server), copy.ino, call, place=copy.place)
 
-    async def give_up(self, host: int, ino: int, is_emptied: bool, place: Copy | None) -> int:
+    async def give_up(
+        self, host: int, ino: int, is_emptied: bool, place: Copy | None, waits: bool = True
+    ) -> int:
         """0: a file that ``host`` changes, or keeps in its burst directory, is on the data servers
-        on return, and nobody's, which is on record here. Else it is open for writing there, and
-        this host has joined those who do that: the number to ``leave`` by, which is greater than
-        those that were given before. ``is_emptied``: its bytes are not needed any more. ``place``:
-        its copy there, as far as the caller knows; None: it is changed in place.
+        on return, and nobody's, which is on record here. Else it is in use there, and this host has
+        joined those who write to it: the number to ``leave`` by, which is greater than those that
+        were given before. ``is_emptied``: its bytes are not needed any more. ``place``: its copy
+        there, as far as the caller knows; None: it is changed in place. ``waits``: for a host that
+        cannot be asked at present.
 
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
@@ -112,7 +116,17 @@ class Homes:
             number: int = (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
             return number
 
-        return await self._ask(host, ino, call, place=place)
+        return await self._ask(host, ino, call, waits=waits, place=place)
+
+    async def drop(self, host: int, ino: int) -> bool:
+        """Whether ``host`` has no clean copy of the file on return, which is on record here. It
+        keeps one that its programs use. Raises Unavailable."""
+
+        async def call(peers: Peers, name: str) -> bool:
+            dropped: bool = (await peers.call(name, DROP, ino)).value
+            return dropped
+
+        return await self._ask(host, ino, call, waits=False)
 
     async def name_of(self, host: int) -> str:
         return await self._engine.view(hosts.name_of, host)

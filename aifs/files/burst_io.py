@@ -120,6 +120,16 @@ class BurstIO:
         await file.own_copy.set_mtime(file.inode.mtime_ns)  # opening is no change yet
         await file.own_copy.sync()
 
+    async def drop_clean(self, file: OpenInode) -> bool:
+        """Whether the file has no clean copy here on return: one that programs use by themselves,
+        or that is needed, stays. The gate is held alone. Raises NoSpace, Unavailable."""
+        if file.copy is None or file.home or file.inode.in_burst:
+            return True
+        if file.backing or await self._needs.find({file.copy.id: file.inode.ino}):
+            return False
+        await self._drop_copy(file)
+        return True
+
     async def _drop_copy(self, file: OpenInode) -> None:
         """The capacity tier has the file; its copy does not work."""
         await self._transitions.reduce(Flip(file, {"copy": None}, {"marked": file.marked}))

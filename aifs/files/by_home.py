@@ -37,12 +37,15 @@ class ByHome:
         self._inodes = inodes
 
     async def take_from_home(self, file: OpenInode, is_emptied: bool = False) -> bool:
-        """If the newest bytes of the file are on another host, or it is being changed there, it is
-        given up there. Whether that cannot be, as it is open for writing there: then we have joined
-        those who write to it, and it is read and changed by way of its home (``at_home``).
-        ``is_emptied``: its bytes are not needed any more. Raises Unavailable, which names the host.
+        """If the newest bytes of the file are on another host, or a clean copy, or it is being
+        changed there, it is given up there. Whether that cannot be, as it is in use there: then we
+        have joined those who write to it, and it is read and changed by way of its home
+        (``at_home``). ``is_emptied``: its bytes are not needed any more. Raises Unavailable, which
+        names the host.
         """
         ino = file.inode.ino
+        if file.cached_at and not file.home:
+            await self._take_from_cache(file, is_emptied)
         while home := file.home:
             if file.is_joined:
                 return True
@@ -55,6 +58,31 @@ class ByHome:
                 pass  # it is not its home any more
             await self.follow_bytes(ino)
         return False
+
+    async def _take_from_cache(self, file: OpenInode, is_emptied: bool) -> None:
+        """Another host has a clean copy, to which its kernel may pass programs through: what it
+        does not give up stays with it, which is its home then. Who cannot be asked is done without.
+        """
+        host, file.cached_at, ino = file.cached_at, 0, file.inode.ino
+        try:
+            number = await self._homes.give_up(host, ino, is_emptied, None, waits=False)
+        except (Stale, Unavailable) as error:
+            _log.info("inode %d is changed without asking who has a copy: %s", ino, error)
+            return
+        await self.follow_bytes(ino)
+        if number:
+            file.joined, file.joined_as = host, max(number, file.joined_as)
+
+    async def take_cache(self, file: OpenInode) -> bool:
+        """Whether the file may have a clean copy here: no other host has one that is in use."""
+        if not file.cached_at:
+            return True
+        try:
+            dropped = await self._homes.drop(file.cached_at, file.inode.ino)
+        except (Stale, Unavailable):
+            return False
+        await self.follow_bytes(file.inode.ino)
+        return dropped
 
     async def at_home(
         self, file: OpenInode, operation: Operation, *args: int, body: bytes | memoryview = b""
@@ -101,7 +129,8 @@ class ByHome:
         """The mtime of any inode is going to be set: its home, if that is another host, gives it up
         before, or sets it, too."""
         inode, changer, _ = await self._engine.view(forms.load, ino)
-        is_here = inode.copy is None or not self._homes.of(inode.copy.server)
+        copy = inode.copy if inode.in_burst else None
+        is_here = copy is None or not self._homes.of(copy.server)
         if inode.is_file and not (is_here and changer in (None, self._engine.host)):
             file = await self._inodes.acquire(ino)
             try:

@@ -110,6 +110,8 @@ class FileIO:
             upkeep,
         )
         """What is in core."""
+        self.by_home = ByHome(engine, homes, self.transitions, self.table, self.inodes)
+        """Files whose home is another host."""
         staging = Mover(servers.budget, Limiter(0), config.burst.ioprio, is_urgent=_always)
         self.stager = Stager(
             config,
@@ -120,10 +122,9 @@ class FileIO:
             self.sets.movers(staging),
             upkeep,
             self.inodes,
+            self.by_home,
         )
         """Copies of clean files into the burst tier."""
-        self.by_home = ByHome(engine, homes, self.transitions, self.table, self.inodes)
-        """Files whose home is another host."""
 
     # --- reads ---
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import trio
 
-from aifs.core.errors import BadHandle, FsError
+from aifs.core.errors import BadHandle, Busy, FsError
 from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
@@ -35,10 +35,14 @@ class Handles:
     nothing of it changes while it is lent, unless ``recall`` says that it is not open.
     """
 
-    def __init__(self, kernel: Kernel, access_due_ns: Callable[[Inode], int]) -> None:
+    def __init__(
+        self, kernel: Kernel, access_due_ns: Callable[[Inode], int], is_shared: bool
+    ) -> None:
         """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
-        Passthrough has it."""
+        Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
+        one may replace without our being asked, are not passed through."""
         self._kernel = kernel
+        self._is_shared = is_shared
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
@@ -84,6 +88,13 @@ class Handles:
                 file.gate.leave_alone()
         made_s = trio.current_time() if is_new else -math.inf
         opened = FileHandle(file, flags, made_s=made_s)
+        # Another host may have replaced the bytes, or have changed them elsewhere.
+        is_elsewhere = file.backing != 0 and _local_place(file) != self._places[file.backing]
+        if is_elsewhere and opened.maps:
+            raise Busy(
+                f"inode {file.inode.ino}: a program on this host has had it open since before "
+                "another host replaced its bytes; what is mapped would be written to the old ones"
+            )
         file.users += 1
         file.writers += opened.writable
         if opened.writable:
@@ -95,13 +106,7 @@ class Handles:
         self._next = self._next % HANDLE_MAX + 1
         self._handles[handle] = opened
         file.uncached |= file.is_joined
-        if file.uncached:
-            return Opened(handle, direct=True)
-        if not file.backing:
-            return Opened(handle)
-        # Another host may have replaced the bytes, or have changed them elsewhere.
-        is_elsewhere = _local_place(file) != self._places[file.backing]
-        direct = is_elsewhere or (file.on_object and opened.writable)
+        direct = file.uncached or is_elsewhere or (file.on_object and opened.writable)
         return Opened(handle, file.backing, direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
@@ -113,10 +118,9 @@ class Handles:
             return None
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
-        place = _place(file, flags)
-        if place is None or place[0] in self._refused:
+        place, copy = _place(file, flags), file.copy
+        if place is None or place[0] in self._refused or (self._is_shared and copy is None):
             return None
-        copy = file.copy
         if copy is not None and copy.device.health.failing and not file.inode.in_burst:
             return None  # the daemon reads from the data servers what it cannot read there
         return place

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import CARRY_OUT, DRAIN, GIVE_UP, READ, REQUEST_DRAIN, Operation
+from aifs.burst.remote import CARRY_OUT, DRAIN, DROP, GIVE_UP, READ, REQUEST_DRAIN, Operation
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
 from aifs.data.server import DataServer, MissingObject
@@ -17,6 +17,7 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.transitions import alone
 from aifs.files.writeback import WriteBack
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction
@@ -78,6 +79,7 @@ class Home:
         """How often others have joined."""
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
+        peers.serve(DROP, self._drop)
         peers.serve(CARRY_OUT, self._carry_out)
         peers.serve(DRAIN, self._drain_for)
         peers.hear(REQUEST_DRAIN, lambda peer, inos, body: drain.request(inos))
@@ -106,18 +108,23 @@ class Home:
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """A file, as [inode number, whether its bytes are not needed], is on the data servers, and
         nobody's, which is on record there, when this answers 0. Else it stays with us, as it is
-        open for writing here, or cannot be given up: who asks has joined those who write to it, by
-        the number that is answered. Raises Stale as ``_join`` does.
+        open for writing here, or read past us, or cannot be given up: who asks has joined those who
+        write to it, by the number that is answered. Raises Stale as ``_join`` does.
         """
         ino, is_emptied = arguments
+        async with self._io.inodes.held(ino):  # or it might be read without our knowing
+            return Answer(await self._give_up_held(asker, ino, is_emptied))
+
+    async def _give_up_held(self, asker: Peer, ino: int, is_emptied: bool) -> int:
         until_s, stays = trio.current_time() + _CLOSING_S, False
         while True:
             with trio.move_on_after(_CLOSING_S):
-                while self._is_written(ino):
+                while self._is_used(ino):
                     await trio.sleep(_LOOK_S)
-            if stays or self._is_written(ino):
-                return Answer(await self._join(asker.session, ino))
-            if is_emptied:  # by who asks, in a moment
+            if stays or self._is_used(ino):
+                return await self._join(asker.session, ino)
+            is_home = await self._engine.view(self._is_home, ino)
+            if is_emptied and is_home:  # by who asks, in a moment
                 await self._empty(ino)
             self._drain.request([ino])
             try:
@@ -125,13 +132,24 @@ class Home:
             except Busy:
                 continue  # somebody has opened it meanwhile
             await self._writeback.sync_files([ino])
-            if not await self._engine.view(self._is_home, ino):
+            if not await self._engine.view(self._is_home, ino) and await self._drop_clean(ino):
                 await self._engine.shown()
-                return Answer(0)
+                return 0
             # It is just being closed; or it is one that nobody can give up: its one object may be
             # mapped, it has no name any more, or it has lost bytes.
             stays = trio.current_time() >= until_s
             await trio.sleep(_LOOK_S)
+
+    async def _drop(self, asker: Peer, ino: Any, body: Body) -> Answer:
+        """Whether a file has no clean copy here, which is on record there; one that programs use
+        stays."""
+        dropped = await self._drop_clean(ino)
+        await self._engine.shown()
+        return Answer(dropped)
+
+    async def _drop_clean(self, ino: int) -> bool:
+        async with self._io.inodes.held(ino) as file, alone([file]):
+            return await self._io.burst.drop_clean(file)
 
     async def _empty(self, ino: int) -> None:
         file = await self._io.inodes.acquire(ino)
@@ -241,9 +259,11 @@ class Home:
         has_copy = copy is not None and copy.server not in self._servers.elsewhere
         return has_copy or (mark is not None and keys.host_of(mark) == self._engine.host)
 
-    def _is_written(self, ino: int) -> bool:
+    def _is_used(self, ino: int) -> bool:
+        """Whether programs have it open for writing, or read a local file by themselves, which they
+        may go on to do, and to map, for as long as one of them has it open."""
         file = self._io.table.open.get(ino)
-        return file is not None and file.may_be_written
+        return file is not None and (file.may_be_written or file.backing != 0)
 
 
 def _told(inode: Inode) -> list[int]:

@@ -58,6 +58,7 @@ class OpenInode:
 
     __slots__ = (
         "backing",
+        "cached_at",
         "changes",
         "copy",
         "copy_is_durable",
@@ -123,6 +124,9 @@ class OpenInode:
         self.home = 0
         """The host that changes the file, or has its newest bytes in its burst directory, if that
         is not this one; 0: none. Then nothing of its bytes changes here."""
+        self.cached_at = 0
+        """The host that had a clean copy of it in its burst directory when we looked, if that is
+        not this one; 0: none."""
         self.joined = 0
         """The host that has let us write to the file by way of it, while it has it open for writing
         itself, or others have by way of it; 0: none has."""

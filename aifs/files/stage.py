@@ -19,6 +19,7 @@ from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.servers import Servers
+from aifs.files.by_home import ByHome
 from aifs.files.capacity_io import CapacityIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
@@ -51,6 +52,7 @@ class Stager:
         movers: Movers,
         upkeep: Upkeep,
         inodes: OpenInodes,
+        by_home: ByHome,
     ) -> None:
         self._on_read = config.burst.stage_on_read
         self._for_write = config.burst.stage_for_write
@@ -60,6 +62,7 @@ class Stager:
         self._transitions = transitions
         self._upkeep = upkeep
         self._inodes = inodes
+        self._by_home = by_home
         self._capacity = capacity
         self._movers = movers
         """Who carries stagings out."""
@@ -139,6 +142,8 @@ class Stager:
             )
 
     async def _stage(self, file: OpenInode, followed: bool, must: bool) -> bool:
+        if not await self._by_home.take_cache(file):
+            return False
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.marked:

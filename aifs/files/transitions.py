@@ -235,6 +235,7 @@ class Transitions:
             before.close()
         inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
         inode.copy, inode.size, inode.blocks = after.copy, after.size, after.blocks
+        file.cached_at = 0
         if flip.copy is not None:
             self.attach(file, flip.copy)
             file.copy_is_durable = False
@@ -295,11 +296,12 @@ class Transitions:
         """``file.inode`` is what is on record, with the dirty mark of the host ``changer``: the
         file is with its home, and has its copy, if it has one that counts here. Does not suspend.
 
-        A clean copy on another host is nothing to this one: the file is read from the data servers,
-        and the next change of form here gives that copy up, which its home collects.
+        A clean copy on another host is nothing to this one: the file is read from the data servers.
+        Who changes it here asks that host before (``ByHome``), which gives that copy up.
         """
         inode = file.inode
         home = 0 if inode.copy is None else self._homes.of(inode.copy.server)
+        file.cached_at = 0 if inode.in_burst else home
         file.marked = changer == self._engine.host
         if home and not inode.in_burst:
             home, inode.copy = 0, None

@@ -120,7 +120,7 @@ class Filesystem:
         # What keeps the bytes of files, and gives up what nobody refers to.
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
-        self.handles = handles = Handles(kernel, options.access_due_ns)
+        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         homes = Homes(engine, servers, store.peers, config.host.home_wait_s)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)

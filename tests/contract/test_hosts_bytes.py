@@ -14,7 +14,7 @@ import trio.testing
 from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import CARRY_OUT
 from aifs.core import faults
-from aifs.core.errors import Stale, Unavailable
+from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import FilledSource
@@ -183,19 +183,17 @@ async def test_what_another_host_changes_is_seen_while_programs_read_a_copy(
     scratch: Path, is_staged: bool, is_lent: bool
 ):
     """A program here keeps a file open that is passed through to a clean copy, so the kernel wants
-    all later opens to be of that kind. The other host changes the objects, or a copy of its own."""
+    all later opens to be of that kind. The other host, which cannot ask for the copy, changes the
+    objects, or a copy of its own. Mappings would be of the old copy: so nobody may write to one."""
     settings = modes.STRIPED | {"burst.stage_for_write": "1MiB" if is_staged else "0"}
-    async with two_hosts(scratch / "s", settings) as (north, south, _), Kernel(south) as there:
-        ino = await write_file(south, b"f", DATA)
-        await drained(south, ino)
-        reader = await there.open(ino, os.O_RDONLY)
-        if is_lent:
-            await there.release(reader)
-            reader = await there.open(ino, os.O_RDONLY)
-            assert there.answered
-        assert await there.read(reader, 0, 10) == DATA[:10]
-        assert there.direct_bytes == 10
+    async with (
+        two_hosts(scratch / "s", settings) as (north, south, cluster),
+        Kernel(south) as there,
+    ):
+        ino, reader = await reading_past_us(south, there, is_clean=True, is_lent=is_lent)
+        cluster.silent.add("south")
         writer, *_ = await north.open(ino, os.O_RDWR)
+        cluster.silent.clear()
         await north.write(writer, 0, b"newer")
         assert (await north.getattr(ino)).in_burst == is_staged
         await north.fsync(writer)
@@ -204,8 +202,71 @@ async def test_what_another_host_changes_is_seen_while_programs_read_a_copy(
         await require_read(there, ino, b"newer" + DATA[5:])
         await drained(north, ino)
         await require_read(there, ino, b"newer" + DATA[5:])
+        with pytest.raises(Busy):
+            await there.open(ino, os.O_RDWR)
+        await there.release(await there.open(ino, os.O_WRONLY))
         await there.release(reader)
         await require_read(there, ino, b"newer" + DATA[5:])
+        await there.release(await there.open(ino, os.O_RDWR))
+
+
+async def reading_past_us(
+    fs: Filesystem, programs: Kernel, is_clean: bool, is_lent: bool
+) -> tuple[int, int]:
+    """A new file, and a handle that is passed through to its copy, which is ``is_clean`` or the
+    file itself. ``is_lent``: the daemon was not asked for it."""
+    ino = await write_file(fs, b"f", DATA)
+    if is_clean:
+        await drained(fs, ino)
+    reader = await programs.open(ino, os.O_RDONLY)
+    if is_lent:
+        await programs.release(reader)
+        reader = await programs.open(ino, os.O_RDONLY)
+        assert programs.answered
+    assert await programs.read(reader, 0, 10) == DATA[:10]
+    assert programs.direct_bytes == 10
+    return ino, reader
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("is_clean", [False, True])
+async def test_what_programs_read_past_their_host_is_changed_there(
+    scratch: Path, is_clean: bool, is_lent: bool
+):
+    """Whatever has it mapped sees the change, and what is written by a mapping is not lost."""
+    async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _), Kernel(south) as there:
+        ino, reader = await reading_past_us(south, there, is_clean, is_lent)
+        writer, *_ = await north.open(ino, os.O_RDWR)
+        await north.write(writer, 0, b"newer")
+        assert (await south.getattr(ino)).in_burst
+        assert await there.read(reader, 0, 10) == b"newer" + DATA[5:10]
+        assert there.direct_bytes == 20
+        mapped = await there.open(ino, os.O_RDWR)
+        await there.write(mapped, 5, b"there")
+        await require_read(there, ino, b"newerthere" + DATA[10:])
+        assert bytes(await north.read(writer, 0, 10)) == b"newerthere"
+        for handle in (reader, mapped):
+            await there.release(handle)
+        await north.release(writer)
+        await overwrite(north, ino, 0, b"taken")
+        assert (await north.getattr(ino)).in_burst
+        await require_read(there, ino, b"takenthere" + DATA[10:])
+
+
+async def test_a_cache_that_programs_use_is_not_given_up_for_one_elsewhere(scratch: Path):
+    settings = modes.STRIPED
+    async with (
+        two_hosts(scratch / "s", settings) as (north, south, cluster),
+        Kernel(south) as there,
+    ):
+        ino, reader = await reading_past_us(south, there, is_clean=True, is_lent=False)
+        assert not await north.io.stager.stage(ino)
+        await there.release(reader)
+        cluster.silent.add("south")
+        assert not await north.io.stager.stage(ino)
+        cluster.silent.clear()
+        assert await north.io.stager.stage(ino)
+        await require_read(there, ino, DATA)
 
 
 async def require_read(programs: Kernel, ino: int, data: bytes) -> None:

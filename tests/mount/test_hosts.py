@@ -141,6 +141,24 @@ def test_what_is_written_to_a_mapped_page_twice_is_seen(both: Both, ends: str) -
     os.close(fd)
 
 
+def test_what_is_written_by_a_mapping_is_not_lost_when_the_other_host_has_written(
+    both: Both,
+) -> None:
+    """The host passes programs through to a copy as long as one of them has it open: the other
+    host's bytes must get there, too."""
+    here, there = both
+    (here / "file").write_bytes(b"older" * 100_000)
+    aifs("drain", here / "file")
+    with open(here / "file", "rb"):
+        with open(there / "file", "r+b") as writer:
+            writer.write(b"newer")
+        with open(here / "file", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            assert mapped[:10] == b"newerolder"
+            mapped[5:10] = b"again"
+            mapped.flush()
+        assert (there / "file").read_bytes()[:15] == b"neweragainolder"
+
+
 def test_both_hosts_work_in_one_directory(both: Both) -> None:
     here, there = both
     with working(here / "a"), working(there / "b"):

@@ -108,10 +108,6 @@ def test_random_system_calls_while_the_other_host_looks(
 
 
 @LONG
-@pytest.mark.xfail(
-    reason="known faults, in one of some thousand operations: after a write a program sees the size"
-    " from before it, while another host reads the file; that one sees old bytes after an fsync"
-)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_random_system_calls_while_the_other_host_looks(
     scratch: Path, a_postgres: Postgres, reference: Path, shape: str

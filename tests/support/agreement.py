@@ -24,7 +24,8 @@ CHECKPOINT = 100
 _SHOWN = frozenset(
     "rename rename2 unlink rmdir chmod chown setxattr removexattr set_acl drop_acl".split()
 )
-"""What is there on all hosts when it has returned, with all that was done before."""
+"""What is there on all hosts when it has returned, with all that was done before, if it has done
+anything."""
 _OF_NAMES = ("ino", "mode", "nlink", "uid", "gid", "rdev")
 
 
@@ -65,10 +66,10 @@ def _run(ops: list[Op], expected: Machine, found: Machine, there: Machine | None
         wanted, got = expected.run(op), found.run(op)
         if wanted != got:
             return f"operation {position}, {op!r}:\n  expected {wanted}\n  found    {got}"
-        kind = op[2][0] if op[0] == "as_user" else op[0]
-        if there is not None and kind in _SHOWN and got[0][0] == "ok":
-            here, seen = (_names(machine.describe(op)) for machine in (found, there))
-            if here != seen:
+        plain = op[2] if op[0] == "as_user" else op
+        if there is not None and plain[0] in _SHOWN and got[0][0] == "ok":
+            here = _names(found.describe(op))
+            if _changes(plain, here) and here != (seen := _names(there.describe(op))):
                 return (
                     f"after operation {position}, {op!r}:\n  here {here}\n  the other host {seen}"
                 )
@@ -81,6 +82,17 @@ def _run(ops: list[Op], expected: Machine, found: Machine, there: Machine | None
                 if difference := tree_difference(expected.tree(), tree):
                     return f"after operation {position}, {who}: {difference}"
     return None
+
+
+def _changes(op: Op, here: dict[Any, dict[str, int] | None]) -> bool:
+    """Whether an operation that has succeeded, after which attributes are these, has done anything
+    of which the filesystem hears."""
+    if op[0] == "chown":
+        return op[2:4] != (-1, -1)
+    if op[0] in ("rename", "rename2") and (new := here[op[2]]) is not None:
+        old = here[op[1]]  # of two names of one inode both stay
+        return old is None or old["ino"] != new["ino"]
+    return True
 
 
 def _names(described: dict[Any, dict[str, int] | None]) -> dict[Any, dict[str, int] | None]:
