@@ -30,7 +30,9 @@ def hosts_command(mountpoint: str, as_json: bool, fenced: str) -> None:
     say.
 
     A host that is silent has not renewed its lease. It is ended soon, and others go on without it.
-    Its lag is how many changes of others it has not heard of. What is undrained is in its burst
+    One that is joining copies the metadata, and serves nobody yet. The lag of a host is how many
+    changes of others it has not heard of. A directory that is delegated to a host is changed there
+    without waiting for the database. What is undrained is in its burst
     tier alone, but for the mirrors of it that other hosts keep; its own mirrors are of theirs. The
     host with the role does the background work of the whole store.
 
@@ -60,11 +62,12 @@ def hosts_command(mountpoint: str, as_json: bool, fenced: str) -> None:
             "lag",
             "undrained",
             "mirrors",
+            "delegated",
             "role",
             "address",
         ),
         [_row_of(host) for host in state["hosts"]],
-        right=("session", "lease left", "lag", "undrained", "mirrors"),
+        right=("session", "lease left", "lag", "undrained", "mirrors", "delegated"),
     )
 
 
@@ -83,6 +86,7 @@ def _row_of(host: dict[str, Any]) -> tuple[object, ...]:
         host["lag"],
         undrained,
         mirrors,
+        host["delegations"],
         "yes" if host["has_role"] else "",
         host["address"],
     )

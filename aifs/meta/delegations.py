@@ -13,9 +13,11 @@ All else is covered by none.
 """
 
 import struct
+from collections import Counter
 from typing import NamedTuple
 
 from aifs.meta import keys
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.memtable import LeveledTransaction, LeveledView
 from aifs.meta.recording import Recording
 from aifs.meta.records import place_of
@@ -39,6 +41,11 @@ class Delegate(NamedTuple):
 
 def decode_delegate(record: bytes) -> Delegate:
     return Delegate._make(_DELEGATE.unpack(record))
+
+
+def count(tx: ReadTransaction) -> Counter[int]:
+    """How many directories are delegated to each session."""
+    return Counter(decode_delegate(record).session for _, record in tx.range(b"D", b"E"))
 
 
 class Covered(NamedTuple):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, NotSupported
 from aifs.core.tasks import run_all
+from aifs.meta import delegations
+from aifs.meta.kv import Engine
 from aifs.peers.transport import Answer, Body, Peer
 
 if TYPE_CHECKING:  # it needs packages that a store of one host does not
@@ -25,9 +27,14 @@ class Cluster:
     """Used from one trio thread."""
 
     def __init__(
-        self, hosts: "Hosts | None", drain: Callable[[], dict[str, Any]], tier: BurstTier
+        self,
+        engine: Engine,
+        hosts: "Hosts | None",
+        drain: Callable[[], dict[str, Any]],
+        tier: BurstTier,
     ) -> None:
         """``hosts``: None where the store has one. ``drain``: what Drain.status says."""
+        self._engine = engine
         self._hosts = hosts
         self._drain = drain
         self._tier = tier
@@ -62,6 +69,7 @@ class Cluster:
         hosts = self._require()
         await hosts.look()
         head = max(one.cursor for one in hosts.members)
+        delegated = await self._engine.view(delegations.count)
         said: dict[int, dict[str, Any]] = {hosts.session: self._undrained()}
 
         async def ask(name: str, session: int) -> None:
@@ -79,7 +87,7 @@ class Cluster:
                     "name": one.name,
                     "address": one.address,
                     "session": one.session,
-                    "state": "live" if one.lease_left_s > 0 else "silent",
+                    "state": one.state,
                     "age_s": round(one.age_s, 1),
                     "lease_left_s": round(max(0.0, one.lease_left_s), 1),
                     "lag": head - one.cursor,
@@ -87,6 +95,7 @@ class Cluster:
                     "undrained_files": said.get(one.session, {}).get("files"),
                     "undrained_bytes": said.get(one.session, {}).get("bytes"),
                     "mirror_bytes": said.get(one.session, {}).get("mirrored"),
+                    "delegations": delegated[one.session],
                     "has_role": one.session == hosts.holder,
                     "is_this": one.session == hosts.session,
                 }

@@ -318,7 +318,7 @@ class Filesystem:
         self.starts = starts = Starts(
             engine, io, handles, upkeep, kernel, files, names, publishing, recordings
         )
-        cluster = Cluster(store.hosts, drain.status, tier)
+        cluster = Cluster(engine, store.hosts, drain.status, tier)
         self.status = MountStatus(
             store,
             io,

@@ -63,6 +63,13 @@ class Member(NamedTuple):
     """Ascends in the order in which sessions have joined; 0: it copies the map, and answers nobody
     yet."""
 
+    @property
+    def state(self) -> str:
+        """As users are told."""
+        if self.lease_left_s <= 0:
+            return "silent"
+        return "live" if self.joined else "joining"
+
 
 def holder_of(members: Iterable[Member]) -> int:
     """The session that has the role, so the one that was the first to join; 0: none has. Nobody

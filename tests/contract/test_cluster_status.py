@@ -1,0 +1,36 @@
+"""What a host tells of the hosts of its store."""
+
+from pathlib import Path
+
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.replicated.database import MapDatabase
+from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.sessions import Session
+from tests.support.joined import joined
+from tests.support.postgres import TestDatabase
+from tests.support.stores import OWNER, ask
+
+
+async def test_delegations_are_those_of_each_host(scratch: Path, database: TestDatabase):
+    async with joined(scratch, database) as hosts:
+        for fs, count in zip(hosts, (3, 2), strict=True):
+            for number in range(count):
+                await fs.mkdir(ROOT_INO, b"%d-%d" % (count, number), 0o755, OWNER)
+            await fs.store.engine.shown()
+        for fs in hosts:
+            told = (await ask(fs, ROOT_INO, "hosts"))["hosts"]
+            assert [one["delegations"] for one in told] == [3, 2]
+            assert [one["state"] for one in told] == ["live", "live"]
+
+
+async def test_a_host_that_copies_the_map_is_joining(scratch: Path, database: TestDatabase):
+    async with joined(scratch, database) as (one, _):
+        await one.mkdir(ROOT_INO, b"d", 0o755, OWNER)
+        map_database = MapDatabase(database.conninfo)
+        session = await Session.begin(map_database, Exchange(None), "guest", "x:1", 0, None)
+        told = {host["name"]: host for host in (await ask(one, ROOT_INO, "hosts"))["hosts"]}
+        assert told["guest"]["state"] == "joining"
+        assert told["guest"]["delegations"] == 0
+        assert not told["guest"]["has_role"]
+        await session.end("the test is over")
+        map_database.close()
