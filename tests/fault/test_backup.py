@@ -717,7 +717,7 @@ def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
         async with open_filesystem(modes.config_of(source)) as fs:
             await write(fs, b"a", b"inline")  # no object has to be moved first
             await fs.backup.ship()
-            [(path, *_)] = segments(source).values()
+            path, *_ = next(iter(segments(source).values()))  # the mount may have shipped one, too
             server = int(path.parent.parent.name)
             await fs.server_admin.drain(server)
             await fs.server_admin.remove(server)

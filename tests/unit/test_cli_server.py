@@ -80,7 +80,7 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
     assert (
         code == 0
         and out.split("\n")[0].split()
-        == "server standing state domain used free left path last error".split()
+        == "server standing state domain class used free left path last error".split()
     )
     assert [line.split()[:4] for line in out.splitlines()[5:7]] == [
         ["4", "active", "ok", "rack-b"],
