@@ -156,6 +156,26 @@ def test_safetensors(tmp_path: Path) -> None:
     save_safetensors(tensors, tmp_path / "model.safetensors")
     found = load_safetensors(tmp_path / "model.safetensors", CUDA)
     assert all(tensor.device == CUDA for tensor in found.values()) and same(found, tensors)
+    one = client.getfile(tmp_path / "model.safetensors").to_tensor("rows", CUDA)
+    assert one.device == CUDA and torch.equal(one, tensors["rows"])
+
+
+def test_what_is_loaded_is_not_overwritten_by_what_had_its_memory_before(tmp_path: Path) -> None:
+    """That is free for the program, while the GPU has not used it yet."""
+    tensors = {str(number): torch.full((5 << 20,), number) for number in range(4)}
+    save_safetensors(tensors, tmp_path / "model.safetensors")
+    torch.cuda.empty_cache()
+    before = [torch.zeros(5 << 20, dtype=torch.int64, device=CUDA) for _ in range(4)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # some 500 ms
+    for tensor in before:
+        tensor.fill_(77)
+    addresses = {tensor.data_ptr() for tensor in before}
+    del before, tensor
+    found = load_safetensors(tmp_path / "model.safetensors", "cuda")
+    assert addresses & {value.data_ptr() for value in found.values()}
+    torch.cuda.synchronize()
+    assert same(found, tensors)
 
 
 @pytest.fixture
