@@ -29,6 +29,9 @@ from typing import NamedTuple, Protocol
 
 from aifs.core.errors import DatasetError
 
+INDEX_NAME = ".aifs-index"
+"""Of the file that keeps it, in the dataset's directory (aifs.client.data.opening)."""
+
 BLOCK_ROWS = 1000
 BLOCK_BYTES = 4 << 20
 

@@ -234,11 +234,15 @@ class Epoch:
             self._last = {number: window} | ({} if before is None else {number - 1: before})
         return window
 
+    def blocks(self, number: int) -> Sequence[int]:
+        """The blocks of a window, in the order in which its rows are divided into shares."""
+        return self._arithmetic.blocks(self._runs(number), self._blocks_key(number))
+
     def _made(self, number: int) -> "_Window":
         shares = self.order.shares
         before = self._ends[number - 1] if number else 0
         carried = self._last_pieces(number - 1, before % shares) if before % shares else []
-        blocks = self._arithmetic.blocks(self._runs(number), self._blocks_key(number))
+        blocks = self.blocks(number)
         starts = self._arithmetic.starts(self.index.rows, blocks)
         rows = before % shares + self._ends[number] - before
         is_last = number == len(self.windows) - 1

@@ -4,8 +4,13 @@ Pure. Who has such a file reads it by asking for the pieces of a range, and by r
 sources what is theirs.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
+
+_NUMBER = 8
+_LANES = 1 << 10  # numbers that are shifted at once
 
 
 class SourceRange(NamedTuple):
@@ -17,7 +22,34 @@ class SourceRange(NamedTuple):
     length: int
 
 
-Piece = bytes | SourceRange
+class ShiftedNumbers(NamedTuple):
+    """Bytes of another file that are 64-bit integers, little-endian, to each of which the same is
+    added: positions of what lies elsewhere now."""
+
+    source: int
+    offset: int
+    """Of the first number, which ``length`` may hold the end of alone."""
+    length: int
+    plus: int
+    skip: int = 0
+    """Bytes of the first number that are left out: below 8."""
+
+    @property
+    def numbers(self) -> SourceRange:
+        """All numbers that are needed, whole."""
+        whole = -(-(self.skip + self.length) // _NUMBER) * _NUMBER
+        return SourceRange(self.source, self.offset, whole)
+
+    def shifted(self, data: bytes | memoryview) -> bytes:
+        """What these bytes are, if ``data`` are the ``numbers``."""
+        parts = [
+            _plus(bytes(data[at : at + _NUMBER * _LANES]), self.plus)
+            for at in range(0, len(data), _NUMBER * _LANES)
+        ]
+        return b"".join(parts)[self.skip : self.skip + self.length]
+
+
+Piece = bytes | SourceRange | ShiftedNumbers
 
 
 class VirtualBytes(Protocol):
@@ -32,19 +64,85 @@ class VirtualBytes(Protocol):
         ...
 
 
+class Joined:
+    """The ``VirtualBytes`` of pieces in the order in which they are added; complete before it is
+    read. 40 bytes are kept of each, and the bytes that are literal.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        """In bytes."""
+        self._starts = array("q")  # of pieces
+        self._sources = array("q")  # -1: literal bytes
+        self._offsets = array("q")  # in the source; of literal ones their number
+        self._lengths = array("q")  # in bytes
+        self._plus = array("q")  # of shifted numbers; 0: bytes as they are
+        self._literals: list[bytes] = []  # by number
+
+    def __len__(self) -> int:
+        """Pieces."""
+        return len(self._starts)
+
+    def add(self, piece: Piece) -> None:
+        if isinstance(piece, bytes):
+            place, plus, length = (-1, len(self._literals)), 0, len(piece)
+            self._literals.append(piece)
+        else:
+            place, length = piece[:2], piece.length
+            plus = piece.plus if isinstance(piece, ShiftedNumbers) else 0
+        if not length:
+            return
+        self._starts.append(self.size)
+        self._sources.append(place[0])
+        self._offsets.append(place[1])
+        self._lengths.append(length)
+        self._plus.append(plus)
+        self.size += length
+
+    def pieces(self, offset: int, length: int) -> Iterator[Piece]:
+        """As VirtualBytes."""
+        if not 0 <= offset < self.size:
+            return iter(())
+        number = bisect_right(self._starts, offset) - 1
+        found = map(self._piece, range(number, len(self)))
+        return cut(found, offset - self._starts[number], length)
+
+    def _piece(self, number: int) -> Piece:
+        source, offset = self._sources[number], self._offsets[number]
+        if source < 0:
+            return self._literals[offset]
+        length, plus = self._lengths[number], self._plus[number]
+        if plus:
+            return ShiftedNumbers(source, offset, length, plus)
+        return SourceRange(source, offset, length)
+
+
 def cut(pieces: Iterator[Piece], skip: int, length: int) -> Iterator[Piece]:
     """Of these pieces the bytes from ``skip`` on, ``length`` at most."""
     for piece in pieces:
         if length <= 0:
             return
-        size = piece.length if isinstance(piece, SourceRange) else len(piece)
+        size = len(piece) if isinstance(piece, bytes) else piece.length
         if skip >= size:
             skip -= size
             continue
         taken = min(size - skip, length)
         if isinstance(piece, SourceRange):
             yield SourceRange(piece.source, piece.offset + skip, taken)
+        elif isinstance(piece, ShiftedNumbers):
+            whole, within = divmod(piece.skip + skip, _NUMBER)
+            offset = piece.offset + whole * _NUMBER
+            yield ShiftedNumbers(piece.source, offset, taken, piece.plus, within)
         else:
             yield piece[skip : skip + taken]
         length -= taken
         skip = 0
+
+
+def _plus(data: bytes, plus: int) -> bytes:
+    """``plus`` added to each number of ``data``, by one addition of a long number."""
+    bits = 8 * len(data)
+    ones = ((1 << bits) - 1) // ((1 << 8 * _NUMBER) - 1)
+    # Of numbers that are none of a whole file's one may borrow from the next: their sum is cut.
+    total = int.from_bytes(data, "little") + plus * ones
+    return (total & ((1 << bits) - 1)).to_bytes(len(data), "little")

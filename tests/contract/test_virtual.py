@@ -8,7 +8,7 @@ import pytest
 
 from aifs.core.errors import Invalid, NotFound, ReadOnly, Stale
 from aifs.vfs import Caller, SetAttr
-from aifs.vfs.virtual import trees
+from aifs.vfs.virtual import walking
 from aifs.vfs.virtual.numbers import FIRST, NAME
 from tests.support.stores import opened, write_file
 
@@ -39,7 +39,7 @@ async def test_too_many_files_are_refused(directory: Path, monkeypatch: pytest.M
     async with opened(directory) as fs:
         for number in range(5):
             await write_file(fs, f"file{number}".encode(), b"content")
-        monkeypatch.setattr(trees, "MEMBERS_MAX", 4)
+        monkeypatch.setattr(walking, "MEMBERS_MAX", 4)
         with pytest.raises(Invalid, match="more than 4 files"):
             await fs.lookup(FIRST | ROOT, b"files.tar")
         refused = fs.refusals.find(ROOT, Caller())
@@ -55,14 +55,14 @@ async def test_paths_and_rights_that_would_cost_much_are_refused(
         for _ in range(20):
             top = (await fs.mkdir(top, b"d" * 250, 0o755, Caller())).ino
         with monkeypatch.context() as patch:
-            patch.setattr(trees, "TEXT_MAX", 50_000)
+            patch.setattr(walking, "TEXT_MAX", 50_000)
             with pytest.raises(Invalid, match="bytes of paths"):
                 await fs.lookup(FIRST | ROOT, b"files.tar")
         for number in range(3):
             ino = await write_file(fs, b"%d" % number, b"content")
             await fs.setattr(ino, SetAttr(mode=0o600 + number), Caller())
         with monkeypatch.context() as patch:
-            patch.setattr(trees, "RIGHTS_MAX", 3)
+            patch.setattr(walking, "RIGHTS_MAX", 3)
             with pytest.raises(Invalid, match="different owners, modes and ACLs"):
                 await fs.lookup(FIRST | ROOT, b"files.tar")
         assert (await fs.lookup(FIRST | ROOT, b"files.tar")).size

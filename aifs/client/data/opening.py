@@ -22,9 +22,7 @@ from aifs.core.files import read_file
 from aifs.datasets import index as record
 from aifs.datasets.formats import files, records
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
-from aifs.datasets.index import Index, IndexedFile, Version, index_of
-
-INDEX_NAME = ".aifs-index"
+from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, Version, index_of
 
 _THREADS = 16  # files that are indexed at a time: they wait for servers, more than for processors
 _OPTIONS = {

@@ -20,6 +20,7 @@ MAGIC = b"ARROW1"
 CONTINUED = b"\xff\xff\xff\xff"
 
 _METADATA_MAX = 256 << 20
+_FIELDS_MAX = 1 << 16
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
 
@@ -59,6 +60,17 @@ class _Table:
 
     def table(self, field: int) -> "_Table":
         return _Table(self._data, self._target(field))
+
+    def has(self, field: int) -> bool:
+        return self._place(field) != 0
+
+    def tables(self, field: int) -> Iterator["_Table"]:
+        """Of a vector of tables."""
+        if not self._place(field):
+            return
+        start = self._target(field)
+        for at in range(start + 4, start + 4 + 4 * _unpack("<I", self._data, start), 4):
+            yield _Table(self._data, at + _unpack("<I", self._data, at))
 
     def structs(self, field: int, kind: struct.Struct) -> Iterator[tuple[int, ...]]:
         """Of a vector of structs."""
@@ -117,6 +129,21 @@ def schema_span(window: SmallReads) -> Span:
     if message is None or message.kind != _SCHEMA:
         raise DatasetError(f"neither an Arrow file nor a stream: no schema at byte {at}")
     return Span(at, message.end - at)
+
+
+def has_dictionaries(schema: bytes) -> bool:
+    """Whether a schema, of which this is the message, has columns that are encoded by dictionaries,
+    at any depth. Raises DatasetError."""
+    start = 8 if schema.startswith(CONTINUED) else 4
+    waiting = [*_Table.root(schema[start:]).table(2).tables(1)]
+    for _ in range(_FIELDS_MAX):  # damaged ones may contain themselves
+        if not waiting:
+            return False
+        field = waiting.pop()
+        if field.has(4):
+            return True
+        waiting += field.tables(5)
+    raise DatasetError(f"a schema of more than {_FIELDS_MAX} fields")
 
 
 def _of_stream(window: SmallReads) -> ArrowParts:

@@ -32,7 +32,9 @@ DTYPES = {
 }
 """Name and bytes of a token, by code."""
 
-_HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
+
+HEADER = struct.Struct("<9sQBQQ")
 
 
 class Documents:
@@ -40,19 +42,21 @@ class Documents:
 
     def __init__(self, idx: FileBytes, bin_size: int) -> None:
         """Raises DatasetError if this is no .idx, not all of one, or one of another .bin."""
-        head = idx.read(0, _HEADER.size)
-        if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        head = idx.read(0, HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise DatasetError("its .idx is none of Megatron's, or torn")
         # How many sequences there are.
-        _, version, code, self.sequences, bounds = _HEADER.unpack(head)
-        if version != 1 or code not in DTYPES or bounds < 1:
+        _, version, code, self.sequences, bounds = HEADER.unpack(head)
+        if version != VERSION or code not in DTYPES or bounds < 1:
             raise DatasetError(f"its .idx has version {version}, type {code}, {bounds} bounds")
+        # Of the type of tokens.
+        self.code = code
         # Of a token: its numpy name, its bytes.
         self.dtype, self.itemsize = DTYPES[code]
         # How many documents there are.
         self.count = bounds - 1
         # Where in the .idx the three lists begin.
-        self.lengths_at = _HEADER.size
+        self.lengths_at = HEADER.size
         # (of where sequences begin in the .bin)
         self.pointers_at = self.lengths_at + 4 * self.sequences
         # (of the first sequences of documents)
@@ -68,7 +72,7 @@ class Documents:
         if self.sequences:
             last = self._number(self.lengths_at + 4 * (self.sequences - 1), "<i")
             self.end = self._pointer(self.sequences - 1) + last * self.itemsize
-        if self.end != bin_size or self._bound(0) or self._bound(self.count) != self.sequences:
+        if self.end != bin_size or self.bound(0) or self.bound(self.count) != self.sequences:
             raise DatasetError(
                 f"its .idx tells of {self.end} bytes, of {bin_size}: it belongs to another .bin,"
                 " its sequences are not in order, or one of both is torn"
@@ -76,7 +80,7 @@ class Documents:
 
     def start(self, document: int) -> int:
         """The offset of its first byte in the .bin; of ``count`` the end."""
-        sequence = self._bound(document)
+        sequence = self.bound(document)
         at = self._pointer(sequence) if sequence < self.sequences else self.end
         if not (0 <= sequence <= self.sequences and 0 <= at <= self.end):
             raise DatasetError(f"document {document} begins at byte {at}, of {self.end}")
@@ -86,7 +90,8 @@ class Documents:
         """The first document that begins at ``offset`` or later."""
         return bisect.bisect_left(range(self.count), offset, key=self.start)
 
-    def _bound(self, document: int) -> int:
+    def bound(self, document: int) -> int:
+        """The number of its first sequence; of ``count`` that of all. Not checked."""
         return self._number(self.bounds_at + 8 * document, "<q")
 
     def _pointer(self, sequence: int) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 NAME = "parquet"
 SUFFIXES: tuple[str, ...] = (".parquet",)
 
-_MAGIC = b"PAR1"
+MAGIC = b"PAR1"
 _TAIL = 64 << 10
 _FOOTER_MAX = 256 << 20
 """A larger footer is an attack: it would be held in memory."""
@@ -31,7 +31,7 @@ def footer(file: FileBytes) -> bytes:
     """The end of a Parquet file, from the first byte of its metadata. Raises DatasetError if this
     is no Parquet file, or not all of one."""
     tail = file.read(max(0, file.size - _TAIL), _TAIL)
-    if len(tail) < 12 or tail[-4:] != _MAGIC or file.read(0, 4) != _MAGIC:
+    if len(tail) < 12 or tail[-4:] != MAGIC or file.read(0, 4) != MAGIC:
         encrypted = ": it is encrypted" if tail[-4:] == b"PARE" else ""
         raise DatasetError(f"no Parquet file, or a torn one ({file.size} bytes){encrypted}")
     length = int.from_bytes(tail[-8:-4], "little") + 8
@@ -50,7 +50,7 @@ def metadata(footer: bytes) -> "parquet.FileMetaData":
     from pyarrow import parquet
 
     try:
-        return parquet.read_metadata(pyarrow.BufferReader(_MAGIC + footer))
+        return parquet.read_metadata(pyarrow.BufferReader(MAGIC + footer))
     except (pyarrow.ArrowException, OSError) as error:
         message = str(error).splitlines()[0]
         raise DatasetError(f"a damaged footer: {message}") from error

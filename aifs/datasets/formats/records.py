@@ -15,9 +15,14 @@ def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
     record_bytes = options.get("record_bytes")
     if not isinstance(record_bytes, int) or record_bytes < 1:
         raise DatasetError("format='records' needs record_bytes, the size of a row in bytes")
-    if file.size % record_bytes:
-        raise DatasetError(f"{file.size} bytes are not a multiple of record_bytes={record_bytes}")
+    yield from blocks_of(file.size, record_bytes)
+
+
+def blocks_of(size: int, record_bytes: int) -> Iterator[RowBlock]:
+    """Of a file of ``size`` bytes. Raises DatasetError for a piece of a record."""
+    if size % record_bytes:
+        raise DatasetError(f"{size} bytes are not a multiple of record_bytes={record_bytes}")
     block_rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // record_bytes))
-    for first in range(0, file.size // record_bytes, block_rows):
-        rows = min(block_rows, file.size // record_bytes - first)
+    for first in range(0, size // record_bytes, block_rows):
+        rows = min(block_rows, size // record_bytes - first)
         yield RowBlock(first * record_bytes, rows * record_bytes, rows)

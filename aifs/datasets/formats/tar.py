@@ -43,12 +43,17 @@ class TarMember(NamedTuple):
 
     @property
     def stem(self) -> tuple[bytes, str] | None:
-        """What the members of a row share, and the extension in lower case; None if the member
-        belongs to no row."""
-        match = _STEM.fullmatch(self.name)
-        if match is None or _NOTE.match(self.name):
-            return None
-        return match[1], match[2].decode(errors="surrogateescape").lower()
+        """As ``stem_of``."""
+        return stem_of(self.name)
+
+
+def stem_of(name: bytes) -> tuple[bytes, str] | None:
+    """What the members of a row share, and the extension in lower case; None if the member of this
+    name belongs to no row."""
+    match = _STEM.fullmatch(name)
+    if match is None or _NOTE.match(name):
+        return None
+    return match[1], match[2].decode(errors="surrogateescape").lower()
 
 
 def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:

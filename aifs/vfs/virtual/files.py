@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from aifs.core.errors import (
+    DatasetError,
     Invalid,
     NoSuchAddress,
     NotADirectory,
@@ -21,22 +22,26 @@ from aifs.core.errors import (
     Stale,
 )
 from aifs.core.tasks import run_all
-from aifs.datasets.virtual import SourceRange
+from aifs.datasets.order_files.names import parsed
+from aifs.datasets.virtual import ShiftedNumbers, SourceRange
 from aifs.files.file_io import FileIO
 from aifs.files.handles import HANDLE_MAX
 from aifs.files.permissions import asker_of
 from aifs.files.types import CallerLike, Opened
 from aifs.meta import namespace
+from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.virtual import numbers, trees
-from aifs.vfs.virtual.numbers import FILES, FIRST
-from aifs.vfs.virtual.sources import VirtualContent, require_all, right_to
+from aifs.vfs.virtual.numbers import FILES, FIRST, ORDERS
+from aifs.vfs.virtual.orders import OrderFiles
+from aifs.vfs.virtual.sources import VirtualContent, read_source, require_all, right_to
+from aifs.vfs.virtual.walking import MEMBERS_MAX
 from aifs.vfs.virtual.watching import SourceWatch, Watches
 
 _KNOWN_MAX = 64
-_SOURCES_MAX = trees.MEMBERS_MAX
+_SOURCES_MAX = MEMBERS_MAX
 """Of files that are not open: these many are remembered, of so many sources altogether."""
 
 Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
@@ -64,6 +69,7 @@ class VirtualFiles:
         self._io = io
         self._refusals = refusals
         self._watches = Watches(engine, io)
+        self._orders = OrderFiles(engine, io)
         self._named: dict[tuple[int, bytes], _VirtualFile] = {}
         """By directory and name; those that were asked for last at the end."""
         self._files: dict[int, _VirtualFile] = {}
@@ -87,15 +93,25 @@ class VirtualFiles:
             raise NotADirectory()
         top = numbers.directory_of(parent)
         directory = await self._engine.view(namespace.get_directory, top)
-        if name != b"files.tar":
-            raise NotFound()
-        make = partial(trees.list_tree, self._engine, self._io)
+        if parent < ORDERS and name == b"order":
+            return _directory(ORDERS | top, directory)
         asker = asker_of(caller)
         require_all([right_to(directory)], asker)
         with self._refusals.noted(top, caller, os.fsdecode(name)):
-            file = await self._find(top, name, make, directory)
+            file = await self._find(top, name, self._maker(parent, name, asker), directory)
             require_all(file.content.rights, asker)
         return file.inode
+
+    def _maker(self, parent: int, name: bytes, asker: Asker) -> Maker:
+        """Of a name in a virtual directory. Raises NotFound, Invalid for what is no order."""
+        if parent < ORDERS and name == b"files.tar":
+            return partial(trees.list_tree, self._engine, self._io)
+        if parent < ORDERS or b"=" not in name:
+            raise NotFound()
+        try:
+            return partial(self._orders.make, parsed(name), asker)
+        except DatasetError as error:
+            raise Invalid(str(error)) from None
 
     async def _find(self, top: int, name: bytes, make: Maker, directory: Inode) -> _VirtualFile:
         """What a name leads to now."""
@@ -206,12 +222,12 @@ class VirtualFiles:
         data = memoryview(bytearray(length))
         reads, at = [], 0
         for piece in content.bytes.pieces(offset, length):
-            if isinstance(piece, SourceRange):
-                target = data[at : at + piece.length]
-                reads.append(partial(self._read_source, content, piece, target))
-            else:
+            if isinstance(piece, bytes):
                 target = data[at : at + len(piece)]
                 target[:] = piece
+            else:
+                target = data[at : at + piece.length]
+                reads.append(partial(self._read_source, content, piece, target))
             at += len(target)
         try:
             await run_all(*reads)
@@ -221,21 +237,12 @@ class VirtualFiles:
         return data
 
     async def _read_source(
-        self, content: VirtualContent, piece: SourceRange, target: memoryview
+        self, content: VirtualContent, piece: SourceRange | ShiftedNumbers, target: memoryview
     ) -> None:
-        ino, size, mtime_ns, name = content.source(piece.source)
-        try:
-            file = await self._io.inodes.acquire(ino)
-        except NotFound:
-            raise Stale(f"{os.fsdecode(name)} has been removed") from None
-        try:
-            data = await self._io.read(file, piece.offset, piece.length)
-            now = self._io.inodes.attributes(file)
-            if (now.size, now.mtime_ns) != (size, mtime_ns) or len(data) != piece.length:
-                raise Stale(f"{os.fsdecode(name)} has changed")
-            target[:] = data
-        finally:
-            await self._io.inodes.release(file)
+        wanted = piece if isinstance(piece, SourceRange) else piece.numbers
+        source = content.source(piece.source)
+        data = await read_source(self._io, source, wanted.offset, wanted.length)
+        target[:] = data if isinstance(piece, SourceRange) else piece.shifted(data)
 
     def seek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""

@@ -14,6 +14,9 @@ FIRST = 1 << 62
 """Of all numbers of what is virtual: it and the number of the directory are that of
 ``.aifs-data``."""
 
+ORDERS = FIRST | 1 << 59
+"""The same of ``.aifs-data/order``."""
+
 FILES = FIRST | 1 << 60
 """From here on come files, one number for each content."""
 
@@ -39,4 +42,4 @@ def unchanged(parent: int, name: bytes) -> Iterator[None]:
 
 def directory_of(ino: int) -> int:
     """The directory on record that a virtual directory belongs to."""
-    return ino & ~FIRST
+    return ino & ~ORDERS

@@ -1,11 +1,13 @@
 """What virtual files are made of, and who may read that."""
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aifs.core.errors import AccessDenied
+from aifs.core.errors import AccessDenied, NotFound, Stale
 from aifs.datasets.virtual import VirtualBytes
+from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, SEARCH
 from aifs.meta import acl
 from aifs.meta.askers import Asker
@@ -20,6 +22,23 @@ class Source(NamedTuple):
     mtime_ns: int
     name: bytes
     """Below the directory, for messages."""
+
+
+async def read_source(io: FileIO, source: Source, offset: int, length: int) -> bytes | memoryview:
+    """All of these bytes. Raises Stale, with the name, if it is not that file any more."""
+    ino, size, mtime_ns, name = source
+    try:
+        file = await io.inodes.acquire(ino)
+    except NotFound:
+        raise Stale(f"{os.fsdecode(name)} has been removed") from None
+    try:
+        data = await io.read(file, offset, length)
+        now = io.inodes.attributes(file)
+        if (now.size, now.mtime_ns) != (size, mtime_ns) or len(data) != length:
+            raise Stale(f"{os.fsdecode(name)} has changed")
+        return data
+    finally:
+        await io.inodes.release(file)
 
 
 class ReadRight(NamedTuple):

@@ -1,0 +1,129 @@
+"""What lies below a directory, as virtual files are made of it: each name with its inode as it is
+now, and where its bytes lie."""
+
+import math
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import trio
+
+from aifs.core.errors import Invalid, NotFound, Unavailable
+from aifs.files.file_io import FileIO
+from aifs.meta import chunks
+from aifs.meta.extents import get_extents
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.listing import list_directory
+from aifs.meta.records import Inode
+from aifs.vfs.virtual.sources import ReadRight, right_to
+from aifs.vfs.virtual.watching import SourceWatch
+
+MEMBERS_MAX = 1 << 20
+"""Names that one virtual file is made of: some 150 bytes are kept of each, and twice that while it
+is made."""
+
+TEXT_MAX = 256 << 20
+"""Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
+names would cost much more than its members."""
+
+RIGHTS_MAX = 4096
+"""Different ones (owner, mode, ACL) of what one is made of: who opens it is checked against each.
+"""
+
+_SLICE = 64
+"""Entries that are looked at before others get a turn: less than a millisecond."""
+
+Place = tuple[float, int]
+"""Where the bytes of a file lie: container and offset; what lies in none comes last, in the order
+in which it was made."""
+
+_FIRST: Place = (-1.0, 0)
+
+
+class Found(NamedTuple):
+    """A name below the directory."""
+
+    path: bytes
+    inode: Inode
+    place: Place
+
+
+class _Entry(NamedTuple):
+    name: bytes
+    inode: Inode
+    cookie: int
+    place: Place
+
+
+async def walk(
+    engine: Engine,
+    io: FileIO,
+    top: int,
+    watch: SourceWatch,
+    visit: Callable[[Found], bool],
+) -> set[ReadRight]:
+    """Show all that lies below ``top`` to ``visit``, which says whether it belongs to the virtual
+    file; what is in a directory that does not is not looked at. Returns the rights that who reads
+    the file needs to what belongs to it. Raises Invalid for too many names, too long paths, too
+    many different rights."""
+    rights: set[ReadRight] = set()
+    count = text = 0
+    waiting = [(top, b"")]
+    while waiting:
+        ino, path = waiting.pop()
+        watch.directories.add(ino)
+        cookie = 0
+        while entries := await _list(engine, ino, cookie):
+            for name, recorded, cookie, place in entries:
+                inode = io.inodes.current(recorded)
+                count += 1
+                text += len(path) + len(name) + (inode.size if stat.S_ISLNK(inode.mode) else 0)
+                if not visit(Found(path + name, inode, place)):
+                    continue
+                if inode.is_dir:
+                    waiting.append((inode.ino, path + name + b"/"))
+                if inode.is_dir or inode.is_file:
+                    rights.add(right_to(inode))
+            for found, most, what in (
+                (count, MEMBERS_MAX, "files"),
+                (text, TEXT_MAX, "bytes of paths"),
+                (len(rights), RIGHTS_MAX, "different owners, modes and ACLs"),
+            ):
+                if found > most:
+                    raise Invalid(
+                        f"more than {most:,} {what} are below the directory; ask for that of"
+                        " directories below it"
+                    )
+            await trio.lowlevel.checkpoint()
+    return rights
+
+
+async def _list(engine: Engine, ino: int, cookie: int) -> Sequence[_Entry]:
+    with suppress(NotFound):  # removed meanwhile
+        return await engine.view(_read_slice, ino, cookie)
+    return ()
+
+
+def _read_slice(tx: ReadTransaction, ino: int, cookie: int) -> list[_Entry]:
+    return [
+        _Entry(name, inode, place, _place_of(tx, inode))
+        for name, inode, place in list_directory(tx, ino, cookie, _SLICE)
+    ]
+
+
+def _place_of(tx: ReadTransaction, inode: Inode) -> Place:
+    layout = inode.chunks
+    if inode.is_dir:
+        return _FIRST  # what lies in them follows; by name among themselves
+    if layout is None:
+        return math.inf, inode.ino
+    with suppress(Unavailable):  # who reads it is told
+        if layout.variable:
+            places = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
+        else:
+            places = chunks.get_chunks(tx, inode.oid, 0)[1]
+        for place in places:
+            if place is not None:
+                return place.container, place.offset
+    return math.inf, inode.ino
