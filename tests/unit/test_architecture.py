@@ -4,6 +4,7 @@ import ast
 import builtins
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,15 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0]
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All that is in a file, from the top down: first the module."""
+    return list(ast.walk(ast.parse(path.read_bytes())))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Full names of the modules that are imported, anywhere in the file."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +117,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def calls(path: Path) -> Iterator[tuple[str, int, ast.Call]]:
     """Dotted names of what is called, with line numbers."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node.lineno, node
 
@@ -205,15 +212,15 @@ def test_sysfs_is_all_that_the_edge_writes() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_modules_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module) and ast.get_docstring(module), "no docstring"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_error_is_hidden(path: Path) -> None:
     bare = [
         node.lineno
-        for node in ast.walk(ast.parse(path.read_bytes()))
+        for node in nodes(path)
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
     assert not bare
@@ -242,7 +249,7 @@ WIRES = {
 
 def assigned_outside(path: Path) -> Iterator[tuple[int, str]]:
     """Attributes that are assigned, and not by a method of their own object: line, and which."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign)) else ():
             for part in ast.walk(target):
@@ -252,7 +259,7 @@ def assigned_outside(path: Path) -> Iterator[tuple[int, str]]:
 
 def called_back(path: Path) -> Iterator[str]:
     """Attributes that hold functions, as their annotations say."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
             if "Callable" in ast.unparse(node.annotation):
                 yield node.target.attr
@@ -288,7 +295,7 @@ def test_the_filesystem_is_composed(path: Path) -> None:
     says what such a layer expects of the rest."""
     bases = {
         ast.unparse(base)
-        for node in ast.walk(ast.parse(path.read_bytes()))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for base in node.bases
     }
@@ -303,7 +310,7 @@ IN_CORE = {"objects", "copy", "marked", "lease"}
 
 def _form_assigned(path: Path) -> Iterator[int]:
     """Lines that assign to the form of an open inode: of ``file``, or of its ``inode``."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             owner = ast.unparse(node.value).rpartition(".")[2]
             if (owner == "inode" and node.attr in FORM) or (
@@ -320,18 +327,18 @@ def test_one_module_changes_the_form_of_an_open_file(path: Path) -> None:
         assert not list(_form_assigned(path))
 
 
-CLASSES = [
-    (path, node)
-    for path in MODULES
-    for node in ast.walk(ast.parse(path.read_bytes()))
-    if isinstance(node, ast.ClassDef)
-]
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    """Of the package."""
+    for path in MODULES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                yield path, node
 
 
 def test_public_classes_have_different_names() -> None:
     """So a name says which class it is, wherever it is read."""
     places: dict[str, list[str]] = {}
-    for path, node in CLASSES:
+    for path, node in classes():
         if not node.name.startswith("_"):
             places.setdefault(node.name, []).append(name_of(path))
     twice = {name: found for name, found in places.items() if len(found) > 1}
@@ -408,11 +415,11 @@ class Fields:
 
 
 def test_fields_are_explained() -> None:
-    classes, lacking = {node.name for _, node in CLASSES}, []
-    for path, node in CLASSES:
+    names_of_all, lacking = {node.name for _, node in classes()}, []
+    for path, node in classes():
         if name_of(path) == "core/config.py" or node.name in EXPLAINED_ELSEWHERE:
             continue  # config/default.yaml explains the former
-        fields = Fields(node, path.read_text().splitlines(), classes).explained()
+        fields = Fields(node, path.read_text().splitlines(), names_of_all).explained()
         if len(fields) > MAY_BE_UNEXPLAINED and not all(fields.values()):
             names = [name for name, is_explained in fields.items() if not is_explained]
             lacking.append(f"{name_of(path)}: {node.name}: {', '.join(names)}")
@@ -428,7 +435,7 @@ def test_errors_that_docstrings_name_exist() -> None:
     known = set(dir(builtins)).union(*map(own_names, MODULES))
     unknown = []
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_bytes())):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
                 text = " ".join((ast.get_docstring(node) or "").split())
                 named = {name for found in RAISED.findall(text) for name in WORD.findall(found)}
@@ -443,7 +450,7 @@ OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 def own_names(path: Path) -> set[str]:
     """Names of attributes, functions and variables that a file itself sets."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 found.add(node.attr)
@@ -454,24 +461,22 @@ def own_names(path: Path) -> set[str]:
     return found
 
 
-PRIVATE = {
-    name
-    for path in MODULES
-    for name in own_names(path)
-    if name.startswith("_") and not name.startswith("__")
-} - OF_TUPLES
+@cache
+def private_names() -> set[str]:
+    """Of the package."""
+    names = set().union(*map(own_names, MODULES))
+    return {name for name in names if name.startswith("_") and name[:2] != "__"} - OF_TUPLES
 
 
 def reached_into(path: Path) -> set[str]:
     """Private names of ours that a test uses of an object, or imports."""
-    tree, own = ast.parse(path.read_bytes()), own_names(path)
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aifs."):
             found |= {alias.name for alias in node.names}
-    return (found & PRIVATE) - own
+    return (found & private_names()) - own_names(path)
 
 
 STILL_REACHED = {
