@@ -53,7 +53,7 @@ class Work(Enum):
     COLLECT = "removing deleted files"
     RELEASE = "releasing what backups have held"
     STRAYS = "removing objects that have moved elsewhere"
-    DOOMED = "removing the rest of deleted trees"
+    TRASH = "removing the rest of deleted trees"
     BACKUP = "the backup of the metadata"
     RETENTION = "removing old checkpoints"
     COMPACT = "compaction"

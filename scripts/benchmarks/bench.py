@@ -28,6 +28,9 @@ from protection import protection_rows
 from publishing import publishing_rows
 from report import Row, rate, show
 from rich.console import Console
+from starts import NORMAL as NORMAL_START
+from starts import QUICK as QUICK_START
+from starts import start_rows
 from systems import Aifs, Nothing, System, medium, touch_memory
 from works import COURSES, WORKS, Size, Work
 
@@ -56,6 +59,7 @@ SPECIAL = (
     "env",
     "memory",
     "operations",
+    "start",
 )
 
 Rates = dict[tuple[str, str], list[float]]
@@ -90,7 +94,7 @@ log = Console(stderr=True)
 @click.option(
     "--wheels",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="What `env` installs: a directory of wheels; without it they are downloaded.",
+    help="What `env` and `start` install: a directory of wheels; without it they are downloaded.",
 )
 @click.option(
     "--quality",
@@ -166,6 +170,9 @@ def bench(
         if "operations" in chosen:
             with log.status("operations"):
                 rows += operations_rows(base, size.files, rounds)
+        if "start" in chosen:
+            with log.status("start"):
+                rows += start_rows(base, QUICK_START if quick else NORMAL_START, rounds, wheels)
     show(rows, as_json)
     sys.exit(0 if all(row.passed for row in rows) else 1)
 

@@ -61,3 +61,29 @@ def _ratio(value: float | None) -> str:
 
 def rate(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}"
+
+
+def faster(work: str, before_s: float, now_s: float, least: float) -> Row:
+    """How many times as long as now it took ``before``: ``least`` is the target."""
+    ratio = before_s / now_s
+    told = f"{now_s:.2f} s"
+    target = f"{ratio:.1f} times faster >= {least:g}"
+    return Row(work, f"{before_s:.2f} s", None, ratio, None, told, target, ratio >= least)
+
+
+def longer(work: str, anchor_s: float, now_s: float, most: float) -> Row:
+    """How many times as long as the anchor it takes: ``most`` is the target."""
+    ratio = now_s / anchor_s
+    told, target = f"{now_s:.2f} s", f"{ratio:.2f} of its time <= {most:g}"
+    return Row(work, f"{anchor_s:.2f} s", None, 1 / ratio, None, told, target, ratio <= most)
+
+
+def at_most(work: str, value: float, most: float, told: str = "") -> Row:
+    """A number that has no unit."""
+    said = f"{value:.3f}{', ' if told else ''}{told}"
+    return Row(work, "", None, None, None, said, f"<= {most:g}", value <= most)
+
+
+def told(work: str, text: str) -> Row:
+    """What explains other rows."""
+    return Row(work, "", None, None, None, text, "", True)

@@ -43,8 +43,8 @@ MODES = {
 POINTS = [
     "vfs.publish.durable",
     "vfs.publish.shown",
-    "vfs.doomed.removed",
-    "vfs.doomed.emptied",
+    "vfs.trash.removed",
+    "vfs.trash.emptied",
     "vfs.burst.synced",
 ]
 POINTS += sorted(

@@ -106,3 +106,41 @@ def test_looking_at_a_mount_is_measured(scratch: Path) -> None:
     rows = operations.operations_rows(scratch, FILES, 1)
     assert [row.work for row in rows] == ["create, metrics on", "stat, metrics on", "read /metrics"]
     assert "KiB" in rows[-1].aifs
+
+
+def test_hosts_that_start_at_once_are_measured() -> None:
+    """How even they are depends on the machine; that each has told its stage does not."""
+    import start_hosts
+    from systems import medium
+
+    try:
+        Network().close()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces can be made here: {error}")
+    with medium(None) as base:
+        rows = start_hosts.start_hosts_rows(base, 2, 16)
+    assert [row.work.partition(",")[0] for row in rows] == ["2 hosts", "2 hosts"]
+
+
+@pytest.mark.long
+def test_starts_are_measured() -> None:
+    """A container, and a package that is imported: only that each row is measured."""
+    import starts
+    from systems import medium
+
+    with medium(None) as base:
+        rows = starts.start_rows(
+            base, starts.QUICK, 1, None, ["import", "environment", "container"]
+        )
+    assert [row.work.partition(" ")[0] for row in rows] == [
+        "import",
+        "the",
+        "recorded",
+        "bytes",
+        "blocks",
+        "cost",
+        "environment",
+        "aifs",
+        "container:",
+        "container:",
+    ]

@@ -1,56 +1,72 @@
 """Jobs that start sooner: environments and images that are made once and used in place by all ranks
 and hosts, and records of what a start touches (docs/startup.md; BootSeer, sec. 4.1 and 4.3).
 
-Environments and images work on a mount of AIFS and in any other directory.
+Environments and images work on a mount of AIFS and in any other directory. A module is imported
+when something of it is asked for, as those of ``aifs.client`` are.
 """
 
-from aifs.client.startup.environment import environment
-from aifs.client.startup.jobs import (
-    JobStart,
-    StartUnknown,
-    default_directory,
-    directory_of,
-    forget,
-    list_jobs,
-    plan,
-    prefetch,
-    read_records,
-    run_name,
-)
-from aifs.client.startup.keys import name_of, platform_key
-from aifs.client.startup.once import (
-    MadeDirectory,
-    MadeRecord,
-    MakingFailed,
-    expire,
-    list_made,
-    made_at,
-    remove,
-)
-from aifs.client.startup.stages import StageReport, report, stage
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "JobStart",
-    "MadeDirectory",
-    "MadeRecord",
-    "MakingFailed",
-    "StageReport",
-    "StartUnknown",
-    "default_directory",
-    "directory_of",
-    "environment",
-    "expire",
-    "forget",
-    "list_jobs",
-    "list_made",
-    "made_at",
-    "name_of",
-    "plan",
-    "platform_key",
-    "prefetch",
-    "read_records",
-    "remove",
-    "report",
-    "run_name",
-    "stage",
-]
+if TYPE_CHECKING:
+    from aifs.client.startup.environments import environment
+    from aifs.client.startup.jobs import (
+        JobStart,
+        StartUnknown,
+        default_directory,
+        directory_of,
+        forget,
+        list_jobs,
+        plan,
+        prefetch,
+        read_records,
+        run_name,
+    )
+    from aifs.client.startup.keys import name_of, platform_key
+    from aifs.client.startup.once import (
+        MadeDirectory,
+        MadeRecord,
+        MakingFailed,
+        expire,
+        list_made,
+        made_at,
+        remove,
+    )
+    from aifs.client.startup.stages import StageReport, report, stage
+
+_MODULES = {
+    "JobStart": "jobs",
+    "MadeDirectory": "once",
+    "MadeRecord": "once",
+    "MakingFailed": "once",
+    "StageReport": "stages",
+    "StartUnknown": "jobs",
+    "default_directory": "jobs",
+    "directory_of": "jobs",
+    "environment": "environments",
+    "expire": "once",
+    "forget": "jobs",
+    "list_jobs": "jobs",
+    "list_made": "once",
+    "made_at": "once",
+    "name_of": "keys",
+    "plan": "jobs",
+    "platform_key": "keys",
+    "prefetch": "jobs",
+    "read_records": "jobs",
+    "remove": "once",
+    "report": "stages",
+    "run_name": "jobs",
+    "stage": "stages",
+}
+"""Of this package, by the names that they give it."""
+
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -5,15 +5,15 @@
 The mount records (vfs/starts); here it is asked to, and what its records say is prefetched. No job
 fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes on.
 
-Prefetching is opening the files, and having the kernel read ahead what was hot of them. So it has
-the rights of who asks, names and attributes are in the kernel's caches, too, whatever tier the
-bytes come from, and nothing is written.
+Prefetching is opening the files, and reading what was hot of them. So it has the rights of who
+asks, names and attributes are in the kernel's caches, too, whatever tier the bytes come from, and
+nothing is written.
 """
 
-import mmap
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,8 +131,8 @@ class Fetched(NamedTuple):
 
 
 def prefetch(directory: str) -> Fetched:
-    """Have the kernel read what the next start of the job will touch, in that order. It is on its
-    way on return, or was left out as it has changed or is out of reach. Raises StartUnknown.
+    """Read what the next start of the job will touch, in that order. It is in memory on return, or
+    was left out as it has changed or is out of reach. Raises StartUnknown.
     """
     hot = plan(read_records(directory))
     mount = mount_of(directory)
@@ -143,23 +143,31 @@ def prefetch(directory: str) -> Fetched:
 
 
 def _read(root: str, hot: HotFile) -> bool:
-    """Whether the file was still there, as it was."""
+    """Whether the file was still there, as it was, and could be read. It is open for as long as it
+    is read, so that hosts that read it, too, can pass it on.
+    """
     with suppress(OSError):
         fd = files.open_file(root + hot.path, write=False, foreign=True)
         try:
             now = os.fstat(fd)
             if (now.st_ino, now.st_size, now.st_mtime_ns) == hot[1:4]:
                 for first, count in hot.runs:
-                    start, end = first * BLOCK, min((first + count) * BLOCK, hot.size)
-                    # By way of a mapping, for that is one of the burst copy if there is one.
-                    with mmap.mmap(
-                        fd, end - start, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start
-                    ) as mapped:
-                        mapped.madvise(mmap.MADV_WILLNEED)
+                    for block in range(first, first + count):
+                        os.preadv(fd, [_scratch.buffer], block * BLOCK)
                 return True
         finally:
             files.close_file(fd)
     return False
+
+
+class _Scratch(threading.local):
+    """Where bytes go that nobody wants but the kernel, which keeps them; one of each thread."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(BLOCK)
+
+
+_scratch = _Scratch()
 
 
 class JobStart:

@@ -22,7 +22,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from aifs.client import hashing, locks
+from aifs.client import locks
 from aifs.core import beneath, files, trees
 from aifs.core.errors import UserError
 
@@ -345,6 +344,8 @@ def _make_if_missing(
     path = os.path.join(above, pending)
     _write(fd, MadeRecord(making=pending, attempt=record.attempt + 1))
     try:
+        from aifs.client import hashing  # who finds it there needs none of this
+
         trees.make_dir(path)
         make(path)
         sizes = hashing.sync_files(path, hashing.list_files(path), hash=False)
@@ -370,7 +371,7 @@ def _make_if_missing(
 
 def _pending(name: str) -> str:
     """Another name of the same length, which ``ls`` does not show."""
-    return "." + secrets.token_hex(len(name))[: len(name) - 1]
+    return "." + os.urandom(len(name)).hex()[: len(name) - 1]
 
 
 def _show(path: str, final: str) -> bool:

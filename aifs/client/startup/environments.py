@@ -6,7 +6,6 @@ from typing import Any
 
 from aifs.client.startup.keys import name_of, platform_key
 from aifs.client.startup.once import MadeDirectory, make_once
-from aifs.client.startup.relocate import relocate
 
 
 def environment(
@@ -27,6 +26,8 @@ def environment(
     name = name_of(whole)
 
     def fill(path: str) -> None:
+        from aifs.client.startup.relocate import relocate  # who finds it there needs none of this
+
         make(path)
         relocate(path, os.path.basename(path), name)
 
