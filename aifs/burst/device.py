@@ -185,6 +185,34 @@ class Device:
         is_admitted = room > expected and (must or self.room_to_high() > 0)
         return room if is_admitted and self.usable else 0
 
+    @property
+    def _evict_mark(self) -> float:
+        """Where eviction begins."""
+        low, high = self._config.low_water, self._config.high_water
+        return low + _EVICT_AT * (high - low)
+
+    def room_ahead(self) -> int:
+        """Bytes that copies may take which nobody waits for: up to where eviction begins, so that
+        they keep no new file out."""
+        if not self.usable or self.pressure() > 0:
+            return 0
+        return min(self._up_to(self._evict_mark), self._room()) - self._promised_bytes()
+
+    def lacks_ahead(self, size: int) -> int:
+        """Bytes of clean copies that are to be evicted for such a copy of that size; 0 if there are
+        not so many, or they are leaving already."""
+        missing = size + 1 - self.room_ahead() - self._leaving_bytes
+        is_possible = self.usable and self.pressure() == 0 and missing <= self.totals.evictable
+        return max(0, missing) if is_possible else 0
+
+    def kept_ahead(self) -> int:
+        """Bytes that copies may take which are made ahead: those below the low mark that nothing
+        takes which has to stay."""
+        if not self.usable:
+            return 0
+        below = self._up_to(self._config.low_water) + self.used
+        return max(0, below - self.totals.dirty - self.totals.pinned)
+
     def lacks(self, size: int) -> int:
         """Bytes of clean copies that are to be evicted for a new file of that size, as far as there
         are so many.
@@ -232,13 +260,13 @@ class Device:
         """Bytes of clean copies that are to be evicted, down to the low mark; 0 before it is time
         to.
         """
-        low, high = self._config.low_water, self._config.high_water
         if not self.totals.evictable or self.calm:
             return 0
         leaving = self._leaving_bytes
-        if self._up_to(low + _EVICT_AT * (high - low)) + leaving >= 0:
+        if self._up_to(self._evict_mark) + leaving >= 0:
             return 0
-        return max(0, min(-self._up_to(low) - leaving, self.totals.evictable))
+        excess = -self._up_to(self._config.low_water) - leaving
+        return max(0, min(excess, self.totals.evictable))
 
     def status(self) -> dict[str, Any]:
         """For ``aifs status``; bytes, and why new files are not admitted ('' if they are)."""

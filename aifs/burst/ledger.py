@@ -35,13 +35,20 @@ class Totals:
 
 @dataclass(slots=True)
 class _Copy:
-    """``totals`` are those of its device; None before it is said to be dirty or clean."""
-
     totals: Totals | None = None
+    """Those of its device; None before it is said to be dirty or clean."""
     bytes: int = 0
+    """That it takes."""
     dirty: bool = False
+    """Whether it has the newest bytes."""
     opens: int = 0
+    """How many have it open."""
     pinned: bool = False
+    """See ``Ledger.pin``."""
+    made_ahead: bool = False
+    """See ``Ledger.made_ahead``."""
+    used_up: bool = False
+    """See ``Ledger.used_up``."""
 
 
 class Ledger:
@@ -121,7 +128,7 @@ class Ledger:
         copy = self._known(copy_id)
         if copy.opens == 0:
             self._leave(copy_id, copy)
-            copy.opens = 1
+            copy.opens, copy.used_up = 1, False
             self._open[copy_id] = copy
             self._enter(copy_id, copy)
         else:
@@ -153,8 +160,23 @@ class Ledger:
     def touch(self, copy_id: int) -> None:
         """It is the most recently used one."""
         copy = self._copies.get(copy_id)
-        if copy is not None and copy.totals is not None and copy_id in copy.totals.oldest_first:
-            copy.totals.oldest_first.move_to_end(copy_id)
+        if copy is not None and copy.totals is not None:
+            copy.used_up = False
+            if copy_id in copy.totals.oldest_first:
+                copy.totals.oldest_first.move_to_end(copy_id)
+
+    def made_ahead(self, copy_id: int) -> None:
+        """It was made before somebody needed it, by whom will say when it is ``used_up``."""
+        self._known(copy_id).made_ahead = True
+
+    def used_up(self, copy_id: int) -> None:
+        """Nobody needs it soon, of whom it was ``made_ahead``: it is the first to be evicted, as
+        soon as it is closed, until it is used again. Any other copy stays what it is."""
+        copy = self._copies.get(copy_id)
+        if copy is not None and copy.made_ahead and copy.totals is not None:
+            copy.used_up = True
+            if copy_id in copy.totals.oldest_first:
+                copy.totals.oldest_first.move_to_end(copy_id, last=False)
 
     def victims(self, server: int, wanted: int) -> list[int]:
         """Ids of copies of together at least ``wanted`` bytes, or all there are; least recently
@@ -207,3 +229,5 @@ class Ledger:
         if not copy.opens and not copy.pinned:
             totals.evictable += copy.bytes
             totals.oldest_first[copy_id] = copy.bytes
+            if copy.used_up:
+                totals.oldest_first.move_to_end(copy_id, last=False)

@@ -23,6 +23,7 @@ _MEANINGS = {
     "state": "where the bytes are: dirty, draining, clean, cached",
     "drain": "what is not on the data servers; set it to '' to drain that first",
     "start": "which start of a job is recorded in it, and how it goes: record=RUN, stop",
+    "order": "epochs of the dataset in it that are read, and what is there ahead of the readers",
     "refused": "the last request here that you were refused, and why",
 }
 """The hints that say something of a file or directory, and not of the mount. What is set once

@@ -113,6 +113,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
         facts += [("throttle", _describe_throttle(burst))]
         facts += [("groups", _describe_groups(status["groups"]))]
+        if "epochs" in status:  # a daemon of an older version says nothing of them
+            facts += [("epochs", _describe_epochs(status["epochs"]))]
     share = status["background"]
     taken = f"{share['share']:.1%} of the event loop, {share['seconds']:.1f} s since the mount"
     facts.append(("background", taken))
@@ -140,6 +142,19 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
     return facts
+
+
+def _describe_epochs(epochs: dict[str, Any]) -> str:
+    """Of datasets: what is in the burst tier ahead of their readers."""
+    brought = f"{count(epochs['brought_files'], 'file')} read ahead since the mount"
+    if not epochs["epochs"]:
+        return f"none is read; {brought}"
+    waiting = epochs["waiting"]
+    late = f"readers of {waiting} wait for files" if waiting else "no reader waits"
+    return (
+        f"{epochs['epochs']} being read, {count(epochs['kept_files'], 'file')} "
+        f"({_size(epochs, 'kept_bytes')}) ahead of their readers; {late}; {brought}"
+    )
 
 
 def _describe_bridge(bridge: dict[str, Any]) -> str:

@@ -212,6 +212,19 @@ AIFS_IOC_GROUP_QUERY = Command(
     "-1; times: since the epoch, 0 if not yet.",
 )
 
+AIFS_IOC_ORDER = Command(
+    "AIFS_IOC_ORDER",
+    _WRITE,
+    11,
+    "u32 flags, u32 reserved, char order[248]",
+    "On the directory of a dataset that the caller may list, whoever may write there: an epoch is "
+    "read in this order, and what comes next is brought into the burst tier. order: what "
+    "user.aifs.order is set to, as 'seed=7,epoch=1,world=8,rank=3,done=1000', ending with a zero "
+    "byte. To be said again within a minute, with how far it is. flags and reserved: 0. EINVAL: no "
+    "order, or no index of a dataset there; EBUSY: too many epochs are read; EOPNOTSUPP: there is "
+    "no burst tier.",
+)
+
 COMMANDS = {
     command.request: command
     for command in (
@@ -226,6 +239,7 @@ COMMANDS = {
         AIFS_IOC_GROUP_WAIT,
         AIFS_IOC_GROUP_CANCEL,
         AIFS_IOC_GROUP_QUERY,
+        AIFS_IOC_ORDER,
     )
 }
 

@@ -45,6 +45,7 @@ class Work(Enum):
     LOOK_AT_BURST = "watching the burst tier"
     EVICT = "dropping cached copies"
     STAGE = "staging"
+    AHEAD = "reading ahead of epochs"
     STARTS = "looking after starts of jobs"
     DRAIN = "draining"
     GROUPS = "looking after groups"

@@ -5,7 +5,7 @@ tar members, documents, records or small files of at most ``BLOCK_ROWS`` rows an
 ``BLOCK_BYTES``. Nothing here is per row, and there is no object per block: an index is columns of
 64-bit integers, which are read from its file as they are.
 
-The record of an index, in a file of its own (aifs.client.data.opening):
+The record of an index, in a file of its own (``INDEX_NAME``):
 
     magic       8 bytes, ``AIFSidx1``
     header      ``<4Q``: files, blocks, bytes of the names, bytes of the catalogue
@@ -25,15 +25,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from aifs.core.errors import DatasetError
 
 INDEX_NAME = ".aifs-index"
-"""Of the file that keeps it, in the dataset's directory (aifs.client.data.opening)."""
+"""The file in a dataset's directory that holds its index."""
 
 BLOCK_ROWS = 1000
 BLOCK_BYTES = 4 << 20
+
+_ROWS_MAX = 1 << 62  # what layout.order.permuted takes
 
 _MAGIC = b"AIFSidx1"
 _HEADER = struct.Struct("<8s4Q")
@@ -182,7 +185,8 @@ def encode(index: Index) -> bytes:
 def decode(record: bytes) -> Index:
     """The index of a record, whose columns lie in the record itself.
 
-    Raises DatasetError if these bytes are no such record, or not all of it.
+    Raises DatasetError if these bytes are no such record, or not all of it, or contradict each
+    other: who reads it need not trust who has written it.
     """
     view = memoryview(record)
     if len(view) < _HEADER.size + _END.size or view[: len(_MAGIC)] != _MAGIC:
@@ -199,10 +203,21 @@ def decode(record: bytes) -> Index:
         at += 8 * count
     format, *paths = bytes(view[at : at + names_length]).split(b"\0")[:-1]
     sizes, mtimes_ns, first_blocks, offsets, lengths, rows = columns
+    is_ascending = all(first <= after for first, after in pairwise(first_blocks))
+    if not is_ascending or first_blocks[0] != 0 or first_blocks[-1] != blocks:
+        raise DatasetError("an index whose files do not have the blocks that are there")
+    if min(map(_least, (sizes, offsets, lengths, rows))) < 0 or sum(rows) > _ROWS_MAX:
+        raise DatasetError("an index of impossible numbers")
+    if len(paths) != files:
+        raise DatasetError("an index whose files have other names than there are")
     catalogue = view[at + names_length : end]
     return Index(
         format.decode(), paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue
     )
+
+
+def _least(column: Sequence[int]) -> int:
+    return min(column, default=0)
 
 
 def _little(column: Sequence[int]) -> bytes:

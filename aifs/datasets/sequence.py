@@ -178,10 +178,23 @@ class Epoch:
         if last is not None:
             yield last
 
+    def window_pieces(self, number: int, share: int) -> tuple[int, list[Piece]]:
+        """``shuffle="blocks"``: the first of its rows that a share has in a window, and all that it
+        reads there, in this order, before its rows are shuffled in memory."""
+        window = self._window(number)
+        run = window.run_of(share)
+        return window.first_row, window.pieces(run.start, len(run))
+
+    def window_of(self, row: int) -> int:
+        """The window that row ``row`` of each share is in."""
+        shares = self.order.shares
+        number = bisect_right(self._ends, row, key=lambda end: end // shares)
+        return min(number, len(self.windows) - 1)
+
     def _own_group(self, share: int, row: int) -> ShuffleGroup:
         """``shuffle="blocks"``: a share has a run of each window to itself."""
         order = self.order
-        number = self._window_of(row)
+        number = self.window_of(row)
         window = self._window(number)
         run = window.run_of(share)
         count = (row - window.first_row) // order.group
@@ -218,12 +231,6 @@ class Epoch:
             taken = permuted(number * order.shares + share, self.total_rows, key)
             pieces += window.pieces(taken, 1)
         return ShuffleGroup(share, first, rows, pieces, rows, None)
-
-    def _window_of(self, row: int) -> int:
-        """The window that row ``row`` of each share is in."""
-        shares = self.order.shares
-        number = bisect_right(self._ends, row, key=lambda end: end // shares)
-        return min(number, len(self.windows) - 1)
 
     def _window(self, number: int) -> "_Window":
         window = self._last.get(number)

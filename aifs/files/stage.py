@@ -86,13 +86,16 @@ class Stager:
 
     # --- now ---
 
-    async def stage(self, ino: int, followed: bool = False, must: bool = False) -> bool:
+    async def stage(
+        self, ino: int, followed: bool = False, must: bool = False, ahead: bool = False
+    ) -> bool:
         """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
         return.
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
         or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``followed``: see Making; ``must``: see BurstTier.admit.
+        ``followed``: see Making; ``must``: see BurstTier.admit; ``ahead``: nobody reads it yet, see
+        BurstTier.admit_ahead.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
@@ -100,7 +103,7 @@ class Stager:
         try:
             file = await self._inodes.acquire(ino)
             try:
-                return file.copy is not None or await self._stage(file, followed, must)
+                return file.copy is not None or await self._stage(file, followed, must, ahead)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._inodes.release(file)
@@ -141,14 +144,17 @@ class Stager:
                 "changed"
             )
 
-    async def _stage(self, file: OpenInode, followed: bool, must: bool) -> bool:
+    async def _stage(self, file: OpenInode, followed: bool, must: bool, ahead: bool) -> bool:
         if not await self._by_home.take_cache(file):
             return False
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.marked:
             return False
-        device = self._tier.admit(policy.tier, inode.space, must)
+        if ahead:
+            device = self._tier.admit_ahead(policy.tier, inode.space)
+        else:
+            device = self._tier.admit(policy.tier, inode.space, must)
         if device is None:
             return False
 
@@ -172,6 +178,8 @@ class Stager:
             return Flip(file, {"copy": copy.place}, copy=copy)
 
         copy = await self._tier.create(device, inode.space)
+        if ahead:
+            self._tier.made_ahead(copy.id)
         staged = False
         try:
             staged = await self._transitions.change_form(

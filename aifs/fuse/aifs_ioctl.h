@@ -188,4 +188,18 @@ struct aifs_group_query {
 };
 #define AIFS_IOC_GROUP_QUERY _IOWR(AIFS_IOC_TYPE, 10, struct aifs_group_query)
 
+/*
+ * On the directory of a dataset that the caller may list, whoever may write there: what user.aifs.order is set
+ * to, 'seed=7,epoch=1,world=8,rank=3,done=1000' and the like, ending with a zero byte: an epoch is read in this
+ * order, and what comes next is brought into the burst tier. To be said again within a minute, with how far it
+ * is. flags and reserved: 0. EINVAL: no order, or no index of a dataset there; EBUSY: too many epochs are read;
+ * EOPNOTSUPP: there is no burst tier.
+ */
+struct aifs_order {
+	__u32 flags;
+	__u32 reserved;
+	char order[248];
+};
+#define AIFS_IOC_ORDER _IOW(AIFS_IOC_TYPE, 11, struct aifs_order)
+
 #endif

@@ -156,6 +156,7 @@ class HandedOver:
             ioctl.AIFS_IOC_GROUP_WAIT: self._wait_group,
             ioctl.AIFS_IOC_GROUP_CANCEL: self._cancel_group,
             ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
+            ioctl.AIFS_IOC_ORDER: self._order,
         }
 
     def serve_in(self, nursery: trio.Nursery) -> None:
@@ -272,6 +273,12 @@ class HandedOver:
         flags, reserved, timeout_ms = argument
         _refuse_unknown(flags | reserved)
         await self._fs.wait_drained(ino, timeout_ms / 1000 if timeout_ms else None, caller)
+        return b""
+
+    async def _order(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, reserved, order = argument
+        _refuse_unknown(flags | reserved)
+        await self._fs.order(ino, ioctl.text(order), caller)
         return b""
 
     async def _remove_tree(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

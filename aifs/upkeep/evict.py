@@ -5,7 +5,7 @@ A copy stays, though it is clean, if it is needed (files/needs.py).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import trio
@@ -57,10 +57,25 @@ class Evictor:
         done = False
         for server, wanted in self._tier.needs_eviction().items():
             self._io.inodes.hear_of_uses()
-            victims = self._tier.victims(server, wanted)
-            for start in range(0, len(victims), _BATCH):
-                done |= await self.evict_copies(victims[start : start + _BATCH]) > 0
-                await trio.lowlevel.checkpoint()
+            done |= await self._evict_all(self._tier.victims(server, wanted))
+        return done
+
+    async def make_room_ahead(self, size: int, kept: Container[int]) -> bool:
+        """Drop copies for one of ``size`` bytes that nobody waits for, if that takes none of those
+        ``kept``. Whether there will be room, once those that were dropped are deleted."""
+        lacking = self._tier.lacks_ahead(size)
+        if lacking is None:
+            return False
+        self._io.inodes.hear_of_uses()
+        victims = self._tier.victims(*lacking)
+        return not any(it in kept for it in victims) and await self._evict_all(victims)
+
+    async def _evict_all(self, copy_ids: Sequence[int]) -> bool:
+        """Whether any of them was dropped."""
+        done = False
+        for start in range(0, len(copy_ids), _BATCH):
+            done |= await self.evict_copies(copy_ids[start : start + _BATCH]) > 0
+            await trio.lowlevel.checkpoint()
         return done
 
     async def evict(self, ino: int) -> bool:

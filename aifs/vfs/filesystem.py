@@ -44,6 +44,8 @@ from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
+from aifs.vfs.epochs.epochs import WORKERS as EPOCHS_AT_ONCE
+from aifs.vfs.epochs.epochs import Epochs
 from aifs.vfs.following import Following
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.groups.course import Course
@@ -318,6 +320,7 @@ class Filesystem:
         self.starts = starts = Starts(
             engine, io, handles, upkeep, kernel, files, names, publishing, recordings
         )
+        self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
         cluster = Cluster(engine, store.hosts, drain.status, tier)
         self.status = MountStatus(
             store,
@@ -338,6 +341,7 @@ class Filesystem:
                 "drain": drain.status,
                 "groups": lambda: {**group_life.status(), **group_drain.status()},
                 "stage": stager.status,
+                "epochs": epochs.status,
                 "movers": pool.status,
                 "locks": locks.status,
                 "cluster": cluster.status,
@@ -376,6 +380,7 @@ class Filesystem:
             scrub,
             server_admin,
             starts,
+            epochs,
             cluster,
             self.status,
             refusals,
@@ -383,7 +388,7 @@ class Filesystem:
             options,
         )
         xattrs = ExtendedAttributes(engine, io, attributes, self.hints)
-        ioctls = Ioctls(engine, burst_hints, table, groups, options)
+        ioctls = Ioctls(engine, burst_hints, table, groups, epochs, options)
 
         # The table of operations.
         self.lookup = names.lookup
@@ -431,6 +436,7 @@ class Filesystem:
         self.wait_group = ioctls.wait_group
         self.cancel_group = ioctls.cancel_group
         self.query_group = ioctls.query_group
+        self.order = ioctls.order
 
     def jobs(self) -> dict[Work, Job]:
         """The background work of every host, for as long as the store is served."""
@@ -451,6 +457,7 @@ class Filesystem:
             Work.GROUPS: Job(self.group_life.work),
             Work.EVICT: Job(self.evictor.work, retry_s=PAUSE_S),
             Work.STAGE: Job(self.stager.work, STAGERS),
+            Work.AHEAD: Job(self.epochs.work, EPOCHS_AT_ONCE),
             Work.STARTS: Job(self.starts.work),
         }
 

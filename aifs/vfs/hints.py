@@ -40,6 +40,8 @@ files.
                              (places.py)
     user.aifs.start          directory: JSON, the start that is recorded in it; set record=RUN or
                              stop (starts/starts.py)
+    user.aifs.order          directory: JSON, the epochs of its dataset that are read; set
+                             seed=7,epoch=1,world=8,ahead=16GiB,...; '' ends them (epochs/epochs.py)
     user.aifs.info           any: JSON, the inode and where its parts lie
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
@@ -75,6 +77,7 @@ from aifs.vfs import operation_log, places, policy_hints, reports, rights, serve
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
+from aifs.vfs.epochs.epochs import Epochs
 from aifs.vfs.groups.group_hints import GroupHints
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.names import Names
@@ -114,6 +117,7 @@ class Hints:
         scrub: Scrub,
         server_admin: ServerAdmin,
         starts: Starts,
+        epochs: Epochs,
         cluster: Cluster,
         status: MountStatus,
         refusals: Refusals,
@@ -135,6 +139,7 @@ class Hints:
         self._scrub = scrub
         self._server_admin = server_admin
         self._starts = starts
+        self._epochs = epochs
         self._cluster = cluster
         self._status = status
         self._refusals = refusals
@@ -152,6 +157,7 @@ class Hints:
             b"user.aifs.keep": retention.set_policy,
             b"user.aifs.age": lambda ino, text, _: aging.set_rule(ino, text),
             b"user.aifs.start": starts.order,
+            b"user.aifs.order": self._order_epoch,
         }
         self._requests: dict[bytes, Request] = {
             b"user.aifs.drain": burst.request_drain,
@@ -193,6 +199,8 @@ class Hints:
         if name == b"user.aifs.status":
             return await self._status.tell(caller)
         if name == b"user.aifs.start" and (told := self._starts.tell(ino)):
+            return told
+        if name == b"user.aifs.order" and (told := self._epochs.tell(ino, caller))["epochs"]:
             return told
         if name == b"user.aifs.hosts":
             return await self._cluster.tell()
@@ -257,6 +265,10 @@ class Hints:
     async def _publish_as(self, ino: int, text: str, caller: CallerLike) -> None:
         what = await publish_hint.asked(self._store.engine, ino, text, caller)
         await self._publishing.publish(what, caller)
+
+    async def _order_epoch(self, ino: int, text: str, caller: CallerLike) -> None:
+        self._options.require_writable()
+        await self._epochs.order(ino, text, caller)
 
     async def _order_scrub(self, ino: int, text: str, caller: CallerLike) -> None:
         self._options.require_writable()

@@ -2,6 +2,7 @@
 here (rights.py), and that the mount can be written to.
 """
 
+import os
 from typing import NamedTuple
 
 from aifs.core import ioctl
@@ -11,6 +12,7 @@ from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.vfs import rights
 from aifs.vfs.burst_hints import BurstHints
+from aifs.vfs.epochs.epochs import Epochs
 from aifs.vfs.groups.group_hints import SUMS, report_of
 from aifs.vfs.groups.group_text import Wanted
 from aifs.vfs.groups.protocol import Commit, Groups
@@ -51,12 +53,14 @@ class Ioctls:
         burst: BurstHints,
         table: GroupTable,
         groups: Groups,
+        epochs: Epochs,
         options: ServeOptions,
     ) -> None:
         self._engine = engine
         self._burst = burst
         self._table = table
         self._groups = groups
+        self._epochs = epochs
         self._options = options
 
     async def wait_drained(
@@ -129,6 +133,11 @@ class Ioctls:
                 record.durable_ns,
             )
         )
+
+    async def order(self, ino: int, text: bytes, caller: CallerLike) -> None:
+        """Readers of a dataset say what they read. Raises as Epochs.order."""
+        await self._require_may_change(ioctl.AIFS_IOC_ORDER, ino, caller)
+        await self._epochs.order(ino, os.fsdecode(text), caller)
 
     async def _require_may(self, command: Command, ino: int, caller: CallerLike) -> None:
         rights.IOCTLS[command](await self._engine.view(namespace.get_inode, ino), caller)

@@ -111,6 +111,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.info": Right(reader, unchangeable),
     b"user.aifs.places.N": Right(lister, unchangeable),
     b"user.aifs.start": Right(lister, writer),
+    b"user.aifs.order": Right(lister, lister),  # the kernel lets only who may write set it
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
     b"user.aifs.hosts": Right(top, unchangeable),
@@ -139,6 +140,7 @@ IOCTLS: dict[Command, Rule] = {
     ioctl.AIFS_IOC_GROUP_WAIT: anybody,
     ioctl.AIFS_IOC_GROUP_CANCEL: writer,
     ioctl.AIFS_IOC_GROUP_QUERY: anybody,
+    ioctl.AIFS_IOC_ORDER: lister,
 }
 
 _NONE = Right(unreadable, unchangeable)

@@ -36,7 +36,14 @@ opened = partial(stores.opened, base=SHAPE)
 # --- the table of rights --------------------------------------------------------------------------
 
 DENIED = {errno.EPERM, errno.EACCES}
-ANYBODY, WRITER, OWNERS, ADMIN, NOBODY = "anybody", "writer", "owner", "root", "nobody"
+ANYBODY, READER, WRITER, OWNERS, ADMIN, NOBODY = (
+    "anybody",
+    "reader",
+    "writer",
+    "owner",
+    "root",
+    "nobody",
+)
 
 MAY_SET = {
     "layout": OWNERS,
@@ -59,6 +66,7 @@ MAY_SET = {
     "refused": NOBODY,
     "info": NOBODY,
     "start": WRITER,
+    "order": READER,
     "status": NOBODY,
     "servers": NOBODY,
     "hosts": NOBODY,
@@ -89,12 +97,14 @@ MAY_CALL = {
     ioctl.AIFS_IOC_GROUP_WAIT: ANYBODY,
     ioctl.AIFS_IOC_GROUP_CANCEL: WRITER,
     ioctl.AIFS_IOC_GROUP_QUERY: ANYBODY,
+    ioctl.AIFS_IOC_ORDER: READER,
 }
 
 
 def may(rule: str, user: str, mode: int) -> bool:
     """What the rule says of a directory of OWNER's."""
-    who = {ANYBODY: set(USERS), WRITER: {"root", "owner"}, OWNERS: {"root", "owner"}}
+    everybody, owners = set(USERS), {"root", "owner"}  # others may read it, whatever the mode
+    who = {ANYBODY: everybody, READER: everybody, WRITER: owners, OWNERS: owners}
     if rule == WRITER and user == "other":
         return mode == 0o777
     return user in who.get(rule, {"root"} if rule == ADMIN else set())

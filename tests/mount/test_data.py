@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +26,8 @@ import pyarrow.parquet  # noqa: E402
 ROWS = 500
 
 
-def parquet(directory: Path) -> None:
-    table = arrow.table({"n": range(ROWS)})
+def parquet(directory: Path, **columns: Any) -> None:
+    table = arrow.table({"n": range(ROWS), **columns})
     for part in range(4):
         path = directory / f"{part}.parquet"
         pyarrow.parquet.write_table(table.slice(part * 125, 125), path, row_group_size=30)
@@ -113,6 +114,63 @@ def test_an_epoch_goes_on_after_the_daemon_was_killed(mounted: Mounted):
     mounted.mount()
     with data.reader(data.open(directory), state=state, transform=column) as reader:
         assert sorted(first + list(reader)) == list(range(ROWS))
+
+
+def told(directory: Path) -> dict[str, Any]:
+    """Of the one epoch that is read there; {}: there is none."""
+    try:
+        (epoch,) = json.loads(os.getxattr(directory, "user.aifs.order"))["epochs"]
+    except OSError:
+        return {}
+    return epoch
+
+
+def until_told(directory: Path, condition: Callable[[dict[str, Any]], bool]) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not condition(epoch := told(directory)):
+        assert time.monotonic() < until_s, epoch
+        time.sleep(0.01)
+
+
+def cold_parquet(mounted: Mounted) -> Path:
+    """The directory of a dataset that is on the data servers alone, and too large to be inline."""
+    directory = mounted.path / "set"
+    directory.mkdir()
+    parquet(directory, noise=[os.urandom(100) for _ in range(ROWS)])
+    data.open(directory)  # makes the index
+    aifs("drain", mounted.path)
+    aifs("evict", mounted.path)
+    return directory
+
+
+def test_files_are_there_before_the_reader_comes_to_them(mounted: Mounted):
+    directory = cold_parquet(mounted)
+    with data.reader(data.open(directory), seed=3, buffer=128, transform=column) as reader:
+        rows = [next(reader)]
+        until_told(directory, lambda epoch: epoch.get("kept_files") == 4)
+        epoch = told(directory)
+        assert (epoch["rows"], epoch["readers"], epoch["error"]) == (ROWS, [0], "")
+        assert "1 being read, 4 files" in aifs("status", mounted.path).stdout
+        rows += list(reader)
+        assert told(directory) == {}, "the reader has said that the epoch is over"
+    assert sorted(rows) == list(range(ROWS))
+
+
+def test_workers_say_what_they_read_and_others_go_on(mounted: Mounted):
+    """Each worker for itself, in the order of the whole job."""
+    pytest.importorskip("torch")
+    directory = cold_parquet(mounted)
+    options: dict[str, Any] = {"order": {"seed": 3, "buffer": 128}, "transform": column}
+    loader = data.Loader(data.open(directory), 5, num_workers=2, **options)
+    batches = iter(loader)
+    rows = [row for _ in range(20) for row in next(batches).tolist()]
+    until_told(directory, lambda epoch: epoch.get("readers") == [0, 1])
+    state = json.loads(json.dumps(loader.state_dict()))
+    del batches, loader
+    loader = data.Loader(data.open(directory), 5, num_workers=1, **options)
+    loader.load_state_dict(state)
+    rows += [row for batch in loader for row in batch.tolist()]
+    assert sorted(rows) == list(range(ROWS))
 
 
 RANK = """

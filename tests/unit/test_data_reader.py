@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from aifs.client import data
 from aifs.client.data.arithmetic import ArrayArithmetic, all_permuted
-from aifs.client.data.opening import INDEX_NAME
 from aifs.client.data.progress import filled
 from aifs.core.errors import DatasetError
+from aifs.datasets.index import INDEX_NAME
 from aifs.datasets.sequence import SHUFFLES, Epoch, EpochOrder, PlainArithmetic
 from aifs.layout.order import permuted
 

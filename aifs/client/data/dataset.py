@@ -7,7 +7,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
@@ -15,7 +15,11 @@ from typing import Any
 
 from aifs.client.data.disk import IndexedDiskFile
 from aifs.client.data.rows import BlockRows, FileRows
+from aifs.datasets.formats import files, records
 from aifs.datasets.index import Index, RowBlock
+
+MADE_EACH_TIME = (files.NAME, records.NAME)
+"""Formats whose indexes are not kept."""
 
 _OPEN_FILES = 256  # whose footers are held
 
@@ -36,6 +40,11 @@ class Dataset:
     @property
     def format(self) -> str:
         return self.index.format
+
+    @property
+    def has_kept_index(self) -> bool:
+        """Whether its index is kept in its directory, if somebody may write there."""
+        return self.format not in MADE_EACH_TIME and b"" not in self.index.paths
 
     def __len__(self) -> int:
         return self.index.total_rows
@@ -73,6 +82,13 @@ class Dataset:
             while len(self._opened) > _OPEN_FILES:
                 self._opened.popitem(last=False)
         return opened
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """Nobody here needs these files soon, by their numbers: they are closed, once what was read
+        of them is let go of."""
+        with self._lock:
+            for number in numbers:
+                self._opened.pop(number, None)
 
     def _bytes_of(self, number: int) -> "_Catalogue | IndexedDiskFile":
         if self.index.catalogue:

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from aifs.client.data.dataset import Dataset
+from aifs.client.data.dataset import MADE_EACH_TIME, Dataset
 from aifs.client.data.disk import DiskFile, version_of
 from aifs.core import trees
 from aifs.core.errors import DatasetError
 from aifs.core.files import read_file
 from aifs.datasets import index as record
-from aifs.datasets.formats import files, records
+from aifs.datasets.formats import files
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, Version, index_of
 
@@ -67,7 +67,7 @@ def open(
         return Dataset(root, _of_files(root, options), options)
     if b"" not in names:
         names = {name: version for name, version in names.items() if is_of(format, name)}
-    cached = _cache_of(root) if format != records.NAME else None
+    cached = _cache_of(root) if format not in MADE_EACH_TIME else None
     index = _kept(cached, format, names) if cached else None
     if index is None:
         index = _made(root, format, names, options, on_file)

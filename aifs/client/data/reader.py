@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from aifs.client.data.announcing import Announcer
 from aifs.client.data.arithmetic import ArrayArithmetic, all_permuted
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.progress import Progress, counts_in, order_in, state_of
@@ -110,6 +111,7 @@ class Reader:
         self._batches = 0  # the same of batches; one of the two stays 0
         self._ended = False  # whether who iterates has been told
         self._groups = _Groups(dataset, epoch, len(self._shares))
+        self._announcer = Announcer(dataset, epoch, len(left), number)
         # Of each of our shares the rows that it has given in the whole epoch.
         self._counts = {share: progress.counts[share] for share in self._shares}
         # Of each of our shares the next rows, as far as they have been fetched.
@@ -130,6 +132,7 @@ class Reader:
             self._end()
             raise StopIteration
         if not self._given:
+            self._tell()
             self._groups.begin(self._counts)
         share = self._following[0]
         row = self._next_of(share)
@@ -158,6 +161,7 @@ class Reader:
             if share is None:
                 self._end()
                 return
+            self._tell()
             batch = self._groups.batch(share, self._counts[share])
             self._counts[share] += batch.num_rows
             self._batches += 1
@@ -180,6 +184,7 @@ class Reader:
 
     def close(self) -> None:
         """Its threads end, and what it holds is let go of; its state remains."""
+        self._announcer.end(self._row())
         self._groups.close()
 
     def __enter__(self) -> "Reader":
@@ -187,6 +192,15 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tell(self) -> None:
+        """The mount, and the dataset, how far we are."""
+        self._announcer.tell(self._row())
+
+    def _row(self) -> int:
+        """Up to here we need nothing of any share any more."""
+        open_ones = [n for share, n in self._counts.items() if n < self._limit(share)]
+        return min(open_ones, default=max(self._counts.values()))
 
     def _limit(self, share: int) -> int:
         return self._progress.limits[share]
@@ -200,12 +214,13 @@ class Reader:
     def _next_of(self, share: int) -> Any:
         waiting = self._waiting[share]
         if not waiting:
+            self._tell()
             waiting.extend(self._groups.rows(share, self._counts[share]))
         return waiting[0]
 
     def _end(self) -> None:
         self._ended = True
-        self._groups.close()
+        self.close()
 
 
 class _Groups:

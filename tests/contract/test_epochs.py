@@ -1,0 +1,426 @@
+"""Epochs of datasets that are read: which files are in the burst tier before their readers come to
+them (vfs/epochs)."""
+
+import errno
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from aifs.core import faults
+from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NoAttribute, NotSupported
+from aifs.datasets.ahead import FileNeed, files_needed, parse, shares_read
+from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, RowBlock, Version, encode, index_of
+from aifs.datasets.sequence import Epoch
+from aifs.vfs import Caller, Filesystem, SetAttr
+from aifs.vfs.epochs import epochs, followed
+from tests.support import modes, stores
+from tests.support.cluster import cluster_of
+from tests.support.stores import OWNER, ask, drained, moved_out, put, write_file
+
+ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
+SIZE = 64 << 10
+SHAPE = modes.WAITING | {"burst.reserve": "0", "burst.stage_on_read": "0"}
+SMALL = {"burst.capacity": f"{100 * SIZE}"}
+"""A burst tier of 100 files: eviction begins at 75 and ends at 60, which can be kept."""
+
+opened = partial(stores.opened, base=SHAPE)
+
+
+class Dataset:
+    """Files of blocks of ten rows each, on the data servers alone."""
+
+    def __init__(self, fs: Filesystem, ino: int, inos: Sequence[int], index: Index) -> None:
+        self.fs, self.ino, self.inos, self.index = fs, ino, inos, index
+
+    async def order(self, text: str, caller: Caller = OWNER) -> None:
+        await self.fs.order(self.ino, text.encode(), caller)
+
+    async def there(self) -> set[int]:
+        """Numbers of the files that have copies."""
+        return {
+            number
+            for number, ino in enumerate(self.inos)
+            if (await self.fs.getattr(ino)).copy is not None
+        }
+
+    async def until(self, files: set[int]) -> None:
+        """Wait until these have copies, and no others."""
+        while await self.there() != files:
+            await trio.sleep(0.01)
+
+    async def until_more(self, files: set[int]) -> None:
+        """Wait until these have copies, whatever others have."""
+        while not files <= await self.there():
+            await trio.sleep(0.01)
+
+    async def told(self, caller: Caller = OWNER) -> dict:
+        told = await self.fs.getxattr(self.ino, b"user.aifs.order", caller)
+        (epoch,) = json.loads(told)["epochs"]
+        return epoch
+
+    async def until_told(self, condition: Callable[[dict], bool]) -> dict:
+        while not condition(told := await self.told()):
+            await trio.sleep(0.01)
+        return told
+
+    def needs(self, text: str, window: int = 0) -> list[FileNeed]:
+        """All files of a window that whoever says this needs, in this order."""
+        said = parse(text)
+        shares = shares_read(said.world, said.readers, said.order.shares)
+        return files_needed(Epoch(self.index, said.order), window, shares, 1 << 40)
+
+
+async def dataset(fs: Filesystem, files: int, blocks: int = 1) -> Dataset:
+    ino = (await fs.mkdir(ROOT, b"set", 0o755, OWNER)).ino
+    inos: list[int] = []
+    for first in range(0, files, 20):  # as many as the burst tier takes
+        some = [
+            await write_file(fs, b"%03d" % number, b"%09d\n" % number * (SIZE // 10), ino, OWNER)
+            for number in range(first, min(first + 20, files))
+        ]
+        await moved_out(fs, *some)
+        await fs.collector.drain()
+        inos += some
+    found = []
+    for number, file in enumerate(inos):
+        inode = await fs.getattr(file)
+        version = Version(inode.size, inode.mtime_ns)
+        part = inode.size // blocks
+        rows = [RowBlock(part * block, part, 10) for block in range(blocks)]
+        found.append(IndexedFile(b"%03d" % number, version, rows))
+    index = index_of("text", found)
+    await write_file(fs, INDEX_NAME.encode(), encode(index), ino, OWNER)
+    return Dataset(fs, ino, inos, index)
+
+
+async def test_files_are_there_in_the_order_in_which_the_epoch_reads_them(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 40)
+        text = f"seed=7,shares=4,ahead={10 * SIZE}"
+        needs = data.needs(text)
+        await data.order(text)
+        await data.until({need.file for need in needs[:10]})
+        told = await data.until_told(lambda told: told["kept_files"] == 10)
+        assert told["kept_bytes"] <= told["limit_bytes"] == 10 * SIZE
+        assert not told["waiting"] and not told["error"]
+        assert (told["done_rows"], told["rows"]) == (0, 400)
+        for done in (100, 300):  # of 400 rows
+            await data.order(f"{text},done={done}")
+            row = done // 4
+            kept = [need for need in needs if need.last > row][:10]
+            await data.until_more({need.file for need in kept})
+        status = (await ask(fs, ROOT, "status"))["epochs"]
+        assert (status["epochs"], status["kept_files"]) == (1, 10)
+
+
+async def test_what_is_used_stays_as_long_as_there_is_room_and_goes_first(
+    directory: Path,
+) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 100)
+        old = [await write_file(fs, b"old%d" % n, bytes(SIZE)) for n in range(20)]
+        await drained(fs, *old)
+        text = f"seed=7,shares=4,window={25 * SIZE},ahead={26 * SIZE}"
+        needs = [data.needs(text, window) for window in range(4)]
+        order = [[need.file for need in window] for window in needs]
+        assert sum(map(len, order)) == 100
+        for window in range(3):
+            await data.order(f"{text},done={4 * needs[window][0].first}")
+            await data.until_more(set(order[window]))
+            await data.until_told(lambda told: told["kept_files"] >= 25)
+        there = await data.there()
+        # 20 and three times 26 are more than 75 files: what is used up went first.
+        assert 20 < len(there & {*order[0], *order[1]}) < 35
+        assert [(await fs.getattr(ino)).copy is not None for ino in old] == [True] * 20
+        assert fs.tier.used(next(iter(fs.tier.devices))) <= 75 * SIZE
+
+
+async def test_old_copies_of_others_give_way_as_to_any_staging(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 30)
+        old = [await write_file(fs, b"old%d" % n, bytes(SIZE)) for n in range(60)]
+        await drained(fs, *old)
+        await data.order(f"seed=7,ahead={60 * SIZE}")
+        await data.until(set(range(30)))
+        left = [(await fs.getattr(ino)).copy is not None for ino in old]
+        assert 40 <= sum(left) <= 45, "as many went as had to"
+
+
+async def test_writers_are_never_refused_room_for_it(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 60)
+        await data.order(f"seed=7,shares=4,ahead={50 * SIZE}")
+        await data.until_told(lambda told: told["kept_files"] == 50)
+        new = []
+        for number in range(78):  # up to the high mark
+            new.append(await write_file(fs, b"new%d" % number, bytes(SIZE)))
+            assert (await fs.getattr(new[-1])).in_burst
+            while fs.tier.needs_eviction():
+                await trio.sleep(0.001)
+            await fs.collector.drain()
+        assert (await data.told())["kept_files"] <= 60
+        before = await data.there()
+        await trio.sleep(0.05)
+        assert await data.there() <= before, "nothing is brought while writers need the room"
+
+
+async def test_a_window_that_cannot_be_kept_is_not_read_ahead(directory: Path) -> None:
+    """Each file is needed from the beginning of the epoch to its end."""
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 8, blocks=8)
+        await data.order(f"seed=7,ahead={4 * SIZE}")
+        await data.until_told(lambda told: told["rows"] == 640)
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        assert await data.there() == set()
+        await data.order(f"seed=8,ahead={8 * SIZE}")
+        await data.until(set(range(8)))
+
+
+async def test_each_reader_has_its_own_files_brought(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 40)
+        text = "seed=7,world=4,shares=4,rank="
+        for ranks in ("1", "3"):
+            await data.order(text + ranks)
+        files = {need.file for ranks in "13" for need in data.needs(text + ranks)}
+        await data.until(files)
+        assert 18 <= len(files) <= 20
+        assert (await data.told())["readers"] == [1, 3]
+
+
+async def test_the_slowest_reader_counts(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 40)
+        text = f"seed=7,world=2,shares=2,ahead={10 * SIZE}"
+        for rank, done in ((0, 400), (1, 0)):
+            await data.order(f"{text},rank={rank},done={done}")
+        told = await data.until_told(lambda told: told["kept_files"] == 10)
+        assert told["done_rows"] == 0
+
+
+async def test_readers_that_say_nothing_have_ended(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 10)
+        await data.order("seed=7")
+        await data.until(set(range(10)))
+        monkeypatch.setattr(epochs, "EXPIRES_S", 0.01)
+        await data.order("seed=8")
+        while fs.epochs.status()["epochs"]:
+            await trio.sleep(0.01)
+        with pytest.raises(NoAttribute):
+            await data.told()
+        assert await data.there() == set(range(10)), "copies stay what they are"
+
+
+async def test_readers_say_that_they_have_ended(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 4)
+        await data.order("seed=7,world=2")
+        await data.order("seed=7,world=2,rank=0,done=end")
+        assert (await data.told())["readers"] == [1]
+        await put(fs, data.ino, "order", "")
+        with pytest.raises(NoAttribute):
+            await data.told()
+        await data.order("seed=7,world=2,rank=0,done=end")  # once more than it was begun
+
+
+async def test_two_epochs_of_one_dataset_share_the_room(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 40)
+        texts = [f"seed={seed},ahead={60 * SIZE},window={5 * SIZE}" for seed in (7, 8)]
+        for text in texts:
+            await data.order(text)
+        wanted = {need.file for text in texts for need in data.needs(text)}
+        await data.until_more(wanted)
+        limits = [told["limit_bytes"] for told in (await ask(fs, data.ino, "order"))["epochs"]]
+        assert all(29 * SIZE < limit <= 30 * SIZE for limit in limits)
+
+
+async def test_a_reader_that_begins_anew_gets_its_files_again(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 40)
+        text = f"seed=7,shares=4,ahead={10 * SIZE}"
+        await data.order(f"{text},done=400")
+        await data.until_told(lambda told: told["rows"] == 400)
+        assert await data.there() == set()
+        await data.order(text)
+        await data.until({need.file for need in data.needs(text)[:10]})
+
+
+async def test_a_file_that_has_changed_is_named_and_left_alone(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 10)
+        await stores.rewrite(fs, data.inos[3], bytes(SIZE))
+        await moved_out(fs, data.inos[3])
+        await data.order("seed=7")
+        await data.until(set(range(10)) - {3})
+        told = await data.until_told(lambda told: bool(told["error"]))
+        assert told["error"] == "003 has changed since the dataset was indexed"
+
+
+async def test_a_file_that_changes_during_the_epoch_is_left_alone(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 40)
+        text = f"seed=7,shares=4,ahead={10 * SIZE}"
+        await data.order(text)
+        await data.until_told(lambda told: told["kept_files"] == 10)
+        needs = data.needs(text)
+        late = needs[-1].file
+        await stores.rewrite(fs, data.inos[late], bytes(SIZE))
+        await moved_out(fs, data.inos[late])
+        await data.order(f"{text},done=360")
+        told = await data.until_told(lambda told: bool(told["error"]))
+        assert told["error"] == f"{late:03} has changed since the dataset was indexed"
+        assert late not in await data.there()
+
+
+# --- who may what ---------------------------------------------------------------------------------
+
+
+async def test_who_may_only_read_the_dataset_may_say_that_he_does(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 10)
+        await fs.setattr(data.inos[4], SetAttr(mode=0o600), OWNER)
+        await data.order("seed=7", OTHER)
+        await data.until(set(range(10)) - {4})
+        assert "b'004'" in (await data.told(OTHER))["error"]
+        assert "error" not in await data.told(OWNER), "it is another one's"
+        await fs.setattr(data.ino, SetAttr(mode=0o700), OWNER)
+        with pytest.raises(AccessDenied):
+            await data.order("seed=8", OTHER)
+
+
+async def test_nobody_follows_many_epochs(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 2)
+        for seed in range(4):
+            await data.order(f"seed={seed}", OTHER)
+        with pytest.raises(Busy):
+            await data.order("seed=5", OTHER)
+        await data.order("seed=3,done=10", OTHER)
+        await data.order("seed=5", OWNER)
+        for seed in range(11):
+            await data.order(f"seed={seed}", Caller())
+        with pytest.raises(Busy):
+            await data.order("seed=99", Caller())
+
+
+async def test_what_is_refused(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"empty", 0o755, OWNER)).ino
+        with pytest.raises(Invalid, match="aifs dataset index"):
+            await put(fs, top, "order", "seed=7")
+        with pytest.raises(Invalid, match="seed"):
+            await put(fs, top, "order", "world=8")
+        file = await write_file(fs, b"file", b"x", caller=OWNER)
+        with pytest.raises(FsError) as refused:
+            await fs.order(file, b"seed=7", OWNER)
+        assert refused.value.errno in (errno.ENOTDIR, errno.ENODATA)
+
+
+async def test_without_a_burst_tier_there_is_nothing_to_do(directory: Path) -> None:
+    async with opened(directory, modes.OFF) as fs:
+        top = (await fs.mkdir(ROOT, b"set", 0o755, OWNER)).ino
+        with pytest.raises(NotSupported):
+            await put(fs, top, "order", "seed=7")
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"AIFSidx1 torn", "no index"),
+        (bytes(100), "no index"),
+        (
+            encode(
+                index_of("text", [IndexedFile(b"../secret", Version(9, 9), [RowBlock(0, 9, 1)])])
+            ),
+            "../secret",
+        ),
+    ],
+)
+async def test_an_index_that_lies_does_no_harm(directory: Path, content: bytes, error: str) -> None:
+    async with opened(directory) as fs:
+        await write_file(fs, b"secret", b"x" * 9)
+        top = (await fs.mkdir(ROOT, b"set", 0o755, OWNER)).ino
+        await write_file(fs, INDEX_NAME.encode(), content, top, OWNER)
+        await put(fs, top, "order", "seed=7")
+        while not (told := (await ask(fs, top, "order"))["epochs"][0]["error"]):
+            await trio.sleep(0.01)
+        assert error in told
+
+
+async def test_a_large_index_is_not_followed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "INDEX_MAX", 100)
+    async with opened(directory) as fs:
+        data = await dataset(fs, 10)
+        await data.order("seed=7")
+        assert "100 bytes" in (await data.until_told(lambda told: bool(told["error"])))["error"]
+
+
+async def test_files_that_are_kept_out_of_the_burst_tier_stay_out(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 4)
+        await put(fs, data.inos[2], "tier", "capacity")
+        await data.order("seed=7")
+        await data.until({0, 1, 3})
+
+
+# --- what dies, and several hosts -----------------------------------------------------------------
+
+
+async def test_a_daemon_that_dies_leaves_what_any_staging_leaves(directory: Path) -> None:
+    left = 3
+
+    def crash() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise faults.SimulatedCrash
+
+    with pytest.raises(faults.SimulatedCrash):
+        async with opened(directory) as fs:
+            data = await dataset(fs, 10)
+            faults.arm("vfs.stage.copied", crash)
+            await data.order("seed=7")
+            await trio.sleep_forever()
+    faults.disarm_all()
+    assert left <= 0
+    async with opened(directory) as fs:
+        top = (await fs.lookup(ROOT, b"set")).ino
+        await put(fs, top, "order", "seed=7")
+        while (await ask(fs, top, "order"))["epochs"][0]["kept_files"] < 10:
+            await trio.sleep(0.01)
+
+
+async def test_each_host_fetches_its_own_share(scratch: Path) -> None:
+    """And no more than that: all files are fetched once."""
+    async with cluster_of(scratch / "s", SHAPE, ("a", "b")) as cluster:
+        async with cluster.mounted("a") as a, cluster.mounted("b") as b:
+            data = await dataset(a, 40)
+            hosts = [Dataset(fs, data.ino, data.inos, data.index) for fs in (a, b)]
+            before = [_read_bytes(fs) for fs in (a, b)]
+            texts = [f"seed=7,world=2,shares=8,rank={rank}" for rank in range(2)]
+            for host, text in zip(hosts, texts):
+                await host.order(text)
+            mine = [{need.file for need in data.needs(text)} for text in texts]
+            await data.until(mine[0] | mine[1])
+            for host, files in zip(hosts, mine):
+                await host.until_told(lambda told, files=files: told["kept_files"] == len(files))
+            fetched = [_read_bytes(fs) - old for fs, old in zip((a, b), before)]
+            sizes = [sum(data.index.sizes[file] for file in files) for files in mine]
+            assert not mine[0] & mine[1] and len(mine[0] | mine[1]) >= 32
+            # Containers are read by pieces that hold neighbours, too.
+            assert sum(fetched) <= 1.2 * sum(sizes), (fetched, sizes)
+
+
+def _read_bytes(fs: Filesystem) -> int:
+    return sum(server.read_bytes for server in fs.store.servers.capacity())
