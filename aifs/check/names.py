@@ -306,8 +306,8 @@ class NameCheck:
             self._problem(
                 "stray-record",
                 ino,
-                f"inode {ino} has a record of the trash, but is not removed",
-                partial(repair.delete, key=keys.trash(ino)),
+                f"inode {ino} has a record of the doomed, but is not removed",
+                partial(repair.delete, key=keys.doomed(ino)),
                 RECOVERY,
             )
         if not has_name:

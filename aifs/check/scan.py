@@ -31,11 +31,11 @@ from aifs.core.errors import FsError
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
 from aifs.meta.delegations import DELEGATE_BYTES
+from aifs.meta.dooming import Doomed, decode_doomed
 from aifs.meta.hosts import HostRecord, decode_host
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_garbage, decode_inode
 from aifs.meta.slices import read_slice
-from aifs.meta.trash import Doomed, decode_doomed
 from aifs.store.ids import WINDOW, decode_windows
 
 _ID_MAX = 1 << 62
@@ -141,7 +141,7 @@ class MetadataScan:
             (b"k", self._checksums),
             (b"o", self._orphan),
             (b"w", self._dirty),
-            (b"z", self._trash),
+            (b"z", self._doomed),
             (b"n", self._marks.group),
             (b"r", self._marks.policy),
             (b"f", self._marks.age_rule),
@@ -316,12 +316,12 @@ class MetadataScan:
                 f"inode {ino}", "orphan record of an inode that cannot be read", key, RECOVERY
             )
 
-    async def _trash(self, key: bytes, value: bytes) -> None:
+    async def _doomed(self, key: bytes, value: bytes) -> None:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(
                 f"inode {ino}",
-                "record of the trash, of an inode that cannot be read",
+                "record of the doomed, of an inode that cannot be read",
                 key,
                 RECOVERY,
             )
@@ -330,7 +330,7 @@ class MetadataScan:
         try:
             decode_doomed(value)
         except FsError as error:
-            # It has no name: that it is in the trash is what can be told.
+            # It has no name: that it is doomed is what can be told.
             fix = partial(repair.put, key=key, value=Doomed(ino, 0, 0).encode())
             self._problem("unreadable-record", ino, str(error), fix, RECOVERY)
 

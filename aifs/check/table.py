@@ -18,8 +18,8 @@ DIRECTORY = stat.S_IFDIR >> 12
 
 UNREADABLE, MISSING, ORPHAN, HAS_NAMES, LOSES_NAME, OWN_OID, DOOMED = 1, 2, 4, 8, 16, 32, 64
 """Flags of a row: the record cannot be decoded; there is none; there is an orphan record; it is the
-parent of a dentry; a name of it will be removed; its object id is its inode number; it is in the
-trash."""
+parent of a dentry; a name of it will be removed; its object id is its inode number; it is
+doomed."""
 
 NONE = -1
 

@@ -138,7 +138,7 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("cluster", _describe_cluster(status["cluster"])))
     if "together" in status:
         facts.append(("together", _describe_together(status["together"])))
-    facts.append(("trash", _describe_trash(status["trash"])))
+    facts.append(("removing", _describe_doomed(status["doomed"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
     return facts
@@ -197,11 +197,11 @@ def _describe_undrained(state: dict[str, Any]) -> str:
     return f"{', '.join(hosts)}; what is undrained can be read as long as its host is there"
 
 
-def _describe_trash(trash: dict[str, Any]) -> str:
-    if not trash["trees"]:
-        return f"empty; {count(trash['removed_inodes'], 'inode')} removed since the mount"
+def _describe_doomed(doomed: dict[str, Any]) -> str:
+    if not doomed["trees"]:
+        return f"nothing; {count(doomed['removed_inodes'], 'inode')} removed since the mount"
     return (
-        f"{count(trash['trees'], 'tree')} being taken apart, {trash['directories']} directories "
+        f"{count(doomed['trees'], 'tree')} being taken apart, {doomed['directories']} directories "
         "left as far as is known"
     )
 

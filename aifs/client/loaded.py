@@ -25,20 +25,17 @@ class Loaded:
 
     def to_tensors(self, device: Any = "cpu") -> dict[str, Any]:
         """The tensors of torch, by name. Raises CheckpointError for what is no file of tensors."""
-        from aifs.client.torch.tensors import tensor_at
+        from aifs.client.torch.tensors import tensors_on
 
-        return {
-            name: tensor_at(self._content, entry).to(device)
-            for name, entry in self._decode()[0].items()
-        }
+        return tensors_on(device, self._content, self._decode()[0])
 
     def to_tensor(self, name: str = ONE, device: Any = "cpu") -> Any:
         """The one tensor that was put, or the one of that name. Raises CheckpointError if there is
         none.
         """
-        from aifs.client.torch.tensors import tensor_at
+        from aifs.client.torch.tensors import tensors_on
 
-        return tensor_at(self._content, self._entry(name)).to(device)
+        return tensors_on(device, self._content, {name: self._entry(name)})[name]
 
     def to_arrays(self) -> dict[str, Any]:
         """The tensors as arrays of numpy, by name. Raises TypeError for element types that it

@@ -111,7 +111,7 @@ AIFS_IOC_PUBLISH = Command(
     "u32 flags, u32 content_length, u64 parent, char final[256], char latest[256], char "
     "tracker[256], char content[64], char manifest[256]",
     "On a directory: shows it under its final name, with the pointers beside it, all at once; "
-    "durable on return. flags: AIFS_REPLACE (a tree that has the final name goes to the trash), "
+    "durable on return. flags: AIFS_REPLACE (a tree that has the final name is removed), "
     "AIFS_EXCLUSIVE (nothing may have it). parent: inode number of the directory that the final "
     "name is in. Names end with a zero byte, empty for none: latest (a symlink to final), tracker "
     "(a file with the content), manifest (a file that has to be in the directory). EBUSY: members "

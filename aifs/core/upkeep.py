@@ -54,7 +54,7 @@ class Work(Enum):
     COLLECT = "removing deleted files"
     RELEASE = "releasing what backups have held"
     STRAYS = "removing objects that have moved elsewhere"
-    TRASH = "removing the rest of deleted trees"
+    DOOMED = "removing the rest of deleted trees"
     BACKUP = "the backup of the metadata"
     RETENTION = "removing old checkpoints"
     COMPACT = "compaction"

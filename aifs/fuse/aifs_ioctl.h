@@ -59,10 +59,10 @@ struct aifs_remove_tree {
 
 /*
  * On a directory: shows it under its final name, with the pointers beside it, all at once; durable on return.
- * flags: AIFS_REPLACE (a tree that has the final name goes to the trash), AIFS_EXCLUSIVE (nothing may have it).
- * parent: inode number of the directory that the final name is in. Names end with a zero byte, empty for none:
- * latest (a symlink to final), tracker (a file with the content), manifest (a file that has to be in the
- * directory). EBUSY: members or files are missing; EEXIST, ENOTEMPTY: the name is taken.
+ * flags: AIFS_REPLACE (a tree that has the final name is removed), AIFS_EXCLUSIVE (nothing may have it). parent:
+ * inode number of the directory that the final name is in. Names end with a zero byte, empty for none: latest (a
+ * symlink to final), tracker (a file with the content), manifest (a file that has to be in the directory).
+ * EBUSY: members or files are missing; EEXIST, ENOTEMPTY: the name is taken.
  */
 struct aifs_publish {
 	__u32 flags;

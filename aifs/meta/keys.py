@@ -40,8 +40,8 @@
                                      does not name; its ino (8 bytes little-endian; 0: a container)
     u server                         unprotected bytes may lie on that data server; empty; never
                                      removed while it is in use
-    z ino                            trash: a tree that nobody can find by name, to be removed
-                                     (meta/trash.py)
+    z ino                            doomed: a tree that nobody can find by name, to be removed
+                                     (meta/dooming.py)
     r ino                            retention of the checkpoints in a directory: text, as in
                                      core/retention.py
     f ino                            rule by which old files below a directory move to other
@@ -186,7 +186,7 @@ def unprotected(server: int) -> bytes:
     return _SERVER(b"u", server)
 
 
-def trash(ino: int) -> bytes:
+def doomed(ino: int) -> bytes:
     return _NUMBER(b"z", ino)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from aifs.core.errors import Exists, Invalid, NotADirectory, NotFound, Unavailable
-from aifs.meta import forms, groups, keys, namespace, trash
+from aifs.meta import dooming, forms, groups, keys, namespace
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
@@ -80,7 +80,7 @@ class Publication(NamedTuple):
     name: bytes
     """Its name there."""
     replace: bool = False
-    """A tree that has the name goes to the trash."""
+    """A tree that has the name is removed."""
     exclusive: bool = False
     """Nothing may have the name. With neither of these an empty directory may, as in rename(2)."""
     latest: bytes = b""
@@ -117,7 +117,7 @@ class Publication(NamedTuple):
 
 class Published(NamedTuple):
     """What a publication has changed: the directory as it is now, its name before, files that have
-    lost a name, and the tree that is in the trash."""
+    lost a name, and the tree that is doomed."""
 
     inode: Inode
     old_parent: int
@@ -165,7 +165,7 @@ def publish(
         if not there.is_dir:
             raise NotADirectory()
         if what.replace:
-            doomed = trash.doom(tx, what.parent, what.name, now, owner[0])
+            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0])
     inode, replaced = namespace.rename(
         tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now, (inode.ino,)
     )

@@ -34,13 +34,13 @@ from aifs.store.store import Store
 from aifs.upkeep.aging import Aging
 from aifs.upkeep.compaction import INTERVAL_S as COMPACT_EVERY_S
 from aifs.upkeep.compaction import Compaction
+from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.evict import PAUSE_S, Evictor
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.server_admin import WATCHERS, ServerAdmin
-from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
@@ -200,8 +200,10 @@ class Filesystem:
         )
 
         # What looks after the store.
-        self.trash = trash = Trash(engine, io, drain, collector, upkeep, closing.gone, kernel)
-        self.retention = retention = Retention(config, engine, io, trash, upkeep, kernel)
+        self.doomed = doomed = DoomedTrees(
+            engine, io, drain, collector, upkeep, closing.gone, kernel
+        )
+        self.retention = retention = Retention(config, engine, io, doomed, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(
             engine,
@@ -290,7 +292,7 @@ class Filesystem:
             io,
             drain,
             closing,
-            trash,
+            doomed,
             kernel,
             files,
             attributes,
@@ -307,7 +309,7 @@ class Filesystem:
             barrier,
             drain,
             naming,
-            trash,
+            doomed,
             retention,
             kernel,
             attributes,
@@ -334,7 +336,7 @@ class Filesystem:
             {
                 "requests": served.status,
                 "background": share.status,
-                "trash": trash.status,
+                "doomed": doomed.status,
                 "aging": aging.status,
                 "backup": backup.status,
                 "burst": tier.status,
@@ -356,7 +358,7 @@ class Filesystem:
             containers,
             collector,
             findings,
-            trash,
+            doomed,
             retention,
             course,
             attributes,
@@ -471,7 +473,7 @@ class Filesystem:
             return always
         return always | {
             Work.COMPACT: Job(self.compaction.work, first_s=COMPACT_EVERY_S),
-            Work.TRASH: Job(self.trash.work),
+            Work.DOOMED: Job(self.doomed.work),
             Work.STRAYS: Job(self.rebuild.strays.work),
             Work.REBUILD: Job(self.rebuild.work),
             Work.AGING: Job(self.aging.work),

@@ -19,14 +19,14 @@ from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.meta import keys, namespace
+from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
-from aifs.meta.trash import decode_doomed
 from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
+from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.scrub_state import Findings
-from aifs.upkeep.trash import Trash
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.course import Course
 from aifs.vfs.looked_up import LookedUp
@@ -74,7 +74,7 @@ class Following:
         containers: Containers,
         collector: Collector,
         findings: Findings,
-        trash: Trash,
+        doomed: DoomedTrees,
         retention: Retention,
         course: Course,
         attributes: Attributes,
@@ -88,7 +88,7 @@ class Following:
         self._containers = containers
         self._collector = collector
         self._findings = findings
-        self._trash = trash
+        self._doomed = doomed
         self._retention = retention
         self._course = course
         self._attributes = attributes
@@ -99,7 +99,7 @@ class Following:
             ord("i"): self._take_inode,
             ord("d"): self._take_name,
             ord("w"): self._take_mark,
-            ord("z"): self._take_trash,
+            ord("z"): self._take_doomed,
             ord("r"): self._take_policy,
             ord("n"): self._take_group,
             ord("t"): self._take_container,
@@ -226,8 +226,8 @@ class Following:
         if record is not None:
             self._retention.shown(parent)
 
-    def _take_trash(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
-        self._trash.follow(keys.number(key), None if record is None else decode_doomed(record))
+    def _take_doomed(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._doomed.follow(keys.number(key), None if record is None else decode_doomed(record))
 
     def _take_policy(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         if record is not None:

@@ -12,7 +12,7 @@ files.
     user.aifs.stage          file, set (empty): bring it into the burst tier
     user.aifs.evict          file, set (empty): give up its copy in the burst tier
     user.aifs.remove         directory, set: name of a directory in it, to be removed with all that
-                             lies below (trash.py)
+                             lies below (meta/dooming.py)
     user.aifs.publish        directory: get and set burst or capacity, where bytes must be before a
                              rename into it shows them
     user.aifs.mirror         directory or file: get and set 1 or 0, whether another host keeps a

@@ -132,7 +132,7 @@ async def _load(fs: Filesystem) -> None:
 
 async def _load_work(fs: Filesystem, again: bool = False) -> None:
     """What earlier mounts, or another host, have left to do. None of these looks at another."""
-    await fs.trash.load()
+    await fs.doomed.load()
     await fs.rebuild.strays.load()
     await fs.retention.load()
     # What is known to be wrong on the data servers, because that decides which copies are kept.

@@ -19,7 +19,7 @@ from aifs.meta.kv import Engine
 from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Copy, Inode
 from aifs.store.ids import IdAllocator
-from aifs.upkeep.trash import Trash
+from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.looked_up import LookedUp, if_looked_up
@@ -44,7 +44,7 @@ class Names:
         io: FileIO,
         drain: Drain,
         closing: Closing,
-        trash: Trash,
+        doomed: DoomedTrees,
         kernel: Kernel,
         files: OpenFiles,
         attributes: Attributes,
@@ -61,7 +61,7 @@ class Names:
         self._io = io
         self._drain = drain
         self._closing = closing
-        self._trash = trash
+        self._doomed = doomed
         self._kernel = kernel
         self._files = files
         self._attributes = attributes
@@ -76,7 +76,7 @@ class Names:
 
     async def lookup(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
         """The kernel sees to who may, except of what is virtual: any name on record comes first."""
-        if self._trash.holds(parent):
+        if self._doomed.holds(parent):
             raise NotFound("the directory has been removed")
         self._looked_up.asked((parent, name))
         try:
@@ -224,7 +224,7 @@ class Names:
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
     ) -> None:
         """Remove a directory with all that lies below it, at a cost that does not depend on how
-        much it is (upkeep/trash.py).
+        much it is (upkeep/doomed.py).
 
         The kernel neither does nor checks it, so who may is decided here: who may remove the name,
         and owns the directory. It sees the name no more when this returns; soon, if it holds the
@@ -232,7 +232,7 @@ class Names:
         NotPermitted, ReadOnly.
         """
         self._options.require_writable()
-        await self._trash.doom(parent, name, caller)
+        await self._doomed.doom(parent, name, caller)
         if locked:
             self._kernel.drop_name_soon(parent, name)
         else:
@@ -296,7 +296,7 @@ class Names:
         """
         await self._engine.sure()
         listing = self._ahead.pop((ino, cookie, limit), None)
-        if self._trash.holds(ino):
+        if self._doomed.holds(ino):
             return Listing([], [], self._engine.seq)
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)

@@ -154,7 +154,7 @@ METRICS = (
     Metric("aifs_mover_restarts_total", COUNTER, "movers.restarts", "Movers that died."),
     Metric("aifs_locks_waiting", GAUGE, "locks.waiting", "Locks of a cluster that are waited for."),
     Metric("aifs_collector_backlog", GAUGE, "collector_backlog", "Objects that are to be deleted."),
-    Metric("aifs_trash_trees", GAUGE, "trash.trees", "Trees that are being removed."),
+    Metric("aifs_doomed_trees", GAUGE, "doomed.trees", "Trees that are being removed."),
     Metric("aifs_rebuild_left_bytes", GAUGE, "rebuild.left_bytes", "Bytes to be rebuilt or moved."),
     Metric(
         "aifs_rebuild_moved_bytes_total", COUNTER, "rebuild.moved_bytes", "Bytes rebuilt or moved."

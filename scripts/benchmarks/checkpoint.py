@@ -1,8 +1,9 @@
 """Checkpoints of PyTorch: the client's save against torch.save and dd in the same plain directory,
 and what a checkpoint at each iteration costs a loop whose iteration is longer than its write.
-Without torch there is nothing to measure.
+Without torch there is nothing to measure. With DEVICE ``cuda`` the state lies on the first GPU,
+which computes the iterations, too.
 
-    python scripts/benchmarks/checkpoint.py [DIRECTORY] [MIB] [ROUNDS]
+    python scripts/benchmarks/checkpoint.py [DIRECTORY] [MIB] [ROUNDS] [DEVICE]
 """
 
 import shutil
@@ -24,7 +25,7 @@ LONGER = 2.0
 """An iteration to the time that a save takes by itself."""
 
 
-def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
+def checkpoint_rows(base: Path, mib: int, rounds: int, device: str = "cpu") -> list[Row]:
     if find_spec("torch") is None:
         return []
     import torch
@@ -35,7 +36,7 @@ def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
     directory.mkdir()
     size = (mib << 20) // TENSORS
     state = {
-        f"layer {number}": torch.randint(0, 255, (size,), dtype=torch.uint8)
+        f"layer {number}": torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
         for number in range(TENSORS)
     }
     path = directory / "state.pt"
@@ -58,7 +59,9 @@ def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
         rates["save"] / rates["dd"],
         rate(rates["save"], "MiB/s"),
     )
-    slowdown = _slowdown(directory, {"state": state["layer 0"]}, rounds)
+    saved_mib = mib if device != "cpu" else mib // TENSORS  # processors have to copy it themselves
+    part = state if device != "cpu" else {"layer 0": state["layer 0"]}
+    slowdown = _slowdown(directory, part, rounds, device)
     shutil.rmtree(directory)
     return [
         Row(
@@ -82,7 +85,7 @@ def checkpoint_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             to_dd >= DD_TARGET,
         ),
         Row(
-            f"a checkpoint of {size >> 20} MiB at each iteration",
+            f"a checkpoint of {saved_mib} MiB at each iteration",
             "",
             None,
             None,
@@ -100,7 +103,7 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _slowdown(directory: Path, state: dict[str, Any], rounds: int) -> float:
+def _slowdown(directory: Path, state: dict[str, Any], rounds: int, device: str) -> float:
     """How much longer iterations take that save."""
     import torch
 
@@ -108,8 +111,15 @@ def _slowdown(directory: Path, state: dict[str, Any], rounds: int) -> float:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    matrix, step = torch.randn(512, 512), 0
-    one = statistics.median(_seconds(lambda: matrix @ matrix) for _ in range(50))
+    matrix, step = torch.randn((512, 512) if device == "cpu" else (8192, 8192), device=device), 0
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    one = statistics.median(_seconds(lambda: compute(1)) for _ in range(50))
     with PipelinedCheckpointer(directory / "step-{step}", keep="last=1") as checkpointer:
 
         def save() -> None:
@@ -127,10 +137,10 @@ def _slowdown(directory: Path, state: dict[str, Any], rounds: int) -> float:
         def iterate(with_saving: bool) -> None:
             if with_saving:
                 save()
-            for _ in range(round(length / one)):
-                matrix @ matrix
+            compute(round(length / one))
             checkpointer.wait()
-            state["state"] += 1  # the optimizer's step
+            for tensor in state.values():
+                tensor += 1  # the optimizer's step
 
         def saving() -> float:
             taken = _seconds(lambda: iterate(True))
@@ -144,5 +154,5 @@ def _slowdown(directory: Path, state: dict[str, Any], rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    chosen, amount, times = [*sys.argv[1:], *("/dev/shm", "1024", "3")[len(sys.argv) - 1 :]][:3]
-    show(checkpoint_rows(Path(chosen), int(amount), int(times)), as_json=False)
+    given = [*sys.argv[1:], *("/dev/shm", "1024", "3", "cpu")[len(sys.argv) - 1 :]][:4]
+    show(checkpoint_rows(Path(given[0]), int(given[1]), int(given[2]), given[3]), as_json=False)

@@ -200,7 +200,7 @@ async def test_a_cached_copy_that_goes_is_used_by_nobody_who_opens_the_file(dire
         assert (await fs.getattr(ino)).copy is None
 
 
-async def test_two_tasks_may_empty_the_trash(directory, monkeypatch):
+async def test_two_tasks_may_empty_what_is_doomed(directory, monkeypatch):
     async with stopping(directory, monkeypatch) as fs:
         top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
         for number in range(5):
@@ -208,12 +208,12 @@ async def test_two_tasks_may_empty_the_trash(directory, monkeypatch):
         async with trio.open_nursery() as nursery:
             await fs.remove_tree(ROOT_INO, b"d")
             fs.store.engine.stop("after", "remove_slice")
-            nursery.start_soon(fs.trash.empty)
+            nursery.start_soon(fs.doomed.empty)
             await fs.store.engine.stopped.wait()
-            nursery.start_soon(fs.trash.empty)
+            nursery.start_soon(fs.doomed.empty)
             await trio.testing.wait_all_tasks_blocked()
             fs.store.engine.go.set()
-        assert fs.trash.status()["trees"] == 0
+        assert fs.doomed.status()["trees"] == 0
 
 
 async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(directory, monkeypatch):
@@ -223,7 +223,7 @@ async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(direct
         await moved_out(fs, ino)
         async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
             await fs.remove_tree(ROOT_INO, b"d")
-            await fs.trash.empty()
+            await fs.doomed.empty()
         assert await fs.read(found[0].handle, 0, len(TEXT)) == TEXT
         await fs.release(found[0].handle)
         await fs.collector.drain()

@@ -20,11 +20,11 @@ from aifs.files.types import ROOT
 from aifs.layout.hint import Policy
 from aifs.meta import keys, namespace, servers
 from aifs.meta.askers import Asker
+from aifs.meta.dooming import Doomed
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import IMMUTABLE
-from aifs.meta.trash import Doomed
 from aifs.store import store
 from aifs.upkeep.scrub_state import KEY as SCRUB
 from aifs.vfs import Filesystem, SetAttr, open_files, open_filesystem
@@ -332,17 +332,17 @@ async def test_a_directory_that_another_host_removes_is_empty_for_who_is_in_it(
     async with hosts(directory) as (fs, _, other):
         top = await fs.mkdir(ROOT_INO, b"top", 0o755, ROOT)
         await write_file(fs, b"file", TEXT, top.ino)
-        async with fs.trash.emptying:  # nothing is taken apart yet
+        async with fs.doomed.emptying:  # nothing is taken apart yet
             await other.remove_tree(ROOT_INO, b"top")
-            assert fs.trash.holds(top.ino)
+            assert fs.doomed.holds(top.ino)
             with pytest.raises(NotFound):
                 await fs.lookup(top.ino, b"file")
             assert not len(await fs.readdir(top.ino, 0))
-        await fs.trash.empty()
-        await other.put(keys.trash(12345), Doomed(12345, 1, 0).encode())
-        assert fs.trash.holds(12345)
-        await other.put(keys.trash(12345), None)
-        assert not fs.trash.holds(12345)
+        await fs.doomed.empty()
+        await other.put(keys.doomed(12345), Doomed(12345, 1, 0).encode())
+        assert fs.doomed.holds(12345)
+        await other.put(keys.doomed(12345), None)
+        assert not fs.doomed.holds(12345)
 
 
 async def test_a_listing_in_progress_has_what_stays_once(directory: Path) -> None:
@@ -510,7 +510,7 @@ async def test_who_does_not_wait_any_longer_leaves_all_in_order(directory: Path,
             nursery.cancel_scope.cancel()
         other.engine.let_go()
         fs.forget(list(inos.values()))
-        await fs.trash.empty()
+        await fs.doomed.empty()
 
 
 async def test_what_is_new_is_not_waited_for(directory: Path) -> None:

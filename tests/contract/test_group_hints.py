@@ -354,7 +354,7 @@ async def test_a_tree_that_is_removed_takes_its_groups_with_it(directory: Path) 
                 await fs.groups.wait(directory_ino, 0, True, None)
 
         async def is_empty() -> bool:
-            return not fs.trash.status()["trees"]
+            return not fs.doomed.status()["trees"]
 
         await until(is_empty)
         assert fs.group_life.status()["files"] == 0

@@ -444,7 +444,7 @@ async def test_what_is_above_a_pending_directory_can_be_moved_and_removed(direct
         assert (await ask(fs, ino))["members"] == [0]
         await put(fs, above, "keep", "last=1")
         await fs.remove_tree(ROOT, b"moved")
-        await fs.trash.empty()
+        await fs.doomed.empty()
         assert (
             await fs.store.engine.view(lambda tx: [*tx.range(b"n", b"o"), *tx.range(b"r", b"s")])
             == []
@@ -625,7 +625,7 @@ async def test_a_name_that_is_taken(directory: Path) -> None:
             b"final",
             b"file",
         }
-        await fs.trash.empty()
+        await fs.doomed.empty()
         with pytest.raises(NotFound):
             await fs.getattr(old)
         await fs.mkdir(ROOT, b"empty", 0o755, OWNER)
@@ -858,7 +858,7 @@ async def test_old_checkpoints_go_after_a_publish(directory: Path) -> None:
         while len(told) < 3:  # the kernel is told when the transaction has returned
             await trio.sleep(0.001)
         assert set(told) == {(runs, b"step-%d" % step) for step in (100, 200, 400)}
-        await fs.trash.empty()
+        await fs.doomed.empty()
         assert (await ask(fs, busy))["ranks"] == 2
         await fs.removexattr(runs, b"user.aifs.keep")
         for again in (fs.removexattr, fs.getxattr):
@@ -968,7 +968,7 @@ async def test_abandoned_pending_directories_are_removed(
             await fs.retention.remove_abandoned()
         assert await names(fs) == {b"alive", b"open", b"plain"} and plain
         await fs.release(handle)
-        await fs.trash.empty()
+        await fs.doomed.empty()
         with pytest.raises(NotFound):
             await fs.getattr(dead)
 

@@ -43,8 +43,8 @@ MODES = {
 POINTS = [
     "vfs.publish.durable",
     "vfs.publish.shown",
-    "vfs.trash.removed",
-    "vfs.trash.emptied",
+    "vfs.doomed.removed",
+    "vfs.doomed.emptied",
     "vfs.burst.synced",
 ]
 POINTS += sorted(

@@ -195,7 +195,7 @@ class Work:
         assert len(self._directories) <= 2
 
     async def compact(self, fs: Filesystem) -> None:
-        await fs.trash.empty()
+        await fs.doomed.empty()
         await fs.collector.drain()
         await fs.compaction.compact()
 

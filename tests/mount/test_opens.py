@@ -263,7 +263,7 @@ def test_a_tree_is_removed_with_files_that_are_open(store: Mounted) -> None:
         parent = os.open(store.path, os.O_RDONLY)
         fcntl.ioctl(parent, ioctl.AIFS_IOC_REMOVE_TREE.request, argument)
         os.close(parent)
-        while status(store)["trash"]["trees"]:
+        while status(store)["doomed"]["trees"]:
             pass
         assert os.pread(file.fileno(), len(CONTENT), 0) == CONTENT
         os.fsync(file.fileno())

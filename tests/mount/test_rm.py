@@ -25,8 +25,8 @@ def make_tree(top: Path, directories: int, files: int) -> None:
             (directory / f"f{other}").write_bytes(b"x" * 5000 if other % 2 else b"")
 
 
-def trash(mount: Path) -> dict[str, int]:
-    return json.loads(os.getxattr(mount, "user.aifs.status"))["trash"]
+def doomed(mount: Path) -> dict[str, int]:
+    return json.loads(os.getxattr(mount, "user.aifs.status"))["doomed"]
 
 
 def used_inodes(mount: Path) -> int:
@@ -37,8 +37,8 @@ def used_inodes(mount: Path) -> int:
 
 def wait_until_empty(mount: Path) -> None:
     end = time.monotonic() + TIMEOUT_S
-    while trash(mount)["directories"]:
-        assert time.monotonic() < end, trash(mount)
+    while doomed(mount)["directories"]:
+        assert time.monotonic() < end, doomed(mount)
 
 
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from aifs.files.types import ROOT, Caller
-from aifs.meta import namespace, trash, xattrs
+from aifs.meta import dooming, namespace, xattrs
 from aifs.meta.kv import Follower, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledTransaction
@@ -149,7 +149,7 @@ class OtherHost:
         return await self.run(namespace.rmdir, parent, name, time.time_ns())
 
     async def remove_tree(self, parent: int, name: bytes) -> Inode:
-        return await self.run(trash.doom, parent, name, time.time_ns(), 0)
+        return await self.run(dooming.doom, parent, name, time.time_ns(), 0)
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
         cookie = await self._fs.ids.take()

@@ -459,7 +459,7 @@ def test_status_says_why_new_files_wait() -> None:
             "stored_bytes": MIB,
             "saved_bytes": 3 * MIB,
         },
-        "trash": {"trees": 1, "directories": 3, "removed_inodes": 7},
+        "doomed": {"trees": 1, "directories": 3, "removed_inodes": 7},
         "backup": {
             "interval_s": 300.0,
             "sequence": 77,
@@ -476,7 +476,7 @@ def test_status_says_why_new_files_wait() -> None:
     assert lines["bridge"] == "in use, without passthrough; it answered 8 of 14 requests itself"
     assert lines["groups"] == "1 open, 0 being drained, 2 durable; 1.00 MiB stored, 3.00 MiB saved"
     assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
-    assert lines["trash"] == "1 tree being taken apart, 3 directories left as far as is known"
+    assert lines["removing"] == "1 tree being taken apart, 3 directories left as far as is known"
     assert lines["backup"] == (
         "of an earlier mount, sequence 77, 1.00 MiB and 0 B of changes; deletions wait for the "
         "next one; failing: told to"

@@ -33,6 +33,7 @@ from aifs.client.torch import (
     CheckpointEngine,
     PipelinedCheckpointer,
     archive,
+    helper,
     load_safetensors,
     parallel,
     parallel_load,
@@ -43,6 +44,7 @@ from aifs.client.torch import (
     save_safetensors,
     sinks,
 )
+from aifs.client.torch.arena import Arena
 from tests.support import gloo
 
 RANKS = 4
@@ -348,9 +350,7 @@ def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
     assert names(small) == set()
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, pipelined.CHUNK, 2 * pipelined.CHUNK, 2 * pipelined.CHUNK + 65]
-)
+@pytest.mark.parametrize("size", [0, 1, helper.CHUNK, 2 * helper.CHUNK, 2 * helper.CHUNK + 65])
 def test_pipelined_saves_states_of_every_size(tmp_path: Path, size: int) -> None:
     saved = torch.full((size,), 7, dtype=torch.uint8)
     with PipelinedCheckpointer(tmp_path / "step-{step}", latest=None) as checkpointer:
@@ -364,13 +364,13 @@ def test_pipelined_saves_states_of_every_size(tmp_path: Path, size: int) -> None
 
 def test_the_end_of_the_training_process_ends_the_helper(tmp_path: Path) -> None:
     """Before all was staged: nothing is published."""
-    arena = pipelined.Arena()
-    helper = pipelined.Helper(arena)
+    arena = Arena()
+    started = pipelined.Helper(arena)
     arena.grow(1 << 20)
     image = archive.Image("x", b"", (1 << 20,), "")
-    helper.connection.send(pipelined.SaveJob(str(tmp_path / "step-1"), "x.pt", image, {}))
-    helper.connection.close()
-    assert helper.process.wait(60) == 1
+    started.connection.send(helper.SaveJob(str(tmp_path / "step-1"), "x.pt", image, {}))
+    started.connection.close()
+    assert started.process.wait(60) == 1
     arena.close()
     assert names(tmp_path) == set()
 

@@ -242,7 +242,7 @@ def test_golden_keys() -> None:
         and keys.stray(0x102, 0x304) == b"m" + number + b"\3\4"
     )
     assert keys.unprotected(0x102) == b"u\1\2" and keys.job(b"scrub") == b"jscrub"
-    assert keys.trash(0x102) == b"z" + number and keys.group(0x102) == b"n" + number
+    assert keys.doomed(0x102) == b"z" + number and keys.group(0x102) == b"n" + number
     assert keys.checksums(1, 0x102) == b"k" + bytes(7) + b"\1" + number
 
 

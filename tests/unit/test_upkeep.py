@@ -40,7 +40,7 @@ async def served(upkeep: Upkeep, jobs: dict[Work, Job], for_s: float) -> None:
 async def test_a_step_runs_at_first_and_when_it_says(autojump_clock: object) -> None:
     steps, late = Steps(again_s=3), Steps()
     await served(
-        Upkeep(), {Work.COMPACT: Job(steps.step), Work.TRASH: Job(late.step, first_s=5)}, 10
+        Upkeep(), {Work.COMPACT: Job(steps.step), Work.DOOMED: Job(late.step, first_s=5)}, 10
     )
     assert steps.times == [0, 3, 6, 9]
     assert late.times == [5]

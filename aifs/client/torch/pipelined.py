@@ -9,13 +9,10 @@ A thread copies the state into shared memory (which costs the interpreter's lock
 helper process hashes, writes and publishes it from there.
 """
 
-import ctypes
-import mmap
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -26,11 +23,10 @@ from typing import Any, NoReturn
 import aifs
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
-from aifs.client.torch.archive import Chunks
-from aifs.client.torch.helper import CHUNK, JobEnd, SaveJob, offsets
-from aifs.client.torch.records import chunks_of, describe
+from aifs.client.torch.arena import Arena, queued_work
+from aifs.client.torch.helper import JobEnd, SaveJob, offsets
+from aifs.client.torch.records import describe
 from aifs.client.torch.saving import archive_name
-from aifs.core import files
 
 _PROGRAM = "import sys; from aifs.client.torch.helper import main; main(*map(int, sys.argv[1:]))"
 
@@ -101,9 +97,8 @@ class PipelinedCheckpointer:
             self.helper.connection.send(job)
         except (BrokenPipeError, ConnectionResetError):
             self._fail_without_helper()
-        sources: list[Iterable[memoryview]] = [chunks_of(storage) for storage in storages]
         self._staging = self._pool.submit(
-            self._arena.fill, sources, places, self.helper.connection, storages
+            self._arena.fill, storages, places, queued_work(storages), self.helper.connection
         )
 
     def wait(self, *, durable: bool = False) -> None:
@@ -153,53 +148,6 @@ def _raise(report: JobEnd, target: str) -> None:
         raise OSError(report.errno, report.problem, report.path or target)
     if report.problem:
         raise CheckpointError(report.problem)
-
-
-class Arena:
-    """Shared memory without a name, which grows."""
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("aifs-staging")
-        self._map: mmap.mmap | None = None
-        self._size = self._address = 0
-
-    def grow(self, size: int) -> None:
-        if size <= self._size:
-            return
-        self.drop()
-        files.truncate(self.fd, size)
-        self._map, self._size = mmap.mmap(self.fd, size), size
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def drop(self) -> None:
-        if self._map is not None:
-            self._map.close()
-        self._map, self._size = None, 0
-
-    def close(self) -> None:
-        self.drop()
-        if self.fd != -1:
-            files.close_file(self.fd)
-            self.fd = -1
-
-    def fill(
-        self, sources: list[Chunks], places: list[int], connection: Connection, alive: Any
-    ) -> None:
-        """Copy the storages, and tell the helper how far that is. ``alive``: whose memory they are.
-        Raises OSError if the helper is gone."""
-        told = 0
-        for source, place in zip(sources, places, strict=False):
-            for chunk in source:
-                for begin in range(0, len(chunk), CHUNK):
-                    part = chunk[begin : begin + CHUNK]
-                    memory = (ctypes.c_char * len(part)).from_buffer(part)
-                    ctypes.memmove(self._address + place, memory, len(part))
-                    place += len(part)
-                    if place - told >= CHUNK:
-                        connection.send(place)
-                        told = place
-        if told < places[-1]:
-            connection.send(places[-1])
 
 
 class Helper:

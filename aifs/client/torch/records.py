@@ -94,7 +94,12 @@ def chunks_of(storage: Any) -> Iterator[memoryview]:
     """The bytes of a storage; see ``chunks``."""
     if storage.device.type == "cpu":
         return iter([view(storage.data_ptr(), storage.nbytes())] if storage.nbytes() else [])
-    return chunks(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return chunks(bytes_in(storage))
+
+
+def bytes_in(storage: Any) -> torch.Tensor:
+    """The storage as a tensor of bytes, on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def chunks(source: torch.Tensor) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ from aifs.client.contents import content_of
 from aifs.client.loaded import Loaded, map_file
 from aifs.client.publishing import PathLike, plain
 from aifs.client.tensor_file import TensorEntry
+from aifs.client.torch.placing import place
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.records import chunks
 from aifs.client.torch.saving import write_file
@@ -61,8 +62,17 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     )  # a generator, so that ``values`` lives as long
 
 
-def tensor_at(content: memoryview, entry: TensorEntry) -> torch.Tensor:
-    """The tensor that lies there, sharing the memory."""
+def tensors_on(
+    device: Any, content: memoryview, entries: Mapping[str, TensorEntry]
+) -> dict[str, torch.Tensor]:
+    """The tensors that lie there, on the device: on the CPU they share the memory."""
+    tensors = {name: _tensor_at(content, entry) for name, entry in entries.items()}
+    if torch.device(device).type in ("cpu", "meta"):
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    return place(tensors, torch.device(device))
+
+
+def _tensor_at(content: memoryview, entry: TensorEntry) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if entry.begin == entry.end:
         return torch.empty(entry.shape, dtype=dtype)

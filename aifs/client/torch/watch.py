@@ -59,7 +59,7 @@ class Watch:
         GatherError where one of them has failed or ended, then ``work`` may go on until the process
         group's time is over; and what ``work`` raises but the errors of the process group."""
         future: Future[T] = Future()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(
             target=_settle, args=(future, work, device), name="aifs-gather", daemon=True
         ).start()

@@ -22,7 +22,7 @@ from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
 from aifs.store.ids import IdAllocator
-from aifs.upkeep.trash import Trash
+from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.naming import Naming
@@ -55,7 +55,7 @@ class Publishing:
         barrier: Barrier,
         drain: Drain,
         naming: Naming,
-        trash: Trash,
+        doomed: DoomedTrees,
         retention: Retention,
         kernel: Kernel,
         attributes: Attributes,
@@ -71,7 +71,7 @@ class Publishing:
         self._barrier = barrier
         self._drain = drain
         self._naming = naming
-        self._trash = trash
+        self._doomed = doomed
         self._retention = retention
         self._kernel = kernel
         self._attributes = attributes
@@ -199,7 +199,7 @@ class Publishing:
             self._names.unlinked(inode)
         self._kernel.drop_attributes_soon([inode.ino for inode in done.unlinked if inode.nlink])
         if done.doomed is not None:
-            self._trash.take(done.doomed)
+            self._doomed.take(done.doomed)
         faults.reach(_SHOWN)
         try:
             await self._engine.barrier()

@@ -1,7 +1,7 @@
 """Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and
 abandoned pending directories.
 
-The decision is a pure function (core/retention.py); what goes is put into the trash as a whole, in
+The decision is a pure function (core/retention.py); what goes is doomed as a whole, in
 a transaction that looks once more whether it is still what was decided about, and whether who has
 asked for it (who set the policy, who marked the directory) may remove it now.
 """
@@ -24,13 +24,13 @@ from aifs.files import permissions
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
-from aifs.meta import groups, keys, namespace, publishing, trash
+from aifs.meta import dooming, groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
 from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode
-from aifs.upkeep.trash import Trash
+from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.publishing import manifests
 
 _log = logger(__name__)
@@ -48,14 +48,14 @@ class Retention:
         config: Config,
         engine: Engine,
         io: FileIO,
-        trash_: Trash,
+        doomed: DoomedTrees,
         upkeep: Upkeep,
         kernel: Kernel,
     ) -> None:
         self._abandoned_after_s = config.publish.abandoned_after_s
         self._engine = engine
         self._io = io
-        self._trash = trash_
+        self._doomed = doomed
         self.kept: set[int] = set()  # directories that have, or had, a policy
         self._due: set[int] = set()
         self._everything_at_s = -math.inf  # by trio's clock
@@ -181,7 +181,7 @@ class Retention:
             return False
         if inode is None:
             return False
-        self._trash.take(inode)
+        self._doomed.take(inode)
         self._kernel.drop_name_soon(parent, name)
         return True
 
@@ -318,14 +318,14 @@ def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
 def _doom_old(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, kept: Kept
 ) -> Inode | None:
-    """Put a checkpoint into the trash, if it has the name still, and ``kept`` is the policy."""
+    """Doom a checkpoint, if it has the name still, and ``kept`` is the policy."""
     return _doom(tx, parent, name, ino, now, kept.asker) if _get_kept(tx, parent) == kept else None
 
 
 def _doom_idle(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, since_ns: int
 ) -> Inode | None:
-    """Put a pending directory into the trash, if it still has the name, and nothing has happened in
+    """Doom a pending directory, if it still has the name, and nothing has happened in
     it since.
     """
     if _find_idle(tx, ino, since_ns) is None:
@@ -341,7 +341,7 @@ def _doom(
     there = publishing.find(tx, parent, name)
     if asker is None or there is None or there.ino != ino:
         return None
-    return trash.doom(tx, parent, name, now, asker.uid) if _may_remove(tx, there, asker) else None
+    return dooming.doom(tx, parent, name, now, asker.uid) if _may_remove(tx, there, asker) else None
 
 
 def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:

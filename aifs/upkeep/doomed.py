@@ -1,6 +1,6 @@
 """Trees that have been removed at one stroke, and the background work that takes them apart.
 
-Removing the name of a tree costs one transaction (meta/trash.py); nobody finds the tree by name
+Removing the name of a tree costs one transaction (meta/dooming.py); nobody finds the tree by name
 from then on, and space comes back as this part gets on. What programs have open below goes on until
 it is closed. Who is still in the tree by way of a working directory or an open one finds the top
 empty, and the rest until its turn comes; what is made there meanwhile is removed, too.
@@ -23,7 +23,7 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
-from aifs.meta import namespace, trash
+from aifs.meta import dooming, namespace
 from aifs.meta.kv import Engine, Transaction
 from aifs.meta.records import Inode
 
@@ -35,13 +35,13 @@ NAMES = 16
 _BACKLOG_MAX = 1024  # garbage that may wait for the collector before this part lets it catch up
 
 _REMOVED = faults.declare(
-    "vfs.trash.removed", "a directory has lost its name and is in the trash, untouched below"
+    "vfs.doomed.removed", "a directory has lost its name and is doomed, untouched below"
 )
-_EMPTIED = faults.declare("vfs.trash.emptied", "some names of a directory in the trash are removed")
+_EMPTIED = faults.declare("vfs.doomed.emptied", "some names of a doomed directory are removed")
 
 
-class Trash:
-    """Takes trees, and empties them in ``work``. The names of those in the trash are known to
+class DoomedTrees:
+    """Takes trees, and empties them in ``work``. The names of those are known to
     nobody.
 
     Objects go by way of the collector, so they are deleted only after the transaction that made
@@ -58,7 +58,7 @@ class Trash:
         on_gone: Callable[[int], None],
         kernel: Kernel,
     ) -> None:
-        """``on_gone``: told of directories that are in the trash, and of files that have lost their
+        """``on_gone``: told of directories that are doomed, and of files that have lost their
         last name."""
         self._engine = engine
         self._io = io
@@ -81,11 +81,11 @@ class Trash:
 
     async def load(self) -> None:
         """What earlier mounts have left."""
-        for ino, doomed in await self._engine.view(trash.all_doomed):
+        for ino, doomed in await self._engine.view(dooming.all_doomed):
             self.follow(ino, doomed)
 
-    def follow(self, ino: int, doomed: trash.Doomed | None) -> None:
-        """This is what the record of a directory in the trash says; None: there is none any
+    def follow(self, ino: int, doomed: dooming.Doomed | None) -> None:
+        """This is what the record of a doomed directory says; None: there is none any
         more.
         """
         if doomed is None and ino in self.directories:
@@ -105,7 +105,7 @@ class Trash:
         return inode
 
     def take(self, inode: Inode) -> None:
-        """A transaction has put this directory into the trash."""
+        """A transaction has doomed this directory."""
         self._add(inode.ino, inode.ino)
         faults.reach(_REMOVED)
 
@@ -114,11 +114,11 @@ class Trash:
             return
         self.directories[ino] = tree
         self._trees[tree] += 1
-        self._upkeep.wake(Work.TRASH)
+        self._upkeep.wake(Work.DOOMED)
         self._on_gone(ino)
 
     def holds(self, ino: int) -> bool:
-        """Whether this directory is in the trash itself, so that nobody shall see what is left in
+        """Whether this directory is doomed itself, so that nobody shall see what is left in
         it.
         """
         return ino in self.directories
@@ -134,12 +134,12 @@ class Trash:
     # --- in the background ---
 
     async def work(self) -> float:
-        """Empty the trash."""
+        """Take doomed trees apart."""
         await self.empty()
         return NEVER_S
 
     async def empty(self) -> None:
-        """Take apart all that is in the trash. Raises NoSpace or Unavailable if the metadata store
+        """Take apart all that is doomed. Raises NoSpace or Unavailable if the metadata store
         cannot be changed.
         """
         async with self.emptying:
@@ -150,7 +150,7 @@ class Trash:
             ino = next(ino for ino in reversed(self.directories) if ino not in self._stuck)
             try:
                 await self.remove_slice(ino)
-            except trash.DamagedTree as error:
+            except dooming.DamagedTree as error:
                 _log.warning(
                     "a deleted directory, inode %d, cannot be emptied until fsck has repaired it: "
                     "%s",
@@ -164,10 +164,10 @@ class Trash:
 
     async def remove_slice(self, ino: int) -> None:
         tree, after = self.directories[ino], self._emptied.get(ino, 0)
-        inos = await self._engine.view(trash.find_slice, ino, after, NAMES)
+        inos = await self._engine.view(dooming.find_slice, ino, after, NAMES)
         with self._io.table.opening(*inos) as closed:
             done = await self._engine.transact(
-                trash.remove_slice, ino, closed, after, NAMES, time.time_ns()
+                dooming.remove_slice, ino, closed, after, NAMES, time.time_ns()
             )
         if ino not in self.directories:
             return  # another host has finished it
@@ -211,4 +211,4 @@ def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: in
     if not inode.is_dir:
         raise NotADirectory()
     permissions.require_may_remove_tree(namespace.get_directory(tx, parent), inode, caller)
-    return trash.doom(tx, parent, name, now, caller.uid)
+    return dooming.doom(tx, parent, name, now, caller.uid)

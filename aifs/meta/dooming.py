@@ -1,14 +1,14 @@
 """Removing whole trees as transaction functions (see kv.py): the name goes at once, what lies below
 in slices.
 
-A directory in the trash has no name and no links, keeps its entries, and has a record:
+A doomed directory has no name and no links, keeps its entries, and has a record:
 
     z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it); little-endian
                 ``tree``: the directory whose name was removed, ``ino`` itself or one that it lay in
 
-Emptying a directory puts its subdirectories into the trash, each with a record of its own, so the
-work is flat however deep the tree is, and every state in between is one that the next mount goes on
-from. The record goes with the inode.
+Emptying a directory dooms its subdirectories, each with a record of its own, so the work is flat
+however deep the tree is, and every state in between is one that the next mount goes on from.
+The record goes with the inode.
 """
 
 import struct
@@ -34,7 +34,7 @@ class DamagedTree(Unavailable):
 
 
 class Doomed(NamedTuple):
-    """The top of the tree that a directory in the trash was removed with, when (ns), and by
+    """The top of the tree that a doomed directory was removed with, when (ns), and by
     whom.
     """
 
@@ -51,17 +51,16 @@ def decode_doomed(record: bytes) -> Doomed:
     try:
         version, *fields = _RECORD.unpack(record)
     except struct.error:
-        raise Unavailable("a record of the trash is damaged") from None
+        raise Unavailable("the record of a doomed directory is damaged") from None
     if version != FORMAT:
         raise Unavailable(
-            f"a record of the trash has format {version}; this version reads format {FORMAT}"
+            f"the record of a doomed directory has format {version}; this version reads {FORMAT}"
         )
     return Doomed._make(fields)
 
 
 def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
-    """Remove the name of a directory, and put it into the trash with all that lies below; the inode
-    as it is now.
+    """Remove the name of a directory, and doom it with all that lies below; the inode as it is now.
 
     The cost does not depend on what lies below, except in a store that has had immutable or
     append-only files: there up to LOOKED_AT_MAX names are looked at. Raises NotFound,
@@ -95,19 +94,19 @@ def _require_removable_below(tx: ReadTransaction, ino: int) -> None:
 
 
 def put_doomed(tx: Transaction, inode: Inode, now: int, uid: int) -> Inode:
-    """Put a directory, which has just lost its name, into the trash; the inode as it is now."""
+    """Doom a directory, which has just lost its name; the inode as it is now."""
     return _put(tx, inode, Doomed(inode.ino, now, uid), now)
 
 
 def _put(tx: Transaction, inode: Inode, doomed: Doomed, now: int) -> Inode:
     inode.nlink, inode.ctime_ns = 0, now
     namespace.put_inode(tx, inode)
-    tx.put(keys.trash(inode.ino), doomed.encode())
+    tx.put(keys.doomed(inode.ino), doomed.encode())
     return inode
 
 
 def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
-    """The directories in the trash, in order of inode number. A damaged record is fsck's to
+    """The doomed directories, in order of inode number. A damaged record is fsck's to
     name.
     """
     found = []
@@ -130,7 +129,7 @@ class Slice:
     kept: list[Inode] = field(default_factory=list)
     """Files that are open, or have other names, as they are now."""
     directories: list[int] = field(default_factory=list)
-    """Subdirectories that are in the trash themselves now."""
+    """Subdirectories that are doomed themselves now."""
     after: int = 0
     """The cookie of the last name that has been removed."""
     finished: bool = False
@@ -151,7 +150,7 @@ def find_slice(tx: ReadTransaction, ino: int, after: int, limit: int) -> list[in
 def remove_slice(
     tx: Transaction, ino: int, closed: Container[int], after: int, limit: int, now: int
 ) -> Slice:
-    """Remove up to ``limit`` names of a directory in the trash, the first ones behind the cookie
+    """Remove up to ``limit`` names of a doomed directory, the first ones behind the cookie
     ``after``: those before it are removed, and to look through them again would take ever longer.
     The directory itself goes when nothing is left in it.
 
@@ -160,7 +159,7 @@ def remove_slice(
     Raises DamagedTree, with nothing changed.
     """
     done = Slice(after=after)
-    record = tx.get(keys.trash(ino))
+    record = tx.get(keys.doomed(ino))
     if record is None:
         done.finished = True
         return done
@@ -178,7 +177,7 @@ def remove_slice(
         if len(entries) < limit:
             done.finished = True
             _erase(tx, namespace.get_inode(tx, ino), done)
-            tx.delete(keys.trash(ino))
+            tx.delete(keys.doomed(ino))
     except Unavailable as error:
         raise DamagedTree(str(error)) from error
     return done

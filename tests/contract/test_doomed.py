@@ -22,10 +22,10 @@ from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
 from aifs.files import collector as vfs_collector
 from aifs.meta import keys
+from aifs.meta.dooming import Doomed
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.namespace import put_inode
-from aifs.meta.trash import Doomed
-from aifs.upkeep import trash as vfs_trash
+from aifs.upkeep import doomed as vfs_doomed
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
 
@@ -37,16 +37,16 @@ SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "100"}
 def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees are taken apart when a test says so."""
 
-    async def rest(self: vfs_trash.Trash) -> float:
+    async def rest(self: vfs_doomed.DoomedTrees) -> float:
         return NEVER_S
 
-    monkeypatch.setattr(vfs_trash.Trash, "work", rest)
+    monkeypatch.setattr(vfs_doomed.DoomedTrees, "work", rest)
 
 
 @pytest.fixture
 def source() -> Iterator[Path]:
     """An empty store; afterwards fsck finds nothing wrong with it."""
-    directory = Path(tempfile.mkdtemp(prefix="aifs-trash-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix="aifs-doomed-", dir="/dev/shm"))
     modes.make_store(directory / "store", SHAPE)
     yield directory / "store"
     findings = check(modes.config_of(directory / "store"), repair=False).findings
@@ -94,9 +94,9 @@ async def names(fs: Filesystem, directory: int) -> list[bytes]:
 
 async def emptied(fs: Filesystem) -> None:
     """All trees are taken apart, and what they left is collected."""
-    await fs.trash.empty()
+    await fs.doomed.empty()
     await fs.collector.drain()
-    assert fs.trash.status() | {"removed_inodes": 0} == {
+    assert fs.doomed.status() | {"removed_inodes": 0} == {
         "trees": 0,
         "directories": 0,
         "removed_inodes": 0,
@@ -139,11 +139,11 @@ async def test_a_tree_goes_at_once_and_its_space_later(source: Path) -> None:
         assert await names(fs, ROOT) == [b"kept"]
         assert (await fs.getattr(ROOT)).nlink == before[1]
         assert await inodes(fs) == filled, "statfs counts it until it is gone"
-        assert fs.trash.status()["trees"] == 1
+        assert fs.doomed.status()["trees"] == 1
         await emptied(fs)
         assert await inodes(fs) == before[0] + 1
-        assert fs.trash.status()["removed_inodes"] == filled - before[0] - 1
-        assert json.loads(await fs.getxattr(ROOT, b"user.aifs.status"))["trash"]["trees"] == 0
+        assert fs.doomed.status()["removed_inodes"] == filled - before[0] - 1
+        assert json.loads(await fs.getxattr(ROOT, b"user.aifs.status"))["doomed"]["trees"] == 0
     assert [int(Path(path).name.split(".")[0], 16) for path in stored(source)] != []
     assert len(stored(source)) == 1, f"only inode {kept} has bytes"
 
@@ -154,21 +154,21 @@ async def fs_ino(fs: Filesystem, parent: int, name: bytes) -> int:
 
 @pytest.mark.engines
 async def test_the_next_mount_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vfs_trash, "NAMES", 2)
+    monkeypatch.setattr(vfs_doomed, "NAMES", 2)
     async with opened(source) as fs:
         before = await inodes(fs)
         top = await make_dir(fs, ROOT, b"top")
         await make_tree(fs, top, 2, 2)
         await fs.remove_tree(ROOT, b"top")
         for _ in range(5):
-            await fs.trash.remove_slice(next(reversed(fs.trash.directories)))
+            await fs.doomed.remove_slice(next(reversed(fs.doomed.directories)))
         left = await inodes(fs)
     assert not (await trio.to_thread.run_sync(check, modes.config_of(source), False)).findings
     async with opened(source, read_only=True) as fs:
         assert await inodes(fs) == left
         assert await names(fs, top) == []
     async with opened(source) as fs:
-        assert fs.trash.status()["trees"] == 1
+        assert fs.doomed.status()["trees"] == 1
         await fs.drain.wait(range(1, 1000))  # which lets go of the files that it has begun with
         await emptied(fs)
         assert await inodes(fs) == before
@@ -264,7 +264,7 @@ async def test_who_may_remove_what(source: Path) -> None:
             await fs.remove_tree(ROOT, b"shared")
 
 
-async def test_a_barrier_above_does_not_look_at_the_trash(source: Path) -> None:
+async def test_a_barrier_above_does_not_look_at_what_is_doomed(source: Path) -> None:
     async with opened(source) as fs:
         outer = await make_dir(fs, ROOT, b"outer")
         top = await make_dir(fs, outer, b"top")
@@ -288,8 +288,8 @@ async def test_a_damaged_entry_holds_up_its_directory_alone(
         await fs.store.engine.transact(repair.put, keys.inode(inode), b"damage")
         await fs.remove_tree(ROOT, b"top")
         await fs.remove_tree(ROOT, b"other")
-        await fs.trash.empty()
-        assert fs.trash.status()["directories"] == 1
+        await fs.doomed.empty()
+        assert fs.doomed.status()["directories"] == 1
         assert "cannot be emptied until fsck" in caplog.text
         await fs.store.engine.transact(repair.put, keys.inode(inode), record)
     async with opened(source) as fs:
@@ -306,20 +306,20 @@ async def test_a_damaged_entry_holds_up_its_directory_alone(
         ("file", "stray-record"),
     ],
 )
-async def test_fsck_mends_the_trash(source: Path, damage: str, kind: str) -> None:
-    """What is in the trash for certain goes on; what is not is kept."""
+async def test_fsck_mends_what_is_doomed(source: Path, damage: str, kind: str) -> None:
+    """What is doomed for certain goes on; what is not is kept."""
     async with opened(source) as fs:
         top = await make_dir(fs, ROOT, b"top")
         file = await make(fs, top, b"file", 50)
         if damage == "name":
-            await fs.store.engine.transact(repair.put, keys.trash(top), Doomed(top, 1, 0).encode())
+            await fs.store.engine.transact(repair.put, keys.doomed(top), Doomed(top, 1, 0).encode())
         elif damage in ("missing", "file"):
             ino = top + 100 if damage == "missing" else file
-            await fs.store.engine.transact(repair.put, keys.trash(ino), Doomed(ino, 1, 0).encode())
+            await fs.store.engine.transact(repair.put, keys.doomed(ino), Doomed(ino, 1, 0).encode())
         else:
             await fs.remove_tree(ROOT, b"top")
         if damage == "record":
-            await fs.store.engine.transact(repair.put, keys.trash(top), b"damage")
+            await fs.store.engine.transact(repair.put, keys.doomed(top), b"damage")
         elif damage == "links":
             inode = await fs.getattr(top)
             inode.nlink = 2
@@ -343,7 +343,7 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     """Objects on a server that is away are tried again; other trees do not wait for that, nor make
     backups of their own.
     """
-    monkeypatch.setattr(vfs_trash, "_BACKLOG_MAX", 3)
+    monkeypatch.setattr(vfs_doomed, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:
         fs.collector.retry = [vfs_collector.DoomedObject(1 << 40, 0, 0)] * 10

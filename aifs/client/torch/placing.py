@@ -1,0 +1,72 @@
+"""Tensors of a mapped file on an accelerator."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from aifs.client.torch.arena import queued_work
+
+PIECE = 16 << 20
+"""Bytes that are copied at a time."""
+_THREADS = 4
+_SMALL = 1 << 20
+"""Bytes; below, handing a tensor to a thread takes longer than copying it."""
+
+
+class _Lane(NamedTuple):
+    """What a piece goes through."""
+
+    memory: torch.Tensor
+    """Page-locked, PIECE bytes."""
+    stream: Any
+
+
+def place(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of tensors, whose elements lie row by row, on an accelerator; complete on return.
+
+    Threads bring pieces to page-locked memory while the accelerator fetches others from there: it
+    cannot fetch from a mapping by itself, and one processor alone is slower than it.
+    """
+    placed = {
+        name: torch.empty_like(tensor, device=device)
+        if tensor.nbytes >= _SMALL
+        else tensor.to(device)
+        for name, tensor in tensors.items()
+    }
+    queued = queued_work(list(placed.values()))
+    lanes: SimpleQueue[_Lane] = SimpleQueue()
+    for _ in range(_THREADS if queued else 0):
+        stream = getattr(torch, device.type).Stream(next(iter(queued)))
+        for event in queued.values():  # what the memory has been used for before
+            stream.wait_event(event)
+        lanes.put(_Lane(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), stream))
+
+    def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        source, target = pair
+        lane = lanes.get()
+        try:
+            locked = lane.memory[: len(source)]
+            locked.copy_(source)
+            with getattr(torch, device.type).stream(lane.stream):
+                target.copy_(locked, non_blocking=True)
+            lane.stream.synchronize()
+        finally:
+            lanes.put(lane)
+
+    with ThreadPoolExecutor(_THREADS, "aifs-placing") as pool:
+        for _ in pool.map(copy, _pieces(tensors, placed)):
+            pass
+    return placed
+
+
+def _pieces(
+    tensors: Mapping[str, torch.Tensor], placed: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        if tensor.nbytes < _SMALL:
+            continue
+        source, target = (each.flatten().view(torch.uint8) for each in (tensor, placed[name]))
+        yield from zip(source.split(PIECE), target.split(PIECE), strict=True)
