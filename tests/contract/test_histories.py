@@ -17,6 +17,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support import histories
 from tests.support.histories import Event, History, Name, Unexplained, require_explained
+from tests.support.imagined import OneNamespace
 from tests.support.joined import joined
 from tests.support.postgres import TestDatabase
 from tests.support.stores import OWNER, read_file
@@ -175,6 +176,49 @@ A, B = (1, b"a"), (1, b"b")
 def _event(host: int, kind: str, *args: object, at: tuple[float, float]) -> Event:
     *args, result = args
     return Event(host, kind, tuple(args), result, *at)
+
+
+SHAPES = [(hosts, kernel, dies) for hosts in (2, 3) for kernel in (0, 1) for dies in (0, 1)]
+
+
+def imagined(shape: tuple[int, int, int], seed: int, steps: int) -> tuple[list[Event], bool]:
+    hosts, has_kernel, dies = shape
+    one = OneNamespace(hosts, bool(has_kernel), seed)
+    one.play(steps, bool(dies))
+    return one.events, bool(has_kernel)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_one_namespace_may_show_is_explained(
+    shape: tuple[int, int, int], request: pytest.FixtureRequest
+) -> None:
+    for seed in range(200 if request.config.getoption("--long") else 8):
+        require_explained(*imagined(shape, seed, 900))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape[2]])
+def test_what_was_there_at_another_time_is_refused(shape: tuple[int, int, int]) -> None:
+    """All of one name, and what else is found there is long over, or will be."""
+    refused = tried = 0
+    for seed in range(8):
+        events, has_kernel = imagined(shape, seed, 400)
+        looks = [one for one in events if one.kind == "open"]
+        wrong = random.Random(seed).choice(looks)
+        others = [
+            one.result
+            for one in looks
+            if one.args == wrong.args
+            and one.result not in (wrong.result, -errno.ENOENT)
+            and abs(one.begin - wrong.begin) > 100
+        ]
+        if others:
+            wrong.result = others[0]
+            tried += 1
+            try:
+                require_explained(events, has_kernel)
+            except Unexplained:
+                refused += 1
+    assert tried and refused == tried
 
 
 def test_what_is_no_history_of_one_namespace_is_refused() -> None:

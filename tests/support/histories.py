@@ -27,10 +27,12 @@ ROOT = 1
 Name = tuple[int, bytes]
 """A name in a directory, which its inode number stands for."""
 
-_SHOWN = {"rename", "unlink", "rmdir"}
+SHOWN = {"rename", "unlink", "rmdir"}
+"""Changes that all hosts see when they have returned."""
+
 _MAKES = {"create", "mkdir"}
-CHANGES = {"link", *_MAKES, *_SHOWN}
-BUDGET = 100_000
+CHANGES = {"link", *_MAKES, *SHOWN}
+BUDGET = 200_000
 """Changes that are tried before the search is given up."""
 
 _AT_ONCE = 100
@@ -39,8 +41,9 @@ _AT_ONCE = 100
 UNKNOWN = "unknown"
 """The result of a change whose host died meanwhile: it was done, or is done later, or never."""
 
-_ANY = -1
-"""Stands for the inode numbers of files and directories whose makers never heard of them."""
+_FOUND = -1
+"""Stands for any inode number of which its maker has never heard. Each of those is another number
+below, while it is searched."""
 
 _REFUSALS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR, errno.ESTALE}
 
@@ -64,6 +67,8 @@ class Event:
     end: float
     missing: list[Any] = field(default_factory=list)
     """Of a look, while it is searched: what no state has explained so far."""
+    made: int = 0
+    """Of ``create`` and ``mkdir``, while it is searched: the inode number; < 0: nobody knows it."""
 
     @property
     def is_change(self) -> bool:
@@ -78,7 +83,7 @@ class State(NamedTuple):
         return directory == ROOT or directory in self.names.values()
 
     def links(self, ino: int) -> int:
-        return sum(other == ino for other in self.names.values())
+        return sum(_is_same(other, ino) for other in self.names.values())
 
     def is_empty(self, directory: int) -> bool:
         return all(parent != directory for parent, _ in self.names)
@@ -124,12 +129,12 @@ class State(NamedTuple):
             return self
         names, directories = dict(self.names), self.directories
         if event.kind in _MAKES:
-            made = _ANY if event.result == UNKNOWN else event.result
-            names[event.args[0]] = made
+            names[event.args[0]] = event.made
             if event.kind == "mkdir":
-                directories |= {made}
+                directories |= {event.made}
         elif event.kind == "link":
-            names[event.args[1]] = event.args[0]
+            linked, name = event.args
+            names[name] = next(ino for ino in names.values() if _is_same(ino, linked))
         elif event.kind == "rename":
             old, new = event.args
             names[new] = names.pop(old)
@@ -164,7 +169,7 @@ def _explained(event: Event, part: Any, states: Sequence[State]) -> bool:
             if event.result[1] in (0, state.links(event.result[0])):
                 return True
         else:
-            if state.names.get(event.args[0]) == _found(event):
+            if _is_same(state.names.get(event.args[0]), _found(event)):
                 return True
     return False
 
@@ -185,32 +190,21 @@ def _found(event: Event) -> int:
     return event.result[0] if isinstance(event.result, tuple) else event.result
 
 
+def _is_same(ino: int | None, found: int) -> bool:
+    return ino == found or (found == _FOUND and ino is not None and ino < 0)
+
+
 class Unexplained(AssertionError):
     pass
 
 
-def _touched(event: Event) -> set[Any]:
-    """Names, directories and inodes that an event is about."""
-    touched: set[Any] = set(event.args)
-    touched |= {arg[0] for arg in event.args if isinstance(arg, tuple) and arg[0] != ROOT}
-    result = event.result
-    if isinstance(result, tuple):
-        touched.add(result[0])
-    elif isinstance(result, int) and result > 0:
-        touched.add(result)
-    return touched
-
-
-class _Frame:
+class _Frame(NamedTuple):
     """A state of the search."""
 
-    def __init__(self, possible: list[int], undo: list[Any], about: set[Any]) -> None:
-        self.possible = possible
-        """Changes that may be next, and have not been tried."""
-        self.undo = undo
-        """What looks were explained here."""
-        self.about = about
-        """What there is no way on about."""
+    possible: list[tuple[int, State]]
+    """Changes that may be next, with what they make, and have not been tried."""
+    undo: list[tuple[int, list[Any]]]
+    """What looks were explained here."""
 
 
 class _Search:
@@ -253,10 +247,10 @@ class _Search:
     def _must_know(self, place: int, event: Event) -> bool:
         """Whether who looks must know of a change, and of all before it."""
         change = self.events[self.changes[place - 1]]
-        if change.end >= event.begin or self.states[place] is self.states[place - 1]:
+        if change.end >= event.begin or self._is_idle(place):
             return False  # what changes nothing is not shown
         if change.host != event.host:
-            return change.kind in _SHOWN
+            return change.kind in SHOWN
         # What is before it, of other hosts, the kernel of this one may not have heard of.
         return not self.has_kernel or not set(change.args).isdisjoint(event.args)
 
@@ -272,32 +266,30 @@ class _Search:
                 event.missing = missing
                 self.done[index] = not missing
 
-    def possible(self, indices: Sequence[int]) -> list[int]:
-        fit = [index for index in indices if self._after(self.events[index]) is not None]
-        return sorted(fit, key=lambda index: self.events[index].end)
+    def possible(self, indices: Sequence[int]) -> list[tuple[int, State]]:
+        found = [(index, after) for index in indices for after in self._after(self.events[index])]
+        return sorted(found, key=lambda one: self.events[one[0]].end)
 
-    def _after(self, event: Event) -> State | None:
-        """What a change makes of the state that there is now; None: it is refused."""
+    def _after(self, event: Event) -> list[State]:
+        """What a change may make of the state that there is now; none: it is refused."""
         state = self.states[-1]
-        if not state.errors(event.kind, event.args):
-            return state.after(event)
-        if self.has_kernel and event.kind == "rename" and event.result == 0:
+        found = [] if state.errors(event.kind, event.args) else [state.after(event)]
+        if self.has_kernel and event.kind == "rename" and event.result == 0 and state not in found:
             states = self.states[self.known(event) :]
             old, new = ({one.names.get(name) for one in states} for name in event.args)
             if (old & new) - {None}:
-                return state
-        return None
+                found.append(state)
+        return found
 
     def run(self) -> None:
-        """Depth first. Where there is no way on, only what touches the names that it is about is
-        done otherwise: all else could be in any order."""
+        """Depth first; where there is no way on, the last change is another one."""
         made = {one.result for one in self.events if one.is_change and one.kind in _MAKES}
-        for event in self.events:
-            self._prepare(event, made)
+        for number, event in enumerate(self.events, 2):
+            self._prepare(event, made, -number)
         stack: list[_Frame] = []
         tried = deepest = 0
-        seen: dict[Any, set[Any]] = {}
-        """From where there is no way on, or it is being looked for; and what that is about."""
+        seen: set[Any] = set()
+        """From where there is no way on, or it is being looked for."""
         told = ""
         while True:
             undo: list[tuple[int, list[Any]]] = []
@@ -320,72 +312,52 @@ class _Search:
                     [self.events[index] for index in window],
                 )
             key = self._key(window)
-            if (about := seen.get(key)) is not None:
-                stack.append(_Frame([], undo, about))
-            else:
-                seen[key] = about = self._about(window)
-                changes = [index for index in window if self.events[index].is_change]
-                stack.append(_Frame(self.possible(changes), undo, about))
+            possible = []
+            if key not in seen:
+                seen.add(key)
+                possible = self.possible([i for i in window if self.events[i].is_change])
+            stack.append(_Frame(possible, undo))
             while not stack[-1].possible:
-                about = self._back(stack)
+                self._take_back(stack.pop().undo)
                 if not stack:
                     raise Unexplained(told)
-                stack[-1].about |= about
+                self._undo()
             tried += 1
             if tried > BUDGET:
-                raise Unexplained("given up: " + told)
-            index = stack[-1].possible.pop(0)
-            after = self._after(self.events[index])
-            assert after is not None
+                raise Unexplained(f"given up after {tried} changes: {told}")
+            index, after = stack[-1].possible.pop(0)
             self.states.append(after)
             self.changes.append(index)
             self.done[index] = True
 
-    def _about(self, window: Sequence[int]) -> set[Any]:
-        about: set[Any] = set()
-        for index in window:
-            event = self.events[index]
-            about |= _touched(event)
-            if (place := self.known(event)) and not event.is_change:
-                about |= _touched(self.events[self.changes[place - 1]])
-        return about
-
-    def _back(self, stack: list["_Frame"]) -> set[Any]:
-        """To the last change that touches what there is no way on about. What it is about."""
-        about = stack[-1].about
-        while True:
-            self._take_back(stack.pop().undo)
-            if not stack:
-                return about
-            touched = _touched(self.events[self.changes[-1]])
-            self._undo()
-            if not touched.isdisjoint(about):
-                return about | touched
-
     @staticmethod
-    def _prepare(event: Event, made: set[Any]) -> None:
+    def _prepare(event: Event, made: set[Any], unheard: int) -> None:
+        """``made``: inode numbers that their makers have heard of. ``unheard``: stands for what
+        this event makes, if its maker has not."""
         event.missing = [] if event.is_change else _questions(event)
+        if event.kind in _MAKES:
+            event.made = event.result
         if event.result == UNKNOWN:
-            event.end = math.inf
+            event.end, event.made = math.inf, unheard
         if event.kind == "link" and event.args[0] not in made:
-            event.args = (_ANY, event.args[1])
+            event.args = (_FOUND, event.args[1])
         elif event.kind == "open" and event.result not in made and event.result > 0:
-            event.result = _ANY
+            event.result = _FOUND
         elif event.kind == "lookup" and isinstance(event.result, tuple):
             if event.result[0] not in made:
-                event.result = _ANY, 0
+                event.result = _FOUND, 0
 
     def _key(self, window: Sequence[int]) -> Any:
-        """All that decides how it can go on: what is left, and the states that looks may have
-        looked at."""
+        """All that decides how it can go on: what is left, and the states that looks, and kernels
+        that take two names for one file, may have looked at."""
         looks = [index for index in window if not self.events[index].is_change]
         # Those that have not begun begin later.
-        begin = min((self.events[index].begin for index in looks), default=self._now(window))
+        looking = window if self.has_kernel else looks
+        begin = min((self.events[index].begin for index in looking), default=self._now(window))
         base, hosts = len(self.changes), set()
         while base:  # of two that others were shown at least one counts, whoever looks
             change = self.events[self.changes[base - 1]]
-            is_changed = self.states[base] is not self.states[base - 1]
-            if change.end < begin and change.kind in _SHOWN and is_changed:
+            if change.end < begin and change.kind in SHOWN and not self._is_idle(base):
                 hosts.add(change.host)
                 if len(hosts) > 1 or not self.has_kernel:
                     break
@@ -400,8 +372,15 @@ class _Search:
             bytes(self.done[self.first : last]),
             tuple(tuple(self.events[index].missing) for index in looks),
             frozenset(self.states[base].names.items()),
-            tuple(self.changes[base:]),
+            tuple(
+                (self.changes[place - 1], self._is_idle(place))
+                for place in range(base + 1, len(self.states))
+            ),
         )
+
+    def _is_idle(self, place: int) -> bool:
+        """Whether the change that made this state has changed nothing."""
+        return self.states[place] is self.states[place - 1]
 
     def _now(self, window: Sequence[int]) -> float:
         """What has not begun begins after that."""
@@ -504,6 +483,10 @@ class History:
         self.dead: set[int] = set()
         """Hosts of which nothing is demanded any more: an operation that fails there may have been
         done."""
+        self._makers: dict[int, Event] = {}
+        """Of directories: who has made one of such a mode last."""
+        self._made: set[int] = set()
+        """Directories whose makers are known."""
 
     def count(self, host: int) -> int:
         """The operations of a host."""
@@ -530,3 +513,15 @@ class History:
                 event.end = time.monotonic()
                 if kind not in CHANGES:
                     self.events.append(event)
+
+    def make_directory(self, event: Event, mode: int) -> None:
+        """The event is about to. ``mode``: no other directory of its time has it."""
+        self._makers[mode] = event
+
+    def find_directory(self, ino: int, mode: int) -> None:
+        """Its maker may have been too late to look, as another host had moved it by then."""
+        maker = self._makers.get(mode)
+        if ino not in self._made and maker is not None:
+            self._made.add(ino)
+            if maker.result == UNKNOWN:
+                maker.result = ino

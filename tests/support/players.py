@@ -89,11 +89,14 @@ class Player:
     def _mkdir(self, name: Name) -> None:
         mode = _new_mode()
         with self._history.doing(self._host, "mkdir", name) as event:
+            self._history.make_directory(event, mode)
             os.mkdir(name[1], mode, dir_fd=self._at(name[0]))
             with suppress(OSError):
-                made = os.stat(name[1], dir_fd=self._at(name[0]))
-                if stat.S_IMODE(made.st_mode) == mode:  # else another one has replaced it
-                    event.result = made.st_ino
+                self._find(os.stat(name[1], dir_fd=self._at(name[0])))
+
+    def _find(self, found: os.stat_result) -> None:
+        """A directory. Its mode tells who has made it."""
+        self._history.find_directory(found.st_ino, stat.S_IMODE(found.st_mode))
 
     def _rmdir(self, name: Name) -> None:
         with self._history.doing(self._host, "rmdir", name) as event:
@@ -106,8 +109,10 @@ class Player:
             is_directory = stat.S_ISDIR(found.st_mode)
             event.result = found.st_ino, 0 if is_directory else found.st_nlink
         if is_directory and found.st_ino not in self._directories:
+            self._find(found)
             with suppress(OSError):
                 fd = os.open(name[1], os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._at(name[0]))
+                self._find(os.fstat(fd))
                 self._directories.setdefault(os.fstat(fd).st_ino, fd)
                 if self._directories[os.fstat(fd).st_ino] != fd:
                     os.close(fd)
