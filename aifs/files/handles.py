@@ -106,8 +106,13 @@ class Handles:
         self._next = self._next % HANDLE_MAX + 1
         self._handles[handle] = opened
         file.uncached |= file.is_joined
-        direct = file.uncached or is_elsewhere or (file.on_object and opened.writable)
-        return Opened(handle, file.backing, direct)
+        # The kernel would put what is appended where it takes the end to be, and keep the page
+        # locked until we answer.
+        appends = self._is_shared and opened.appends and not file.backing
+        opened.direct = (
+            file.uncached or is_elsewhere or appends or (file.on_object and opened.writable)
+        )
+        return Opened(handle, file.backing, opened.direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
         """The local file that the kernel may use in place of this one, as its server's number and

@@ -49,6 +49,10 @@ class Kernel:
         """Another host has changed these files. The kernel has none of the pages from before on
         return, which waits for those that are being read."""
 
+    def drop_pages_soon(self, ino: int) -> None:
+        """As ``drop_pages``, when the request that is being answered has been answered: it may hold
+        some of them."""
+
     def status(self) -> dict[str, Any]:
         """What the edge says of itself, for ``aifs status``."""
         return {}

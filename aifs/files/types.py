@@ -154,20 +154,36 @@ class StatFs(NamedTuple):
 class FileHandle:
     """What one open file may be used for."""
 
-    __slots__ = ("file", "made_s", "maps", "opens", "readable", "synchronous", "writable")
+    __slots__ = (
+        "appends",
+        "direct",
+        "file",
+        "made_s",
+        "maps",
+        "opens",
+        "readable",
+        "synchronous",
+        "writable",
+    )
 
     def __init__(
         self, file: OpenInode, flags: int, opens: int = 1, made_s: float = -math.inf
     ) -> None:
         access = flags & os.O_ACCMODE
         self.file = file
+        self.direct = False
+        """Whether the kernel caches nothing that is read and written by it."""
         self.made_s = made_s
         """When the file was made with it, on trio's clock; -inf: it was not."""
         self.opens = opens
         """How many open files have this handle; more than one only if it was lent."""
         self.readable = access != os.O_WRONLY
+        """Whether the file was opened to be read."""
         self.writable = access != os.O_RDONLY
+        """Whether the file was opened to be written."""
         self.maps = access == os.O_RDWR
         """Whether the file can be mapped by it, and written so."""
+        self.appends = self.writable and bool(flags & os.O_APPEND)
+        """Whether it was opened to append."""
         self.synchronous = self.writable and bool(flags & os.O_DSYNC)
         """Whether each write is on stable storage when it returns (O_SYNC, O_DSYNC)."""

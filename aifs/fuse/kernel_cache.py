@@ -154,6 +154,9 @@ class KernelCache(Kernel):
     async def drop_pages(self, inodes: Sequence[int]) -> None:
         await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
 
+    def drop_pages_soon(self, ino: int) -> None:
+        self._start([(pyfuse3.invalidate_inode, ino)])
+
     def _forget_all_names(self) -> bool:
         """Whether the kernel can do that."""
         return self._bridge is not None and self._bridge.forget_all_names()

@@ -249,7 +249,10 @@ class OpenFiles:
             await self._sync_written(handle)
         is_misplaced = appends and offset + len(data) != file.inode.size
         if is_misplaced or (file.uncached and file.users > file.writers):
-            await self._kernel.drop_pages([file.inode.ino])
+            if self._handles[handle].direct:
+                await self._kernel.drop_pages([file.inode.ino])
+            else:  # O_APPEND came by fcntl(2), and a page is locked until we answer
+                self._kernel.drop_pages_soon(file.inode.ino)
         return len(data)
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:

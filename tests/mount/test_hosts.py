@@ -1,6 +1,7 @@
 """Hosts that share a store, as real mounts in network namespaces: names, and hosts that die, hang,
 are cut off, and come back."""
 
+import fcntl
 import json
 import mmap
 import os
@@ -139,6 +140,39 @@ def test_what_is_written_to_a_mapped_page_twice_is_seen(both: Both, ends: str) -
             assert os.fstat(fd).st_mtime_ns == mtime_ns
             assert until_told() == b"later %d" % count
     os.close(fd)
+
+
+@pytest.mark.parametrize("flag", ["open", "fcntl"])
+def test_both_hosts_append_where_nothing_is_passed_through(both: Both, flag: str) -> None:
+    """The kernel has a page locked while it waits for an append: who had it dropped before that was
+    answered hung for ever, and so did the other host."""
+    os.setxattr(both[0], "user.aifs.tier", b"capacity")
+    (both[0] / "log").write_bytes(b"x" * 100)
+    until((both[1] / "log").exists, "it is seen")
+    asked = os.O_APPEND if flag == "open" else 0
+    fds = [os.open(place / "log", os.O_RDWR | asked) for place in both]
+    for fd in fds:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+
+    told = [[b"%d of %d\n" % (number, host) for number in range(40)] for host in range(2)]
+
+    def append(fd: int, lines: list[bytes]) -> None:
+        for line in lines:
+            assert os.write(fd, line) == len(line)
+        os.close(fd)
+
+    threads = [
+        threading.Thread(target=append, args=each, daemon=True)
+        for each in zip(fds, told, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: not any(thread.is_alive() for thread in threads), "both get on")
+    for place in both:
+        found = (place / "log").read_bytes()[100:].splitlines(keepends=True)
+        assert len(found) == 80
+        for host in range(2):
+            assert [line for line in found if line.endswith(b"%d\n" % host)] == told[host]
 
 
 def test_what_is_written_by_a_mapping_is_not_lost_when_the_other_host_has_written(
