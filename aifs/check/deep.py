@@ -27,7 +27,7 @@ from aifs.data.checking.window import WRONG, Check
 from aifs.files.chunk_users import users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, degraded, forms, keys, moves, namespace
+from aifs.meta import chunks, degraded, forms, keys, moves, namespace, sharing
 from aifs.meta.kv import Transaction
 from aifs.meta.records import decode_inode
 from aifs.movers.movers import Movers
@@ -129,8 +129,9 @@ class DeepCheck:
         inode = decode_inode(ino, value)
         layout = inode.objects
         has_checksums = await self._view(read_record, keys.checksums(inode.oid, 0)) is not None
-        if layout is not None and (layout.is_protected or has_checksums):
-            self._waiting.append(_Objects(ino, inode.oid, inode.size))
+        first = await self._view(sharing.users, inode.oid, 1) if inode.named else [ino]
+        if layout is not None and (layout.is_protected or has_checksums) and first == [ino]:
+            self._waiting.append(_Objects(inode.named_by, inode.oid, inode.size))
         if inode.layout is not None and inode.copy is not None:
             self._cached.append(ino)
 
@@ -183,9 +184,9 @@ class DeepCheck:
                 kind = "unreadable-bytes" if unread.intersection(loss.columns) else "wrong-checksum"
                 servers = tuple(sorted({layout.servers[column] for column in loss.columns}))
                 if objects.ino:
-                    self._bad.setdefault(objects.ino, []).append(
-                        _Bad(kind, loss.start, loss.end, servers)
-                    )
+                    for ino in await self._view(sharing.users, objects.oid) or [objects.ino]:
+                        bad = _Bad(kind, loss.start, loss.end, servers)
+                        self._bad.setdefault(ino, []).append(bad)
                 else:
                     at = max(
                         at, await self._lose_chunks(objects, kind, loss.start, loss.end, servers)
@@ -262,10 +263,11 @@ class DeepCheck:
         for column in sorted(wrong):
             server = self._servers[layout.servers[column]]
             path = server.where((ino, oid))
-            where = await self._view(self._table.path, ino) if ino else path
+            user = await self._view(moves.find_user, ino, oid) if ino else 0
+            where = await self._view(self._table.path, user) if ino else path
             fix = partial(_put_damaged, oid=oid, ino=ino, mask=1 << column)
             detail = f"{server.name}: {path} has wrong bytes, which the other objects tell"
-            self._problems.append(Problem("degraded", ino or path, detail, fix, where=where))
+            self._problems.append(Problem("degraded", user or path, detail, fix, where=where))
 
 
 def _put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> None:

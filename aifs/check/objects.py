@@ -20,7 +20,7 @@ from aifs.core.errors import FsError
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
 from aifs.layout.placement import LOST
-from aifs.meta import keys
+from aifs.meta import keys, sharing
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
 from aifs.store.store import Store
@@ -88,7 +88,7 @@ class ObjectCheck:
         self.counts["directories"] += inode.is_dir
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
-        if inode.objects is not None:
+        if inode.objects is not None and await self._view(_first_user, inode) == ino:
             known = await self._view(lost_columns, inode.oid)
             count += len(list(expected_columns(inode.objects, inode.size, known)))
         self._table.objects[row] = count
@@ -137,11 +137,12 @@ class ObjectCheck:
 
     async def _match_stripes(self, server: DataServer, found: StoredObject) -> bool:
         """Whether it is, or may be, an object of a striped file."""
-        row = self._table.find(found.ino)
+        ino = next(iter(await self._view(sharing.users, found.oid, 1)), found.ino)
+        row = self._table.find(ino)
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return row != NONE
-        inode = await self._view(_read_inode, found.ino)
-        if inode is None or inode.oid != found.oid:
+        inode = await self._view(_read_inode, ino)
+        if inode is None or (inode.oid, inode.named_by) != (found.oid, found.ino):
             return False
         layout = inode.objects
         if layout is None or server.id not in layout.servers:
@@ -190,10 +191,10 @@ class ObjectCheck:
         inode, dirty = await self._view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if inode is None or dirty:
             return
-        if inode.objects is not None:
+        if inode.objects is not None and await self._view(_first_user, inode) == ino:
             known = await self._view(lost_columns, inode.oid)
             for column, number in expected_columns(inode.objects, inode.size, known):
-                if await self._is_missing(number, ino, inode.oid):
+                if await self._is_missing(number, inode.named_by, inode.oid):
                     lack = Lack(column, "missing-object", "is missing", 0)
                     await self._lacking(inode, self._servers[number], lack)
         if inode.copy is not None and await self._is_missing(inode.copy.server, 0, inode.copy.id):
@@ -250,15 +251,16 @@ class ObjectCheck:
         what: str,
         fix: Fix | None = None,
     ) -> None:
-        key = inode.ino, inode.oid
+        key, inos = (inode.named_by, inode.oid), [inode.ino]
         if server.role == "burst":
             assert inode.copy is not None
             key = 0, inode.copy.id
-        path = server.where(key)
-        where = await self._view(self._table.path, inode.ino)
-        self.problems.append(
-            Problem(kind, inode.ino, f"{server.name}: {path} {what}", fix, where=where)
-        )
+        elif inode.named:
+            inos = await self._view(sharing.users, inode.oid)
+        detail = f"{server.name}: {server.where(key)} {what}"
+        for ino in inos:
+            where = await self._view(self._table.path, ino)
+            self.problems.append(Problem(kind, ino, detail, fix, where=where))
 
     # --- repair ---
 
@@ -283,6 +285,11 @@ class ObjectCheck:
 def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:
     record = tx.get(keys.inode(ino))
     return None if record is None else decode_inode(ino, record)
+
+
+def _first_user(tx: ReadTransaction, inode: Inode) -> int:
+    """Of the files that share its objects the one that is asked for these; mostly itself."""
+    return next(iter(sharing.users(tx, inode.oid, 1)), inode.ino) if inode.named else inode.ino
 
 
 def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:

@@ -8,6 +8,7 @@ again. What has lost its name gets one in /lost+found; nothing that holds bytes 
 import os
 import stat
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,13 @@ def change_inode(tx: Transaction, ino: int, changes: dict[str, Any]) -> None:
     for name, value in changes.items():
         setattr(inode, name, value)
     namespace.put_inode(tx, inode)
+
+
+def share(tx: Transaction, oid: int, inos: Iterable[int], named: int) -> None:
+    """These files share the objects, or the chunk list, ``oid``."""
+    for ino in inos:
+        change_inode(tx, ino, {"named": named})
+        tx.put(keys.clone(oid, ino), b"")
 
 
 # --- shared chunks --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from aifs.check import repair
+from aifs.check.clones import CloneCheck
 from aifs.check.columns import ColumnRecords
 from aifs.check.containers import ContainerRecords
 from aifs.check.copies import CopyCheck
@@ -50,6 +51,7 @@ _TYPES = (
     stat.S_IFCHR,
 )
 _KEY_LENGTHS = {
+    b"C": 17,
     b"D": 9,
     b"L": 9,
     b"a": 9,
@@ -119,6 +121,7 @@ class MetadataScan:
         self._columns = ColumnRecords(view, self._servers, self._problem)
         self._marks = MarkCheck(view, self.table, self._problem, self._hosts, engine.host)
         self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
+        self._clones = CloneCheck(view, self._problem, self._is_readable)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
         """How many inodes but the root's have records that cannot be read."""
@@ -136,6 +139,7 @@ class MetadataScan:
         await self._each(b"i", self._inode)
         await self._users_of_objects()
         for kind, handle in (
+            (b"C", self._clones.record),
             (b"b", self._copies.record),
             (b"g", self._garbage),
             (b"k", self._checksums),
@@ -157,6 +161,7 @@ class MetadataScan:
             (b"v", self._windows),
         ):
             await self._each(kind, handle)
+        self._clones.conclude()
         self._columns.conclude()
         self._copies.conclude()
         await self._containers.conclude()
@@ -180,7 +185,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"DLabgmopquvwyz":
+            if length and len(key) != length and kind in b"CDLabgmopquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -224,7 +229,12 @@ class MetadataScan:
         self._copies.inode(inode)
         if inode.chunks is not None:
             await self._containers.file(inode)
-        if inode.layout is not None:
+        if inode.named:
+            self._clones.inode(inode)
+            other = self._users.setdefault(inode.oid, ino)
+            if not self._clones.shares(inode.oid, other):
+                self._share(inode.oid, ino, other)
+        elif inode.layout is not None:
             if inode.oid == ino:
                 self.table.flags[row] |= OWN_OID
             elif inode.oid in self._users:
@@ -256,9 +266,10 @@ class MetadataScan:
 
     def _share(self, oid: int, *inos: int) -> None:
         first, second = sorted(inos)
-        self._problem(
-            "shared-objects", second, f"inode {second}: has the object id {oid} of inode {first}"
-        )
+        named = self._clones.named.get(oid)
+        fix = None if named is None else partial(repair.share, oid=oid, inos=inos, named=named)
+        detail = f"inode {second}: has the object id {oid} of inode {first}"
+        self._problem("shared-objects", second, detail, fix, RECOVERY)
 
     async def _users_of_objects(self) -> None:
         for oid, ino in self._users.items():
@@ -292,7 +303,7 @@ class MetadataScan:
         ino = keys.number(key)
         if not self._is_readable(ino):
             self._stray(f"inode {ino}", "dirty mark of an inode that cannot be read", key, RECOVERY)
-        elif (await self._view(namespace.get_inode, ino)).chunks is not None:
+        elif _is_written_once(await self._view(namespace.get_inode, ino)):
             self._stray(
                 ino, f"inode {ino}: dirty mark of a file that never changes in place", key, RECOVERY
             )
@@ -388,7 +399,7 @@ class MetadataScan:
             fix: Fix = partial(repair.put, key=key, value=garbage.encode())
             self._problem("unknown-host", where, detail, fix, RECOVERY)
         user = self._copies.user(oid) if garbage.ino == 0 else self.user(oid)
-        if user is not None and garbage.ino in (0, user):
+        if user is not None and garbage.ino in (0, self._clones.named.get(oid, user)):
             what = "burst copy" if garbage.ino == 0 else "objects"
             detail = f"inode {user}: its {what} would be deleted"
             self._problem("garbage-in-use", user, detail, forget, RECOVERY)
@@ -440,7 +451,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"DLSabcdefghijklmnopqrstuvwxyz":
+        for letter in b"CDLSabcdefghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end
@@ -482,6 +493,8 @@ class MetadataScan:
 def _nonsense(inode: Inode, record: bytes) -> str:
     """What an inode record says that cannot be, or nothing."""
     layout = inode.layout
+    if inode.named and layout is None:
+        return "shares bytes, and has none"
     if inode.encode() != record:
         return "the record has a wrong length, or unknown values"
     if inode.mode & ~0o7777 not in _TYPES:
@@ -498,6 +511,10 @@ def _nonsense(inode: Inode, record: bytes) -> str:
         if number >= _ID_MAX:
             return f"has an impossible object id {number}"
     return ""
+
+
+def _is_written_once(inode: Inode) -> bool:
+    return inode.chunks is not None or inode.named != 0
 
 
 async def _skip(key: bytes, value: bytes) -> None:

@@ -87,6 +87,7 @@ _COMMANDS = {
     "pin": "aifs.cli.pin:pin_command",
     "unpin": "aifs.cli.pin:unpin_command",
     "rm": "aifs.cli.rm:rm_command",
+    "clone": "aifs.cli.clone:clone_command",
     "publish": "aifs.cli.publish:publish_command",
     "checkpoints": "aifs.cli.checkpoints:checkpoints_group",
     "fsck": "aifs.cli.fsck:fsck_command",

@@ -225,6 +225,18 @@ AIFS_IOC_ORDER = Command(
     "no burst tier.",
 )
 
+AIFS_IOC_CLONE = Command(
+    "AIFS_IOC_CLONE",
+    _WRITE,
+    12,
+    "u32 flags, u32 reserved, u64 parent, char name[256], char clone[256]",
+    "On a directory: makes a clone of what has the name in it (. is the directory itself), with "
+    "all that lies below, under the name clone in the directory parent, by inode number. It "
+    "appears when it is complete, and is durable on return; no bytes are copied but of files that "
+    "are open for writing. flags and reserved: 0; names end with a zero byte. EACCES: not all may "
+    "be read, or no name made there; EEXIST; EBUSY: a single file is open for writing.",
+)
+
 COMMANDS = {
     command.request: command
     for command in (
@@ -240,6 +252,7 @@ COMMANDS = {
         AIFS_IOC_GROUP_CANCEL,
         AIFS_IOC_GROUP_QUERY,
         AIFS_IOC_ORDER,
+        AIFS_IOC_CLONE,
     )
 }
 

@@ -84,7 +84,7 @@ class CapacityIO:
         if inode.chunks is not None:
             return await self._containers.describe(inode.chunks, inode.oid, inode.size)
         assert inode.objects is not None  # what has a layout has objects, or chunks
-        of = InObjects(inode.ino, inode.oid, inode.objects)
+        of = InObjects(inode.named_by, inode.oid, inode.objects)
         unread, digests = await self._engine.view(forms.describe_objects, of.oid)
         return of._replace(unread=unread, digests=digests)
 
@@ -219,6 +219,8 @@ class CapacityIO:
         """Whether the file's bytes cannot be changed where they are."""
         if inode.layout is None:
             return False
+        if inode.named:
+            return True  # they are also what clones of it have
         objects = inode.layout.objects
         if objects is None or objects.is_protected:
             return True  # chunks, and what protects each other, are written once

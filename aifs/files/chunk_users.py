@@ -55,13 +55,12 @@ async def users_of(engine: Engine, container: int) -> list[User]:
     await _walk(engine, b"h", _find_shared, container, shared)
     await _walk(engine, b"l", _find_chunks, container, shared, uses)
     oids = {use.oid for use in uses}
-    owners: dict[int, tuple[int, int, int]] = {}  # oid: ino, bytes of a unit, size
+    owners: dict[int, list[tuple[int, int, int]]] = {}  # oid: ino, bytes of a unit, size
     if oids:
         await _walk(engine, b"i", _find_owners, oids, owners)
     users = []
     for start, end, oid, first, length in uses:
-        if oid in owners:
-            ino, unit, size = owners[oid]
+        for ino, unit, size in owners.get(oid, ()):
             users.append(
                 User(start, end, ino, oid, first * unit, min((first + length) * unit, size) - 1)
             )
@@ -108,12 +107,9 @@ def _use(place: Location, oid: int, first: int, length: int) -> _Use:
 
 
 def _find_owners(
-    key: bytes, value: bytes, oids: set[int], owners: dict[int, tuple[int, int, int]]
+    key: bytes, value: bytes, oids: set[int], owners: dict[int, list[tuple[int, int, int]]]
 ) -> None:
     inode = decode_inode(keys.number(key), value)
     if inode.oid in oids and inode.chunks is not None:
-        owners[inode.oid] = (
-            inode.ino,
-            1 if inode.chunks.variable else inode.chunks.chunk,
-            inode.size,
-        )
+        unit = 1 if inode.chunks.variable else inode.chunks.chunk
+        owners.setdefault(inode.oid, []).append((inode.ino, unit, inode.size))

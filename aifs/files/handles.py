@@ -385,7 +385,8 @@ def _local_place(file: OpenInode) -> tuple[int, int] | None:
     if file.copy is not None:
         return file.copy.place
     objects = file.inode.objects
-    if objects is not None and len(objects.servers) == 1:
+    # Who writes to one that is passed through changes it where it is: not what clones share.
+    if objects is not None and len(objects.servers) == 1 and not file.inode.named:
         return objects.servers[0], file.inode.oid
     return None
 

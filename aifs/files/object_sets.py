@@ -58,7 +58,7 @@ class ObjectSets:
             return self._containers.objects_of(chunks, inode.oid)
         objects = layout.objects
         assert objects is not None  # what has a layout has objects, or chunks
-        return self.set_of(objects, inode.ino, inode.oid, unread, self._verify, is_shared=True)
+        return self.set_of(objects, inode.named_by, inode.oid, unread, self._verify, is_shared=True)
 
     def set_of(
         self,
@@ -88,7 +88,7 @@ class ObjectSets:
 
     async def to_be_copied(self, inode: Inode) -> Bytes | Followed:
         """The bytes of a settled file, checked, by way of the caches of those who read it."""
-        ino, oid, layout, unread = inode.ino, inode.oid, inode.objects, 0
+        ino, oid, layout, unread = inode.named_by, inode.oid, inode.objects, 0
         if inode.chunks is not None:
             return self._containers.objects_of(inode.chunks, oid, copied=True)
         assert layout is not None  # what has a layout has objects, or chunks
@@ -108,7 +108,8 @@ class ObjectSets:
         """Found by somebody who read by this layout: if the column has moved meanwhile, its old
         object may be gone.
         """
-        file = self._table.open.get(ino)
-        now = file.inode.objects if file is not None and file.inode.oid == oid else None
-        if now is not None and now.servers[column] == layout.servers[column]:
-            self._damage.report(oid, ino, column)
+        for file in self._table.users_of(oid, ino):
+            now = file.inode.objects
+            if now is not None and now.servers[column] == layout.servers[column]:
+                self._damage.report(oid, ino, column)
+                return

@@ -324,7 +324,7 @@ class OpenInodes:
         file, ino = self._table.adopt(stored), stored.ino
         objects = stored.objects
         if objects is not None and not objects.is_protected:  # those are written in place
-            forget_columns(self._servers.cache, objects, (ino, stored.oid))
+            forget_columns(self._servers.cache, objects, (stored.named_by, stored.oid))
         if file is None:
             if ino in self._table.claims:
                 self._table.overtake(ino)
@@ -342,19 +342,26 @@ class OpenInodes:
         Whether that is on record (see moves.put_damaged). No gate is waited for: who reads a column
         that turns out to be wrong may hold it.
         """
+        ino = await self._engine.view(moves.find_user, ino, oid)
         while True:
             file = self._table.open.get(ino)
             if file is not None:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
                 try:
-                    return await self._transitions.lose_columns(file, oid, mask)
+                    done = await self._transitions.lose_columns(file, oid, mask)
+                    if done:
+                        self._table.overtake_objects(oid, but=file)
+                    return done
                 finally:
                     await self.release(file)
             if ino in self._table.claims:
                 await self._table.claims[ino].wait()
                 continue
             with self._table.opening(ino, lent=True):
-                return await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
+                done = await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
+                if done:
+                    self._table.overtake_objects(oid)
+                return done
 
     # --- uses that we hear of later ---
 

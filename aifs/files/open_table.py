@@ -122,10 +122,20 @@ class OpenTable:
         if file is not None:
             file.changes += 1  # what is being made of the bytes here must not count
 
-    def overtake_objects(self, oid: int) -> None:
-        """Another host knows that columns of these objects must not be read. Does not block."""
+    def users_of(self, oid: int, ino: int) -> list[OpenInode]:
+        """The open files that have the objects ``oid``, which are named by ``ino``."""
+        file = self.open.get(ino)
+        if file is not None and file.inode.oid == oid and not file.inode.named:
+            return [file]
+        return [file for file in self.open.values() if file.inode.oid == oid]
+
+    def overtake_objects(self, oid: int, but: OpenInode | None = None) -> None:
+        """The objects ``oid`` lie, or are read, in another way, as another host has recorded, or a
+        file that shares them: all that have them open look again, ``but`` that one. Does not
+        block."""
         for ino in [ino for ino, file in self.open.items() if file.inode.oid == oid]:
-            self.overtake(ino)
+            if self.open[ino] is not but:
+                self.overtake(ino)
 
     # --- dirty marks of closed files, and what these have lost ---
 

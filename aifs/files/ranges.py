@@ -18,6 +18,9 @@ _MODES = {0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SI
 
 _PIECE = 4 << 20
 
+WHOLE = SIZE_MAX
+"""As a length: up to the end of the file."""
+
 
 async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
     """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only

@@ -69,6 +69,14 @@ class Flip:
     copy: BurstCopy | None = None
     """The copy that the file did not have."""
 
+    def becomes(self) -> Inode:
+        """The inode as it will be. New objects are the file's own, whoever shares the old ones."""
+        before = self.file.inode
+        after = before.but(**self.form)
+        if after.layout is None or after.oid != before.oid:
+            after.named = 0
+        return after
+
 
 class Transitions:
     """Used from one trio thread. The gate of each file is held alone, except where a method says
@@ -204,9 +212,7 @@ class Transitions:
             unsaved = [file for file in files if file.unsaved]
             for file in unsaved:
                 file.unsaved = False  # what changes while we wait is not saved yet
-            changes = [
-                FormChange(flip.file.inode.but(**flip.form), **flip.record) for flip in flips
-            ]
+            changes = [FormChange(flip.becomes(), **flip.record) for flip in flips]
             if self._engine.host:
                 befores = [flip.file.inode.but() for flip in flips]
                 changes = [c._replace(before=b) for c, b in zip(changes, befores, strict=True)]
@@ -234,6 +240,7 @@ class Transitions:
         if before is not None and file.objects is not before:
             before.close()
         inode.layout, inode.oid, inode.data = after.layout, after.oid, after.data
+        inode.named = after.named
         inode.copy, inode.size, inode.blocks = after.copy, after.size, after.blocks
         file.cached_at = 0
         if flip.copy is not None:
@@ -252,6 +259,19 @@ class Transitions:
             self._tier.dirty(copy.id, copy.server, inode.space)
         elif was_in_burst or flip.copy is not None:
             self._tier.clean(copy.id, copy.server, inode.space)
+
+    async def share(
+        self, file: OpenInode, function: Callable[..., Inode | None], *args: Any
+    ) -> Inode | None:
+        """Make a clone of a file that is settled, by ``function`` (see clones.clone_file): from now
+        on it shares its bytes. What that returns."""
+        if file.unsaved:
+            await self.save(file)
+        async with _recording([file]):
+            clone = await self._engine.transact(function, *args)
+            if clone is not None and file.inode.layout is not None:
+                file.inode.named = file.inode.named_by
+        return clone
 
     def follow(self, file: OpenInode, stored: Inode) -> bool:
         """Another host has made this of the record of a file that is not changed here. Whether the

@@ -189,11 +189,11 @@ struct aifs_group_query {
 #define AIFS_IOC_GROUP_QUERY _IOWR(AIFS_IOC_TYPE, 10, struct aifs_group_query)
 
 /*
- * On the directory of a dataset that the caller may list, whoever may write there: what user.aifs.order is set
- * to, 'seed=7,epoch=1,world=8,rank=3,done=1000' and the like, ending with a zero byte: an epoch is read in this
- * order, and what comes next is brought into the burst tier. To be said again within a minute, with how far it
- * is. flags and reserved: 0. EINVAL: no order, or no index of a dataset there; EBUSY: too many epochs are read;
- * EOPNOTSUPP: there is no burst tier.
+ * On the directory of a dataset that the caller may list, whoever may write there: an epoch is read in this
+ * order, and what comes next is brought into the burst tier. order: what user.aifs.order is set to, as
+ * 'seed=7,epoch=1,world=8,rank=3,done=1000', ending with a zero byte. To be said again within a minute, with how
+ * far it is. flags and reserved: 0. EINVAL: no order, or no index of a dataset there; EBUSY: too many epochs are
+ * read; EOPNOTSUPP: there is no burst tier.
  */
 struct aifs_order {
 	__u32 flags;
@@ -201,5 +201,21 @@ struct aifs_order {
 	char order[248];
 };
 #define AIFS_IOC_ORDER _IOW(AIFS_IOC_TYPE, 11, struct aifs_order)
+
+/*
+ * On a directory: makes a clone of what has the name in it (. is the directory itself), with all that lies
+ * below, under the name clone in the directory parent, by inode number. It appears when it is complete, and is
+ * durable on return; no bytes are copied but of files that are open for writing. flags and reserved: 0; names
+ * end with a zero byte. EACCES: not all may be read, or no name made there; EEXIST; EBUSY: a single file is open
+ * for writing.
+ */
+struct aifs_clone {
+	__u32 flags;
+	__u32 reserved;
+	__u64 parent;
+	char name[256];
+	char clone[256];
+};
+#define AIFS_IOC_CLONE _IOW(AIFS_IOC_TYPE, 12, struct aifs_clone)
 
 #endif

@@ -157,6 +157,7 @@ class HandedOver:
             ioctl.AIFS_IOC_GROUP_CANCEL: self._cancel_group,
             ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
             ioctl.AIFS_IOC_ORDER: self._order,
+            ioctl.AIFS_IOC_CLONE: self._clone,
         }
 
     def serve_in(self, nursery: trio.Nursery) -> None:
@@ -304,6 +305,12 @@ class HandedOver:
             ioctl.text(manifest),
         )
         await self._fs.publish(what, caller)
+        return b""
+
+    async def _clone(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        flags, reserved, parent, name, clone = argument
+        _refuse_unknown(flags | reserved)
+        await self._fs.clone(ino, ioctl.text(name), parent, ioctl.text(clone), caller)
         return b""
 
     async def _commit(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

@@ -3,8 +3,12 @@ in slices.
 
 A doomed directory has no name and no links, keeps its entries, and has a record:
 
-    z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it); little-endian
+    z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it), [u16 maker];
+                little-endian
                 ``tree``: the directory whose name was removed, ``ino`` itself or one that it lay in
+
+With a maker it is not doomed yet: it is the top of a tree that this host makes, and which is doomed
+unless it gets a name (meta/clones.py).
 
 Emptying a directory dooms its subdirectories, each with a record of its own, so the work is flat
 however deep the tree is, and every state in between is one that the next mount goes on from.
@@ -12,7 +16,8 @@ The record goes with the inode.
 """
 
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +32,7 @@ LOOKED_AT_MAX = 10_000
 """Names below a tree that are searched for one that must stay: some 100 ms."""
 
 _RECORD = struct.Struct("<BQqI")
+_MAKER = struct.Struct("<H")
 
 
 class DamagedTree(Unavailable):
@@ -34,29 +40,33 @@ class DamagedTree(Unavailable):
 
 
 class Doomed(NamedTuple):
-    """The top of the tree that a doomed directory was removed with, when (ns), and by
-    whom.
+    """The top of the tree that a doomed directory was removed with, when (ns), and by whom; the
+    host that makes it, if it is not to be removed yet.
     """
 
     tree: int
     since_ns: int
     uid: int
+    maker: int | None = None
 
     def encode(self) -> bytes:
-        return _RECORD.pack(FORMAT, *self)
+        record = _RECORD.pack(FORMAT, self.tree, self.since_ns, self.uid)
+        return record if self.maker is None else record + _MAKER.pack(self.maker)
 
 
 def decode_doomed(record: bytes) -> Doomed:
     """Raises Unavailable for a damaged record."""
     try:
-        version, *fields = _RECORD.unpack(record)
+        version, *fields = _RECORD.unpack_from(record)
+        if len(record) > _RECORD.size:
+            fields += _MAKER.unpack(record[_RECORD.size :])
     except struct.error:
         raise Unavailable("the record of a doomed directory is damaged") from None
     if version != FORMAT:
         raise Unavailable(
             f"the record of a doomed directory has format {version}; this version reads {FORMAT}"
         )
-    return Doomed._make(fields)
+    return Doomed(*fields)
 
 
 def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
@@ -109,13 +119,33 @@ def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
     """The doomed directories, in order of inode number. A damaged record is fsck's to
     name.
     """
-    found = []
+    return [(ino, doomed) for ino, doomed in _all(tx) if doomed.maker is None]
+
+
+def find_doomed(tx: ReadTransaction, ino: int) -> Doomed | None:
+    """The record of this directory, if it has one."""
+    record = tx.get(keys.doomed(ino))
+    return None if record is None else decode_doomed(record)
+
+
+def _all(tx: ReadTransaction) -> Iterator[tuple[int, Doomed]]:
     for key, value in tx.range(*keys.all_of(b"z")):
-        try:
-            found.append((keys.number(key), decode_doomed(value)))
-        except Unavailable:
-            continue
-    return found
+        with suppress(Unavailable):
+            yield keys.number(key), decode_doomed(value)
+
+
+def all_makers(tx: ReadTransaction) -> dict[int, int]:
+    """By the number of its top, who makes a tree that has no name yet."""
+    return {ino: doomed.maker for ino, doomed in _all(tx) if doomed.maker is not None}
+
+
+def put_abandoned(tx: Transaction, inos: Iterable[int]) -> None:
+    """The tops of trees that nobody goes on to make are doomed from now on, unless they have their
+    names."""
+    for ino in inos:
+        doomed = find_doomed(tx, ino)
+        if doomed is not None:
+            tx.put(keys.doomed(ino), doomed._replace(maker=None).encode())
 
 
 @dataclass(slots=True)

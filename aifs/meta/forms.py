@@ -213,6 +213,7 @@ def _require_before(tx: Transaction, stored: Inode, before: Inode | None) -> Non
         return
     mark = tx.get(keys.dirty(stored.ino))
     as_before = (stored.oid, stored.layout, stored.data) == (before.oid, before.layout, before.data)
+    as_before = as_before and (stored.named != 0) == (before.named != 0)
     if before.copy is not None or stored.in_burst:
         as_before = as_before and stored.copy == before.copy
     if not as_before or (mark is not None and keys.host_of(mark) != tx.host):

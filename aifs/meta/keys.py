@@ -51,6 +51,8 @@
                                      2^63 + host: what that host has of it (meta/groups.py)
     L ino                            home of the inode's locks: the session of a host (8 bytes
                                      big-endian); only in a cluster (files/lock_homes.py)
+    C oid ino                        clone: the file is one of those that share the objects, or the
+                                     chunk list, oid; empty (meta/sharing.py)
     D ino                            delegation of a directory: the session that has it
                                      (delegations.Delegate); only in a cluster
     j name                           where a background job that goes through the store has got to;
@@ -342,6 +344,20 @@ def part_host(key: bytes) -> int | None:
 def member_number(key: bytes) -> int:
     """The number of a group's member, from its key."""
     return int.from_bytes(key[9:], "big")
+
+
+def clone(oid: int, ino: int) -> bytes:
+    return _TWO_NUMBERS(b"C", oid, ino)
+
+
+def clones(oid: int) -> tuple[bytes, bytes]:
+    """The key range of all files that share oid."""
+    return _NUMBER(b"C", oid), _NUMBER(b"C", oid + 1)
+
+
+def clone_parts(key: bytes) -> tuple[int, int]:
+    """The oid of a ``C`` key, and the inode number."""
+    return chunk_list_parts(key)
 
 
 def loose(oid: int) -> bytes:

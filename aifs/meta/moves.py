@@ -6,6 +6,7 @@ layout does not name the server. A column moves in one transaction, ``flip``; th
 are said in ``upkeep/moves``.
 
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
+``ino`` is what the objects are named by: several files may share them (meta/sharing.py).
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -14,10 +15,10 @@ from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, namespace
+from aifs.meta import chunks, keys, namespace, sharing
 from aifs.meta.degraded import drop_degraded, find_unread, put_unread
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.records import Degraded, decode_degraded, decode_inode
+from aifs.meta.records import Degraded, Inode, decode_degraded, decode_inode
 from aifs.meta.servers import mark_unprotected
 from aifs.meta.slices import read_slice
 
@@ -25,7 +26,8 @@ _INO_BYTES = 8
 
 
 class SetRecord(NamedTuple):
-    """Whose objects they are (0: a container's), their id, how they lie, and for how many bytes."""
+    """By which inode number the objects are named (0: a container's), their id, how they lie, and
+    for how many bytes."""
 
     ino: int
     oid: int
@@ -40,17 +42,34 @@ def find_objects(tx: ReadTransaction, ino: int, oid: int) -> SetRecord | None:
     if ino == 0:
         container = chunks.find_container(tx, oid)
         return None if container is None else SetRecord(0, oid, container.layout, container.length)
-    inode = namespace.find_inode(tx, ino)
-    if inode is None or inode.oid != oid or inode.objects is None:
+    inode = _find_user(tx, ino, oid)
+    if inode is None or inode.objects is None:
         return None
-    return SetRecord(ino, oid, inode.objects, inode.size)
+    return SetRecord(inode.named_by, oid, inode.objects, inode.size)
+
+
+def _find_user(tx: ReadTransaction, ino: int, oid: int) -> Inode | None:
+    inode = namespace.find_inode(tx, ino)
+    if inode is not None and inode.oid == oid and inode.objects is not None:
+        return inode
+    shared_by = sharing.users(tx, oid, 1)
+    return namespace.find_inode(tx, shared_by[0]) if shared_by else None
+
+
+def find_user(tx: ReadTransaction, ino: int, oid: int) -> int:
+    """A file that has these objects: the one they are named by, if it has them still; else, too,
+    if nobody has."""
+    inode = _find_user(tx, ino, oid)
+    return ino if inode is None else inode.ino
 
 
 def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
     """Whether the objects may be changed in place: the file has a dirty mark, or the container is
     open.
     """
-    return tx.get(keys.open_container(oid) if ino == 0 else keys.dirty(ino)) is not None
+    if ino == 0:
+        return tx.get(keys.open_container(oid)) is not None
+    return tx.get(keys.dirty(ino)) is not None and not sharing.users(tx, oid, 1)
 
 
 # --- degraded -------------------------------------------------------------------------------------
@@ -67,7 +86,7 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
         return 0
     if not objects.layout.survives(mask | known):
         return 0
-    put_unread(tx, oid, ino, mask)
+    put_unread(tx, oid, objects.ino, mask)
     return mask | known
 
 
@@ -160,8 +179,9 @@ def flip(
 
 def _put_layout(tx: Transaction, objects: SetRecord) -> None:
     if objects.ino:
-        inode = namespace.get_inode(tx, objects.ino)
-        namespace.put_inode(tx, inode.but(layout=objects.layout))
+        for ino in sharing.users(tx, objects.oid) or [objects.ino]:
+            inode = namespace.get_inode(tx, ino)
+            namespace.put_inode(tx, inode.but(layout=objects.layout))
     else:
         record = chunks.find_container(tx, objects.oid)
         assert record is not None
@@ -235,7 +255,7 @@ def scan_files(
         allowed = staying if layout.is_protected else plain
         if allowed >= set(layout.servers):
             return None
-        objects = SetRecord(inode.ino, inode.oid, layout, inode.size)
+        objects = SetRecord(inode.named_by, inode.oid, layout, inode.size)
         return _due(objects, due_columns(layout, 0, allowed))
 
     return _scan(tx, start, end, limit, judge)

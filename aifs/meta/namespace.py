@@ -24,7 +24,7 @@ from aifs.core.errors import (
     TooManyLinks,
 )
 from aifs.layout.striped import Striped
-from aifs.meta import acl, chunks, keys
+from aifs.meta import acl, chunks, keys, sharing
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -98,7 +98,7 @@ def put_bytes(tx: Transaction, opened: Inode) -> Inode:
 
 def take_bytes(inode: Inode, opened: Inode) -> None:
     """``inode`` has its bytes where ``opened`` has them, and all that follows from it."""
-    inode.oid, inode.layout = opened.oid, opened.layout
+    inode.oid, inode.layout, inode.named = opened.oid, opened.layout, opened.named
     inode.data, inode.copy = opened.data, opened.copy
     take_attributes(inode, opened)
 
@@ -109,7 +109,9 @@ def has_form_of(inode: Inode, opened: Inode) -> bool:
     """
     one, other = (each.copy if each.in_burst else None for each in (inode, opened))
     has_bytes = (inode.data or None) == (opened.data or None)
-    return has_bytes and (inode.oid, inode.layout, one) == (opened.oid, opened.layout, other)
+    is_shared = inode.named != 0, opened.named != 0
+    where = (inode.oid, inode.layout, one) == (opened.oid, opened.layout, other)
+    return has_bytes and where and is_shared[0] == is_shared[1]
 
 
 def take_attributes(inode: Inode, opened: Inode) -> None:
@@ -122,6 +124,12 @@ def take_attributes(inode: Inode, opened: Inode) -> None:
     inode.ctime_ns = max(inode.ctime_ns, opened.ctime_ns)
     if opened.stripped:
         inode.mode = inode.unprivileged_mode
+
+
+def is_name(name: bytes) -> bool:
+    """Whether something can be called so."""
+    is_one = name not in (b"", b".", b"..") and b"/" not in name and b"\0" not in name
+    return is_one and len(name) <= NAME_MAX
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
@@ -186,7 +194,7 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int =
     where there is none. With a ``copy`` it starts in the burst tier. Returns the inode as it was
     recorded. Raises Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
     """
-    directory = _require_free(tx, parent, name)
+    directory = require_free(tx, parent, name)
     new = _make(tx, directory, inode, umask, 2 if stat.S_ISDIR(inode.mode) else 1)
     put_name(tx, parent, name, new, new.ino)
     touch(tx, directory, new.ctime_ns, links=1 if new.is_dir else 0)
@@ -241,7 +249,7 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: in
         directory.project if directory.flags & INHERITS_PROJECT else 0,
         access_acl,
         default_acl,
-        tx.seq,
+        seq=tx.seq,
     )
     put_inode(tx, new)
     if new.copy is not None:
@@ -265,7 +273,7 @@ def link(
 
     Raises NotPermitted for a directory, NotFound for an unlinked file, and as create.
     """
-    directory = _require_free(tx, parent, name)
+    directory = require_free(tx, parent, name)
     inode = get_inode(tx, ino)
     if inode.is_dir:
         raise NotPermitted("a directory cannot have two names")
@@ -426,13 +434,13 @@ def put_copy(
 
 
 def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
-    """Turn objects or chunks of ``inode`` on the capacity tier into garbage; the ids of what is to
-    be deleted.
+    """Turn objects or chunks of ``inode`` on the capacity tier into garbage, unless clones have
+    them still; the ids of what is to be deleted.
     """
-    if inode.layout is None:
+    if inode.layout is None or (inode.named and sharing.leave(tx, inode.oid, inode.ino)):
         return []
     if inode.objects is not None:
-        tx.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.objects).encode())
+        tx.put(keys.garbage(inode.oid), Garbage(inode.named_by, inode.objects).encode())
         drop_checksums(tx, inode.oid)
         drop_degraded(tx, inode.oid)
         return [inode.oid]
@@ -597,8 +605,8 @@ def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, 
 # --- the steps that these share -------------------------------------------------------------------
 
 
-def _require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
-    """The directory, if it can take the new name."""
+def require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
+    """The directory, if it can take the new name. Raises as ``create``."""
     if len(name) > NAME_MAX:
         raise NameTooLong()
     directory = get_directory_loosely(tx, parent)

@@ -97,12 +97,7 @@ class Publication(NamedTuple):
         pointers = [name for name in (self.latest, self.tracker) if name]
         names = [self.name, *pointers, *([self.manifest] if self.manifest else [])]
         for name in names:
-            if (
-                name in (b"", b".", b"..")
-                or b"/" in name
-                or b"\0" in name
-                or len(name) > namespace.NAME_MAX
-            ):
+            if not namespace.is_name(name):
                 raise Invalid(f"publish: {name!r} cannot be the name of a file")
         if len({self.name, *pointers}) != 1 + len(pointers):
             raise Invalid("publish: the final name and those of the pointers must differ")

@@ -8,11 +8,12 @@ inode
     parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64
     birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of
     the default ACL, then: policy, access ACL, default ACL (meta/acl.py), [u8 replicas, u8 parity
-    columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), inline
-    bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end; also symlink
-    targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in brackets), 5
-    interleaved as an extent list; plus 128: there is a burst copy. flags: 16 immutable, 32 append
-    only, 2^29 what is made in the directory belongs to its project (those of chattr(1))
+    columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), named
+    (u64), inline bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end;
+    also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
+    brackets), 5 interleaved as an extent list; plus 128: there is a burst copy; plus 64: ``named``
+    is there, as clones share the bytes (meta/sharing.py). flags: 16 immutable, 32 append only, 2^29
+    what is made in the directory belongs to its project (those of chattr(1))
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -51,7 +52,7 @@ from aifs.layout.striped import Striped
 
 FORMAT = 1
 EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
-_HAS_COPY = 128
+_HAS_COPY, _IS_SHARED = 128, 64
 
 IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
@@ -74,6 +75,7 @@ _GARBAGE = struct.Struct("<QIH")
 _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
+_NAMED = struct.Struct("<Q")
 _BURST = struct.Struct("<QHBq")
 _MIRROR_OF = struct.Struct("<QQqq")
 _MIRRORED, _IS_MIRROR = 4, 8
@@ -150,6 +152,9 @@ class Inode:
     """The access ACL; empty where the mode says it all."""
     default_acl: bytes = b""
     """Of a directory, the ACL that what is made in it gets; empty: none."""
+    named: int = 0
+    """Of a file whose objects, or chunk list, clones may share: the inode number in the names of
+    these. What is shared is never changed where it lies. 0: it is the file's own."""
     seq: int = field(default=0, compare=False, repr=False)
     """Not on record: of the transaction or view that has read it."""
     stripped: bool = field(default=False, compare=False, repr=False)
@@ -169,6 +174,11 @@ class Inode:
     def objects(self) -> Striped | None:
         """How the object set that is the file's own is laid out; None: it has none."""
         return objects_of(self.layout)
+
+    @property
+    def named_by(self) -> int:
+        """The inode number in the names of its objects."""
+        return self.named or self.ino
 
     @property
     def chunks(self) -> Interleaved | None:
@@ -241,7 +251,7 @@ class Inode:
             form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
         head = INODE.pack(
             FORMAT,
-            form if copy is None else form | _HAS_COPY,
+            form | (copy is not None) * _HAS_COPY | (self.named != 0) * _IS_SHARED,
             len(policy),
             count,
             self.mode,
@@ -267,9 +277,10 @@ class Inode:
             policy += self.acl + self.default_acl
         if form == EMPTY and not policy and copy is None:
             return head
-        return b"".join(
-            (head, policy, servers, b"" if copy is None else _COPY.pack(*copy), data or b"")
-        )
+        behind = b"" if copy is None else _COPY.pack(*copy)
+        if self.named:
+            behind += _NAMED.pack(self.named)
+        return b"".join((head, policy, servers, behind, data or b""))
 
 
 _fields_of = attrgetter(*(field.name for field in fields(Inode)))
@@ -320,7 +331,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             end = offset + acl_length
             inode.acl, inode.default_acl = record[offset:end], record[end : end + default_length]
             offset = end + default_length
-        base = form & ~_HAS_COPY
+        base = form & ~(_HAS_COPY | _IS_SHARED)
         if base == STRIPED:
             inode.layout = _striped(unit, record[offset : offset + 2 * count])
             offset += 2 * count
@@ -334,6 +345,8 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         if form & _HAS_COPY:
             inode.copy = Copy._make(_COPY.unpack_from(record, offset))
             offset += _COPY.size
+        if form & _IS_SHARED:
+            (inode.named,) = _NAMED.unpack_from(record, offset)
         if base == INLINE:
             inode.data = record[offset:]
         return inode

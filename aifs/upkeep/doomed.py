@@ -90,7 +90,7 @@ class DoomedTrees:
         """
         if doomed is None and ino in self.directories:
             self._finish(ino, self.directories[ino])
-        elif doomed is not None and ino not in self.directories:
+        elif doomed is not None and doomed.maker is None and ino not in self.directories:
             self._add(ino, doomed.tree)
 
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:

@@ -28,7 +28,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.layout.placement import DRAINING, LOST
-from aifs.meta import keys
+from aifs.meta import keys, sharing
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.meta.server_uses import scan_endangered
@@ -102,9 +102,12 @@ class FromCopies:
             self._rescued_from = gone
 
     async def restore_users(self, ino: int, oid: int) -> bool:
-        """Restore the file, or with ``ino`` 0 all files that have chunks in a container; whether
-        there are any, and none of them needs it any more."""
-        inos = {ino} if ino else {user.ino for user in await users_of(self._engine, oid)}
+        """Restore the files with these objects, or with ``ino`` 0 all that have chunks in a
+        container; whether there are any, and none of them needs it any more."""
+        if ino:
+            inos = set(await self._engine.view(sharing.users, oid)) or {ino}
+        else:
+            inos = {user.ino for user in await users_of(self._engine, oid)}
         return bool(inos) and await self.restore_each(inos, 0 if ino else oid) == inos
 
     async def restore_each(self, inos: Iterable[int], container: int = 0) -> set[int]:

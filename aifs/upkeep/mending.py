@@ -85,6 +85,7 @@ class FileSubject:
             done = await self._io.transitions.move_column(self.file, before, column, server, unread)
             if done:
                 self.see()
+                self._io.table.overtake_objects(before.oid, but=self.file)
             return done
 
 
@@ -157,7 +158,7 @@ class Mender:
         if ino == 0:
             return await self._mend_container(oid)
         try:
-            file = await self._io.inodes.acquire(ino)
+            file = await self._io.inodes.acquire(await self._engine.view(moves.find_user, ino, oid))
         except (NotFound, Stale):
             await self._forget(oid)
             return Outcome.GONE
@@ -262,6 +263,7 @@ class Mender:
         self, subject: FileSubject | ContainerSubject, seen: "_Seen", objects: SetRecord
     ) -> Outcome:
         ino, oid = objects.ino, objects.oid
+        user = subject.file.inode.ino if isinstance(subject, FileSubject) else 0
         failure: FsError | None = None
         outcome = Outcome.DONE
         for column in seen.due:
@@ -274,7 +276,7 @@ class Mender:
                     self._on_damage(oid, ino, other)
                 if result is not Result.MOVED:
                     outcome = Outcome.BUSY
-            seen = await self._look(ino, oid)
+            seen = await self._look(user, oid)
             if seen.objects is None:
                 return Outcome.GONE
             objects = seen.objects

@@ -26,7 +26,7 @@ from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.layout.placement import BURST_FIRST
-from aifs.meta import keys, namespace
+from aifs.meta import keys, namespace, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import decode_inode
 from aifs.upkeep import scrub_state
@@ -425,9 +425,11 @@ def _find_files(tx: ReadTransaction, kind: bytes, cursor: int) -> tuple[list[Ite
             inode = decode_inode(keys.number(key), value)
         except FsError:
             continue  # fsck names it
-        if inode.objects is not None:
-            items.append((inode.ino, inode.oid))
-        elif inode.layout is not None and inode.copy is not None:
+        is_shared = inode.named and sharing.users(tx, inode.oid, 1) != [inode.ino]
+        if inode.objects is not None and not is_shared:
+            items.append((inode.named_by, inode.oid))
+        has_own_item = inode.objects is not None and not inode.named  # which sees to its copy, too
+        if inode.layout is not None and inode.copy is not None and not has_own_item:
             items.append((inode.ino, 0))
     return items, keys.number(key) + 1 if count == _SLICE else -1
 

@@ -27,7 +27,7 @@ from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.files.chunk_users import User, users_of
 from aifs.layout.placement import LOST
-from aifs.meta import degraded, forms, moves
+from aifs.meta import degraded, forms, moves, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
 from aifs.movers.movers import Movers
@@ -455,7 +455,9 @@ class _Scrub:
 
     async def _lose(self, start: int, end: int, servers: tuple[int, ...], reason: str) -> None:
         if self._ino:
-            self.found.lost.append(Lost(self._ino, self._oid, start, end, servers, reason))
+            users = await self._engine.view(sharing.users, self._oid)
+            for ino in users or [self._ino]:
+                self.found.lost.append(Lost(ino, self._oid, start, end, servers, reason))
             return
         for user in await self._load_users():  # what is dead is no loss
             if user.start < end and start < user.end:

@@ -43,6 +43,7 @@ from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.server_admin import WATCHERS, ServerAdmin
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
+from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
 from aifs.vfs.epochs.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.vfs.epochs.epochs import Epochs
@@ -323,6 +324,7 @@ class Filesystem:
             engine, io, handles, upkeep, kernel, files, names, publishing, recordings
         )
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
+        clones = Clones(engine, ids, io, drain, doomed, kernel, files, options)
         cluster = Cluster(engine, store.hosts, drain.status, tier)
         self.status = MountStatus(
             store,
@@ -407,6 +409,7 @@ class Filesystem:
         self.fsyncdir = names.fsyncdir
         self.forget = names.forget
         self.remove_tree = names.remove_tree
+        self.clone = clones.clone
         self.rename = publishing.rename
         self.publish = publishing.publish
         self.pointers = publishing.pointers

@@ -156,6 +156,7 @@ async def _serve_role(fs: Filesystem) -> None:
             await fs.role.change()
         live = fs.role.live
         await take_over(fs.store, fs.role, fs.collector)
+        await fs.doomed.load()
 
 
 async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:

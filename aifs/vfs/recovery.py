@@ -29,7 +29,7 @@ from aifs.files.drain import Undrained
 from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, forms, keys, moves, namespace
+from aifs.meta import chunks, dooming, forms, keys, moves, namespace, sharing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, decode_burst, decode_garbage
 from aifs.movers.movers import Movers
@@ -83,6 +83,10 @@ async def recover(
     rebuild's to delete.
     """
     recovered.transactions = store.engine.recovered
+    makers = await store.engine.view(dooming.all_makers)
+    abandoned = [ino for ino, maker in makers.items() if maker == store.engine.host]
+    if abandoned:
+        await store.engine.transact(dooming.put_abandoned, abandoned)
     if not (store.clean or store.same_boot):
         await _restore_marks(store, tier)
     dirty, orphans, garbage = await store.engine.view(
@@ -178,6 +182,7 @@ class _Left(NamedTuple):
     made: dict[bytes, int]
     lists: dict[bytes, int]
     containers: dict[bytes, int]
+    trees: dict[bytes, int]
     holds: dict[bytes, int]
 
     @property
@@ -191,13 +196,14 @@ def _read_left(tx: ReadTransaction) -> _Left:
         for kind in (b"y", b"a")
     )
     made = {keys.garbage(oid): record.maker for oid, record in _read_garbage(tx) if record}
+    trees = {keys.doomed(ino): maker for ino, maker in dooming.all_makers(tx).items()}
     holds = {
         key: keys.hold_parts(key)[1] for key, _ in tx.range(*keys.all_of(b"o")) if keys.is_hold(key)
     }
     return _Left(
         *(
             {key: host for key, host in part.items() if host}
-            for part in (made, lists, containers, holds)
+            for part in (made, lists, containers, trees, holds)
         )
     )
 
@@ -212,6 +218,9 @@ def _inherit(tx: Transaction, left: _Left, dead: Set[int]) -> list[int]:
     for key, host in left.lists.items():
         if host in dead and (record := tx.get(key)) is not None and keys.host_of(record) == host:
             tx.put(key, keys.host_value(0))
+    dooming.put_abandoned(
+        tx, [keys.number(key) for key, host in left.trees.items() if host in dead]
+    )
     for key, host in left.holds.items():
         if host in dead:
             tx.delete(key)
@@ -430,7 +439,9 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
         inode = namespace.find_inode(tx, ino)
     except Unavailable:
         return True  # nobody can tell, so nothing is deleted
-    return inode is not None and inode.layout is not None and inode.oid == oid
+    if inode is not None and inode.layout is not None and inode.oid == oid:
+        return True
+    return bool(sharing.users(tx, oid, 1))
 
 
 # --- burst copies ---------------------------------------------------------------------------------

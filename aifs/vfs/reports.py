@@ -80,7 +80,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             "width": layout.width,
         }
         info["parts"] = [
-            _part(store.servers, number, ino, inode.oid, length)
+            _part(store.servers, number, inode.named_by, inode.oid, length)
             for index, number in enumerate(layout.servers)
             if (length := layout.object_length(index, inode.size))
         ]

@@ -141,6 +141,7 @@ IOCTLS: dict[Command, Rule] = {
     ioctl.AIFS_IOC_GROUP_CANCEL: writer,
     ioctl.AIFS_IOC_GROUP_QUERY: anybody,
     ioctl.AIFS_IOC_ORDER: lister,
+    ioctl.AIFS_IOC_CLONE: anybody,  # but clones.Clones.clone, which asks of all below
 }
 
 _NONE = Right(unreadable, unchangeable)

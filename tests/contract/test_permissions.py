@@ -98,6 +98,7 @@ MAY_CALL = {
     ioctl.AIFS_IOC_GROUP_CANCEL: WRITER,
     ioctl.AIFS_IOC_GROUP_QUERY: ANYBODY,
     ioctl.AIFS_IOC_ORDER: READER,
+    ioctl.AIFS_IOC_CLONE: ANYBODY,  # who may read all of it, and make the name: test_clones.py
 }
 
 

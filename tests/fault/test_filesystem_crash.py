@@ -197,9 +197,9 @@ def _objects(tx: ReadTransaction) -> tuple[set[tuple], set[tuple]]:
         if isinstance(inode.layout, Striped):
             lost = find_unread(tx, inode.oid)
             for index, server in enumerate(inode.layout.servers):
-                allowed.add((server, inode.ino, inode.oid))
+                allowed.add((server, inode.named_by, inode.oid))
                 if inode.layout.object_length(index, inode.size) and not lost >> index & 1:
-                    needed.add((server, inode.ino, inode.oid))
+                    needed.add((server, inode.named_by, inode.oid))
     return needed, needed | allowed
 
 

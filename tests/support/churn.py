@@ -75,6 +75,7 @@ WEIGHTS = {
     "rebuild": 3,
     "leave": 3,
     "group": 5,
+    "clone": 4,
 }
 
 
@@ -241,6 +242,33 @@ class Churn:
         ):  # those would lose a link some time later
             state = {other: entry for other, entry in now.items() if other not in below}
             await self._change(state, self.fs.remove_tree, *self._place(path))
+
+    async def _clone(self) -> None:
+        """A file that nobody has open, or a tree, with what is open there."""
+        path, now = self._choose(self.rng.choice((stat.S_IFREG, stat.S_IFDIR))), self.ledger.now
+        if path is None or now[path].ino in self._handles.values():
+            return
+        below = {p: e for p, e in now.items() if (p + b"/").startswith(path + b"/")}
+        if len(now) + len(below) > NAMES_MAX:
+            return
+        new = self._new_path()
+        links = Counter(entry.ino for entry in below.values() if not stat.S_ISDIR(entry.mode))
+        clones = {
+            new + p[len(path) :]: entry._replace(ino=None, nlink=links[entry.ino])
+            for p, entry in below.items()
+        }
+        self.ledger.coming = {
+            new + p[len(path) :]: self.ledger.content(entry.ino)
+            for p, entry in below.items()
+            if entry.ino in self.ledger.versions
+        }
+        self._note(self.ledger.begin, now | clones)
+        await self.fs.clone(*self._place(path), *self._place(new), CALLER)
+        inos = {b"": ROOT_INO} | {p: e.ino for p, e in now.items() if e.ino is not None}
+        for clone in sorted(clones):
+            parent, _, name = clone.rpartition(b"/")
+            inos[clone] = (await self.fs.lookup(inos[parent], name)).ino
+        self._note(self.ledger.cloned, {clone: inos[clone] for clone in clones})
 
     async def _rename(self) -> None:
         path = self.rng.choice([None, *self.ledger.now])

@@ -47,6 +47,8 @@ class Ledger:
     floors: list[tuple[int, dict[int, int]]] = field(
         default_factory=list
     )  # (state, versions from there on)
+    coming: dict[bytes, bytes] = field(default_factory=dict)
+    """By name, what files hold that a clone is about to make, whose numbers nobody knows yet."""
     trace: list[tuple] = field(
         default_factory=list
     )  # all of it in order, for whoever looks into a failure
@@ -85,6 +87,16 @@ class Ledger:
             self.states[-1] = {
                 p: e._replace(ino=ino) if e.ino is None else e for p, e in state.items()
             }
+
+    def cloned(self, inos: dict[bytes, int]) -> None:
+        """The clones that were ``coming`` are there, by name, and durable."""
+        self.acknowledged = len(self.states) - 1
+        state = self.states[-1]
+        self.states[-1] = {p: e._replace(ino=inos.get(p, e.ino)) for p, e in state.items()}
+        for path, content in self.coming.items():
+            self.add_file(inos[path], content)
+        self.coming = {}
+        self.barrier()
 
     def add_file(self, ino: int, content: bytes = b"") -> None:
         self.versions[ino], self.written[ino] = [content], 0
@@ -133,7 +145,8 @@ class Ledger:
                     least[ino] = max(version, least.get(ino, 0))
         for path, (entry, content) in tree.items():
             if content is not None:
-                versions = self.versions.get(entry.ino, [b""])[least.get(entry.ino, 0) :]
+                made = [self.coming.get(path, b"")]
+                versions = self.versions.get(entry.ino, made)[least.get(entry.ino, 0) :]
                 _check_content(path, content, versions, any_size)
 
 

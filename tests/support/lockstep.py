@@ -25,6 +25,7 @@ _CLOCK_TICK_NS = 20 * 10**6
 times.
 """
 
+_CLONED_MAX = 20  # inodes, or trees would get ever larger
 _WAIT_S = 60  # for what must happen; a test that waits so long fails
 
 
@@ -168,6 +169,27 @@ class Life:
             await self._check(directory)
             if name in directory.names:
                 await self._check(directory.names[name])
+
+    async def _clone(self, source: tuple[bytes, ...], target: tuple[bytes, ...]) -> None:
+        inode = self.target(source)
+        if inode and (
+            _count(inode) > _CLONED_MAX or (not inode.is_dir and self._is_written(inode))
+        ):
+            return
+        old, new = self.resolve(source), self.resolve(target)
+        real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], Caller())
+        if await self.both("clone", real, (old[0].ino, old[1], new[0].ino, new[1], Caller())):
+            await self._check_below(*new)
+            await self._check(new[0])
+
+    async def _check_below(self, directory: OracleInode, name: bytes) -> None:
+        inode = directory.names[name]
+        args = (self.numbers[directory.ino], name), (directory.ino, name)
+        results = await self.both("lookup", *args)
+        assert results
+        self.same(*results)
+        for below in inode.names:
+            await self._check_below(inode, below)
 
     _rename_noreplace = _rename_exchange = _rename
 
@@ -584,6 +606,10 @@ class Life:
                 f"inode {inode.ino} at {offset}: {_difference(found, expected)}"
             )
         await self.fs.release(handle)
+
+
+def _count(inode: OracleInode) -> int:
+    return 1 + sum(map(_count, inode.names.values()))
 
 
 def _attempt(function: Callable, args: tuple) -> tuple[Any, str | None]:

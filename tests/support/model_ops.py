@@ -80,6 +80,11 @@ def open(rng: random.Random) -> Op:
     return _slot(rng), _path(rng), flags
 
 
+@_ops.add(3)
+def clone(rng: random.Random) -> Op:
+    return _path(rng), _path(rng)
+
+
 @_ops.add(12)
 def write(rng: random.Random) -> Op:
     return _slot(rng), _seed(rng), _length(rng), _offset(rng)

@@ -85,6 +85,7 @@ MAY_CHANGE_FILES = {
     "cli/daemon.py": {"write", "open"},  # a pipe, and /dev/null
     "cli/main.py": {"open"},  # /dev/null
     "cli/hints.py": {"setxattr"},  # of a mount
+    "cli/clone.py": {"open"},  # a directory of a mount
     "cli/rm.py": {"link", "open", "unlink"},  # the same
     "core/connections.py": {"open", "write"},  # of fusectl
     "fuse/bridge.py": {"write"},  # to the mount's descriptor

@@ -11,6 +11,7 @@ from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
+from aifs.meta.dooming import Doomed, decode_doomed
 from aifs.meta.records import BurstRecord, Copy, Degraded, Dentry, Garbage, Inode
 
 U8, U16, U32, U64 = (some.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
@@ -155,6 +156,18 @@ GOLDEN = [
         + "0200"
         + "03000201",
     ),
+    (
+        an_inode(layout=Striped(1 << 20, (3,)), copy=Copy(0x8001, 0x102), named=0x305),
+        HEAD.format(form="01c20001")
+        + "00001000"
+        + "0300"
+        + ("0180" + "0201000000000000")
+        + "0503000000000000",
+    ),
+    (
+        an_inode(layout=Interleaved(1 << 20), named=0x305),
+        HEAD.format(form="01430000") + "00001000" + "0503000000000000",
+    ),
 ]
 
 
@@ -172,6 +185,8 @@ GOLDEN = [
         "interleaved",
         "coded",
         "replicated",
+        "shared and cached",
+        "shared chunks",
     ],
 )
 def test_golden_inodes(inode: Inode, golden: str) -> None:
@@ -193,6 +208,16 @@ def test_a_golden_inode_with_flags_and_acls() -> None:
     )
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+
+
+def test_golden_records_of_doomed_trees() -> None:
+    removed, made = Doomed(0x102, 7, 9), Doomed(0x102, 7, 9, 0x304)
+    head = "01" + "0201000000000000" + "0700000000000000" + "09000000"
+    assert removed.encode().hex() == head
+    assert made.encode().hex() == head + "0403"
+    assert [decode_doomed(one.encode()) for one in (removed, made)] == [removed, made]
+    with pytest.raises(Unavailable):
+        decode_doomed(made.encode()[:-1])
 
 
 def test_other_golden_records() -> None:
@@ -244,12 +269,14 @@ def test_golden_keys() -> None:
     assert keys.unprotected(0x102) == b"u\1\2" and keys.job(b"scrub") == b"jscrub"
     assert keys.doomed(0x102) == b"z" + number and keys.group(0x102) == b"n" + number
     assert keys.checksums(1, 0x102) == b"k" + bytes(7) + b"\1" + number
+    assert keys.clone(1, 0x102) == b"C" + bytes(7) + b"\1" + number
 
 
 @given(INODES, some.none() | some.binary(max_size=200) | LAYOUTS | some.builds(Interleaved, U32))
 def test_inodes_come_back(inode: Inode, form: bytes | Striped | Interleaved | None) -> None:
     inode.layout = form if isinstance(form, Striped | Interleaved) else None
     inode.data = form if isinstance(form, bytes) else None
+    inode.named = inode.oid if inode.layout is not None else 0
     assert records.decode_inode(inode.ino, inode.encode()) == inode
 
 

@@ -1,0 +1,271 @@
+"""Cloning files and trees, as transaction functions (see kv.py): records are copied, and the bytes
+on the capacity tier shared (meta/sharing.py).
+
+A tree is cloned in slices, below a directory that nobody can find: it has no name, and the record
+of a doomed one, which says who makes it (meta/dooming.py). So a tree that is not finished is
+removed as any other once its maker is gone. One transaction gives it its name.
+"""
+
+import stat
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aifs.core.errors import Stale
+from aifs.meta import dooming, keys, namespace, sharing
+from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.records import INHERITS_PROJECT, Inode, decode_entry
+
+Xattrs = Mapping[int, Sequence[tuple[bytes, bytes]]]
+"""By inode number, keys and values of extended attributes."""
+
+
+class Terms(NamedTuple):
+    """What all clones that one request makes have in common."""
+
+    now: int
+    """Their ctime and time of birth, in ns."""
+    uid: int
+    """Whose they are; 0: each has the owner of its original."""
+    gids: Sequence[int]
+    """The groups of this user: those that a clone may have, the usual one first."""
+    require_readable: Callable[[Inode], None]
+    """Raises AccessDenied for what may not be read."""
+    flags: int = 0
+    """INHERITS_PROJECT, if the directory of the new name has it."""
+    project: int = 0
+    """The project of that directory, if new names inherit it."""
+
+    def below(self, directory: Inode) -> "Terms":
+        """These, for clones in this directory."""
+        flags = directory.flags & INHERITS_PROJECT
+        return self._replace(flags=flags, project=directory.project if flags else 0)
+
+    def copy(self, source: Inode, ino: int, parent: int) -> Inode:
+        """The inode of a clone, without its bytes. Set-id bits stay with the owner, and chattr's
+        flags with the original."""
+        new = source.but(
+            ino=ino,
+            parent=parent,
+            nlink=2 if source.is_dir else 1,
+            ctime_ns=self.now,
+            birth_ns=self.now,
+            oid=0,
+            layout=None,
+            copy=None,
+            named=0,
+            flags=self.flags if source.is_dir else 0,
+            project=self.project,
+        )
+        if self.uid:
+            if source.uid != self.uid and not source.is_dir:
+                new.mode &= ~(stat.S_ISUID | stat.S_ISGID)
+            new.uid = self.uid
+            new.gid = source.gid if source.gid in self.gids else self.gids[0]
+        return new
+
+
+def can_be_shared(tx: ReadTransaction, inode: Inode) -> bool:
+    """Whether the bytes of a file are at rest, where a clone may have them, too."""
+    return not inode.in_burst and tx.get(keys.dirty(inode.ino)) is None
+
+
+@grows
+def clone_file(
+    tx: Transaction,
+    source: int,
+    parent: int,
+    name: bytes,
+    ino: int,
+    terms: Terms,
+    with_bytes: bool = True,
+) -> Inode | None:
+    """Make a clone of a file, or of whatever is no directory, whose ``name`` is free; its inode.
+
+    None, and nothing is changed, if its bytes cannot be shared now. Else core is to know that they
+    are, if it has the file open. Without ``with_bytes`` the clone is empty. Raises NotFound for a
+    file without names, and what ``terms`` do.
+    """
+    original = namespace.get_inode(tx, source)
+    terms.require_readable(original)
+    if with_bytes and not can_be_shared(tx, original):
+        return None
+    xattrs = {source: list(tx.range(*keys.xattrs(source)))}
+    tx.add(keys.COUNTER_INODES, 1)
+    return _clone(tx, original, parent, name, ino, terms, xattrs, with_bytes)
+
+
+@grows
+def clone_named(
+    tx: Transaction, source: int, parent: int, name: bytes, ino: int, terms: Terms
+) -> Inode | None:
+    """As ``clone_file``, in a directory that others see. Raises as namespace.create, too."""
+    directory = namespace.require_free(tx, parent, name)
+    clone = clone_file(tx, source, parent, name, ino, terms)
+    if clone is not None:
+        namespace.touch(tx, directory, terms.now)
+    return clone
+
+
+def _clone(
+    tx: Transaction,
+    source: Inode,
+    parent: int,
+    name: bytes,
+    ino: int,
+    terms: Terms,
+    xattrs: Xattrs,
+    with_bytes: bool = True,
+) -> Inode:
+    new = terms.copy(source, ino, parent)
+    if source.is_file and not with_bytes:
+        new.size, new.blocks, new.data = 0, 0, None
+    elif source.layout is not None:
+        was_shared = source.named
+        sharing.share(tx, source, new)
+        if not was_shared:
+            namespace.put_inode(tx, source)
+    namespace.put_inode(tx, new)
+    for key, value in xattrs.get(source.ino, ()):
+        tx.put(keys.xattr(ino, keys.xattr_parts(key)[1]), value)
+    namespace.put_name(tx, parent, name, new, ino)
+    return new
+
+
+@grows
+def begin_tree(tx: Transaction, source: int, ino: int, terms: Terms) -> None:
+    """Make the top of a clone of this directory, which has no name yet. Raises NotFound,
+    NotADirectory."""
+    directory = namespace.get_directory(tx, source)
+    terms.require_readable(directory)
+    top = terms.copy(directory, ino, keys.ROOT_INO)
+    top.nlink = 0
+    namespace.put_inode(tx, top)
+    for key, value in list(tx.range(*keys.xattrs(source))):
+        tx.put(keys.xattr(ino, keys.xattr_parts(key)[1]), value)
+    tx.put(keys.doomed(ino), dooming.Doomed(ino, terms.now, terms.uid, tx.host).encode())
+    tx.add(keys.COUNTER_INODES, 1)
+
+
+class NamesToClone(NamedTuple):
+    """Some names of a directory that is cloned."""
+
+    inos: list[int]
+    """What they lead to."""
+    xattrs: Xattrs
+    """Their extended attributes; to look for them costs the more, the more a transaction has
+    changed."""
+
+
+def find_slice(tx: ReadTransaction, directory: int, after: int, limit: int) -> NamesToClone:
+    """The first ``limit`` names behind a cookie."""
+    entries = tx.range(*keys.entries_after(directory, after), limit)
+    inos = [decode_entry(value)[0] for _, value in entries]
+    found = {ino: list(tx.range(*keys.xattrs(ino))) for ino in inos}
+    return NamesToClone(inos, {ino: xattrs for ino, xattrs in found.items() if xattrs})
+
+
+class Unshared(NamedTuple):
+    """A file whose bytes could not be shared with the others of a slice."""
+
+    source: int
+    """Its inode number."""
+    directory: int
+    """That of the directory that its clone is to be in."""
+    name: bytes
+    """The name of the clone."""
+
+
+@dataclass(slots=True)
+class ClonedSlice:
+    """What a step of cloning a directory has done."""
+
+    directories: list[tuple[int, int]] = field(default_factory=list)
+    """Subdirectories, each with its clone, which is empty as yet."""
+    linked: dict[int, int] = field(default_factory=dict)
+    """By inode number the clones of files with several names."""
+    left: list[Unshared] = field(default_factory=list)
+    """What is not cloned yet."""
+    after: int = 0
+    """The cookie of the last name that was looked at."""
+    finished: bool = False
+    """There are no more."""
+
+
+@grows
+def clone_slice(
+    tx: Transaction,
+    source: int,
+    target: int,
+    after: int,
+    ids: Sequence[int],
+    ready: Container[int],
+    xattrs: Xattrs,
+    linked: Mapping[int, int],
+    terms: Terms,
+) -> ClonedSlice:
+    """Clone the first names of the directory ``source`` behind the cookie ``after`` into
+    ``target``, at most as many as there are fresh ``ids``.
+
+    ``ready``: files that are not open, so that records say all of them. ``linked``: as
+    ``ClonedSlice.linked``, of what has been cloned before. Raises what ``terms`` do, for any of
+    them.
+    """
+    done, inodes = ClonedSlice(after=after), 0
+    entries = list(tx.range(*keys.entries_after(source, after), len(ids)))
+    for ino, (key, value) in zip(ids, entries, strict=False):
+        done.after = keys.entry_numbers(key)[1]
+        child, _, name = decode_entry(value)
+        original = namespace.find_inode(tx, child)
+        if original is None:
+            continue  # damage, which fsck names
+        terms.require_readable(original)
+        known = linked.get(child) or done.linked.get(child)
+        if known:
+            add_link(tx, known, target, name, ino)
+        elif original.is_file and not (child in ready and can_be_shared(tx, original)):
+            done.left.append(Unshared(child, target, name))
+            continue
+        else:
+            _clone(tx, original, target, name, ino, terms, xattrs)
+            inodes += 1
+            if original.is_dir:
+                done.directories.append((child, ino))
+            elif original.nlink > 1:
+                done.linked[child] = ino
+    tx.add(keys.COUNTER_INODES, inodes)
+    if done.directories:
+        directory = namespace.get_inode(tx, target)
+        if directory.nlink:  # else it is the top, which gets its links with its name
+            directory.nlink += len(done.directories)
+            namespace.put_inode(tx, directory)
+    done.finished = len(entries) < len(ids)
+    return done
+
+
+@grows
+def add_link(tx: Transaction, ino: int, directory: int, name: bytes, cookie: int) -> None:
+    """Another name of a clone: its original has several in the tree."""
+    inode = namespace.get_inode(tx, ino)
+    inode.nlink, inode.parent = inode.nlink + 1, namespace.SEVERAL
+    namespace.put_inode(tx, inode)
+    namespace.put_name(tx, directory, name, inode, cookie)
+
+
+@grows
+def show_tree(
+    tx: Transaction, ino: int, subdirectories: int, parent: int, name: bytes, cookie: int, now: int
+) -> Inode:
+    """The clone of a tree is complete, and gets its name. Raises as namespace.create; Stale if
+    another host has taken it for abandoned."""
+    directory = namespace.require_free(tx, parent, name)
+    doomed = dooming.find_doomed(tx, ino)
+    if doomed is None or doomed.maker != tx.host:
+        raise Stale("another host has taken the tree for abandoned")
+    tx.delete(keys.doomed(ino))
+    inode = namespace.get_inode(tx, ino)
+    inode.nlink, inode.parent, inode.ctime_ns = 2 + subdirectories, parent, now
+    namespace.put_inode(tx, inode)
+    namespace.put_name(tx, parent, name, inode, cookie)
+    namespace.touch(tx, directory, now, links=1)
+    return inode
