@@ -12,7 +12,7 @@ from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import LENT, WRITABLE, FileHandle, Lent, Opened
+from aifs.files.types import AHEAD, LENT, WRITABLE, FileHandle, Lent, Opened
 from aifs.meta.records import APPEND_ONLY, Inode
 
 _log = logger(__name__)
@@ -79,7 +79,7 @@ class Handles:
     async def add(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
         """A handle for one more open of ``file``, whose in-core state the caller has acquired.
         ``is_new``: the file is made with it."""
-        file.was_opened = True
+        file.was_opened |= not flags & AHEAD
         if not file.users and (file.kept or self._place_for(file, flags) is not None):
             await file.gate.enter_alone()  # or its form might change meanwhile
             try:

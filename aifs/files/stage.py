@@ -6,6 +6,7 @@ nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import trio
@@ -73,8 +74,8 @@ class Stager:
         self._known: dict[int, int] = {}
         """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
         self._followed_bytes = 0  # of all in ``_known``
-        self._put_off: dict[int, None] | None = None
-        """Files that were read while staging them is put off, in order; None: it is not."""
+        self._put_off: dict[int, bool] = {}
+        """Inodes whose staging is put off, in order, and whether they were read meanwhile."""
         self._wrong: set[int] = set()
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
@@ -205,14 +206,16 @@ class Stager:
             self._followed_bytes += read_bytes
             self._upkeep.wake(Work.STAGE)
 
-    def put_off(self, is_put_off: bool) -> None:
-        """Whether what is read from now on is staged later, when this is taken back: for as long as
+    def put_off(self, ino: int) -> None:
+        """If the file is read from now on it is staged when this is taken back: for as long as
         programs need the processors more. Does not block."""
-        if is_put_off and self._put_off is None:
-            self._put_off = {}
-        elif not is_put_off:
-            files, self._put_off = self._put_off or {}, None
-            for ino in files:
+        if len(self._put_off) < _PUT_OFF_MAX:
+            self._put_off.setdefault(ino, False)
+
+    def put_off_no_more(self, inos: Iterable[int]) -> None:
+        """Those of these files that were read meanwhile are staged. Does not block."""
+        for ino in inos:
+            if self._put_off.pop(ino, False):
                 self.request(ino)
 
     def read(self, file: OpenInode) -> None:
@@ -234,9 +237,8 @@ class Stager:
             and inode.oid not in self._wrong
         ):
             return
-        if self._put_off is not None:
-            if len(self._put_off) < _PUT_OFF_MAX:
-                self._put_off[inode.ino] = None
+        if inode.ino in self._put_off:
+            self._put_off[inode.ino] = True
         elif len(self._waiting) < _WAITING_MAX and (
             not self._followed_bytes or self._followed_bytes + inode.size <= self._remembered
         ):

@@ -11,6 +11,11 @@ BLOCK_SIZE = 4096
 SIZE_MAX = 1 << 62
 """Largest file size in bytes; servers may have smaller limits of their own (EFBIG)."""
 
+AHEAD = os.O_NONBLOCK
+"""Among the flags of open(2): not for what a program wants of the file, but to have it in memory
+for others. On regular files it means nothing else. What ``open_file`` opens as ``foreign`` has it.
+"""
+
 ATIMES = ("noatime", "relatime", "strictatime")
 """When opening a file for reading counts as access: never, once a day or after a change, or each
 time.

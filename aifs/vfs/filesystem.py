@@ -252,7 +252,7 @@ class Filesystem:
 
         # What programs ask for.
         virtual = VirtualFiles(engine, io, refusals)
-        recordings = StartRecordings()
+        recordings = StartRecordings(stager)
         self.files = files = OpenFiles(
             engine,
             tier,

@@ -18,7 +18,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.types import LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
+from aifs.files.types import AHEAD, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
@@ -107,7 +107,7 @@ class OpenFiles:
                 file.unsaved = True
                 self._kernel.drop_attributes(ino)
             if self._recordings.is_on and not writing:
-                await self._recordings.opened(file, caller.uid)
+                await self._recordings.opened(file, caller.uid, ahead=bool(flags & AHEAD))
             opened = await self.add_handle(file, flags)
             file.opening -= opening
             return opened

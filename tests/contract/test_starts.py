@@ -10,6 +10,7 @@ import trio
 from aifs.core import page_cache
 from aifs.core.errors import FsError, Invalid, NoAttribute
 from aifs.core.start_record import BLOCK, SUFFIX, StartRecord, decode
+from aifs.files.types import AHEAD
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.starts import starts
 from tests.support import modes, stores
@@ -25,9 +26,11 @@ async def job(fs: Filesystem) -> int:
     return (await fs.mkdir(ROOT, b"job", 0o755, OWNER)).ino
 
 
-async def look(fs: Filesystem, ino: int, *offsets: int, caller: Caller = OWNER) -> None:
+async def look(
+    fs: Filesystem, ino: int, *offsets: int, caller: Caller = OWNER, flags: int = 0
+) -> None:
     """A program reads a few bytes at each place."""
-    handle, *_ = await fs.open(ino, os.O_RDONLY, caller=caller)
+    handle, *_ = await fs.open(ino, os.O_RDONLY | flags, caller=caller)
     for offset in offsets:
         await fs.read(handle, offset, 10)
     await fs.release(handle)
@@ -114,17 +117,83 @@ async def test_a_file_with_several_names_is_found_by_the_one_that_was_used(
         assert [file.path for file in (await recorded(fs, top, "1")).files] == ["/env/linked"]
 
 
-async def test_staging_waits_until_the_start_is_over(directory: Path) -> None:
+async def staged(fs: Filesystem, ino: int) -> None:
+    while not (await ask(fs, ino, "state"))["copy"]:
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("flags", [0, AHEAD])
+async def test_staging_waits_until_the_start_is_over(directory: Path, flags: int) -> None:
+    async with opened(directory) as fs:
+        top = await job(fs)
+        read = await write_file(fs, b"read", b"x" * 5000)
+        opened_only = await write_file(fs, b"opened", b"x" * 5000)
+        await moved_out(fs, read, opened_only)
+        await put(fs, top, "start", "record=1")
+        await look(fs, read, 0, flags=flags)
+        await look(fs, opened_only, flags=flags)
+        assert not (await ask(fs, read, "state"))["staging"]
+        await put(fs, top, "start", "stop")
+        await staged(fs, read)
+        assert not (await ask(fs, opened_only, "state"))["copy"]
+
+
+async def test_what_others_open_is_staged_meanwhile(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await job(fs)
+        theirs = await write_file(fs, b"theirs", b"x" * 5000)
+        await moved_out(fs, theirs)
+        await put(fs, top, "start", "record=1")
+        await look(fs, theirs, 0, caller=OTHER)
+        await staged(fs, theirs)
+
+
+async def test_staging_does_not_wait_for_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "PUT_OFF_S", 0.01)
     async with opened(directory) as fs:
         top = await job(fs)
         read = await write_file(fs, b"read", b"x" * 5000)
         await moved_out(fs, read)
         await put(fs, top, "start", "record=1")
         await look(fs, read, 0)
-        assert not (await ask(fs, read, "state"))["staging"]
+        await staged(fs, read)
+        assert (await ask(fs, top, "start"))["state"] == "recording"
+
+
+async def test_staging_waits_for_each_start_that_wants_it(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top, other = await job(fs), (await fs.mkdir(ROOT, b"other", 0o755, OWNER)).ino
+        read = await write_file(fs, b"read", b"x" * 5000)
+        await moved_out(fs, read)
+        for each in (top, other):
+            await put(fs, each, "start", "record=1")
+        await look(fs, read, 0)
         await put(fs, top, "start", "stop")
-        while not (await ask(fs, read, "state"))["copy"]:
-            await trio.lowlevel.checkpoint()
+        await ended(fs, top)
+        assert not (await ask(fs, read, "state"))["staging"]
+        await put(fs, other, "start", "stop")
+        await staged(fs, read)
+
+
+async def test_what_is_read_ahead_is_recorded_if_the_job_opens_it(directory: Path) -> None:
+    """Else it would stay in the records for ever."""
+    async with opened(directory) as fs:
+        top = await job(fs)
+        used = await write_file(fs, b"used", b"x" * 3 * BLOCK)
+        unused = await write_file(fs, b"unused", b"x" * 5000)
+        await moved_out(fs, used, unused)
+        await put(fs, top, "start", "record=1")
+        for ino in (used, unused):
+            await look(fs, ino, 0)
+        assert len((await recorded(fs, top, "1")).files) == 2
+        await put(fs, top, "start", "record=2")
+        for ino in (used, unused):
+            await look(fs, ino, 0, flags=AHEAD)
+        await look(fs, used, 2 * BLOCK)
+        found = await recorded(fs, top, "2")
+        assert [(file.ino, file.runs) for file in found.files] == [(used, ((0, 1), (2, 1)))]
 
 
 async def test_without_cachestat_files_that_are_passed_through_count_as_a_whole(

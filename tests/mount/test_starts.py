@@ -98,6 +98,18 @@ def test_the_first_start_is_recorded_and_the_next_one_prefetched(
     assert aifs("start", "ls", "--dir", store.path / "start", "--json").stdout.strip() == "[]"
 
 
+def test_what_is_not_used_any_more_goes(mount_store: Callable[..., Mounted]) -> None:
+    """Though it is prefetched, until the last two records do not have it."""
+    store = mount_store(*SLOW)
+    make_package(store.path / "package")
+    for run, words in enumerate((("package",), ("package.part",), ("sys",), ("sys",))):
+        cold(store)
+        script = f"import {words[0]}"
+        assert start(store, sys.executable, "-B", "-c", script, run=str(run)).returncode == 0
+        found = [os.path.basename(path) for path in shown(store)]
+        assert found == (["__init__.py", "part.py", "table"] if run < 3 else [])
+
+
 def test_files_of_the_burst_tier_are_judged_by_what_is_in_memory(
     mount_store: Callable[..., Mounted],
 ) -> None:

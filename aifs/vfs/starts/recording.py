@@ -1,8 +1,9 @@
 """What a start touches. Files that the kernel reads by itself are judged by what the page cache has
 of them when the recording ends, and had not when they were first opened.
 
-Whoever prefetches what a record says touches it, too: so what has been recorded stays in the
-records of a job until it changes.
+Who reads ahead what a record says (AHEAD) touches nothing by that: a file that no program of the
+job opens is not recorded. What of the other files was in memory when they were opened nobody sees
+to be touched; so that is taken from the record before (starts.py).
 """
 
 import os
@@ -13,6 +14,7 @@ from aifs.core.log import logger
 from aifs.core.start_record import BLOCK, HotFile
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
+from aifs.files.stage import Stager
 from aifs.meta import namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
@@ -53,6 +55,8 @@ class StartRecording:
         self.is_blind = False
         """The system does not tell what is in memory: files that are passed through count as a
         whole."""
+        self.put_off: set[int] | None = set()
+        """Inodes that are not staged for its sake; None: none are any more."""
 
     def takes(self, uid: int) -> bool:
         """Whether accesses of this user count."""
@@ -123,7 +127,8 @@ class StartRecording:
 class StartRecordings:
     """The recordings that are under way, as those who open and read files see them."""
 
-    def __init__(self) -> None:
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
         self._all: list[StartRecording] = []
         self.is_on = False
         """Whether there is any: else nobody has to call the methods below."""
@@ -133,12 +138,26 @@ class StartRecordings:
         self.is_on = True
 
     def remove(self, recording: StartRecording) -> None:
+        self.let_stage(recording)
         self._all.remove(recording)
         self.is_on = bool(self._all)
 
-    async def opened(self, file: OpenInode, uid: int) -> None:
-        """``uid`` is about to open a file for reading."""
+    def let_stage(self, recording: StartRecording) -> None:
+        """What it opens is staged from now on, as all that is read; and what was put off is,
+        unless another one wants that put off, too. Does not block."""
+        if (inos := recording.put_off) is not None:
+            recording.put_off = None
+            others = [each.put_off for each in self._all if each.put_off is not None]
+            self._stager.put_off_no_more(inos.difference(*others))
+
+    async def opened(self, file: OpenInode, uid: int, ahead: bool) -> None:
+        """``uid`` is about to open a file for reading; ``ahead``: of what is expected of others."""
         for recording in [each for each in self._all if each.takes(uid)]:
+            if recording.put_off is not None and len(recording.put_off) < _FILES_MAX:
+                recording.put_off.add(file.inode.ino)
+                self._stager.put_off(file.inode.ino)
+            if ahead:
+                continue
             try:
                 await recording.opened(file)
             except FsError as error:  # who opens it is told by what he does with it

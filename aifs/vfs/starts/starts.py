@@ -4,9 +4,9 @@
                   record RUN in the directory
     stop          end it; who has asked several times says it as often
 
-Meanwhile what is read is not staged: that comes when the start is over. Nobody waits for any of
-this, and nothing of it makes a job fail: what cannot be done is left out, and ``notes`` of the JSON
-that the hint tells says why.
+Files that it opens are not staged in its first PUT_OFF_S, or until it is over: that takes
+processors that the job needs. Nobody waits for any of this, and nothing of it makes a job fail:
+what cannot be done is left out, and ``notes`` of the JSON that the hint tells says why.
 """
 
 import re
@@ -43,6 +43,9 @@ _log = logger(__name__)
 WINDOW_S = 120.0
 """How long a start is recorded at most."""
 
+PUT_OFF_S = 30.0
+"""How long the files that it opens are not staged at most: others may read them, too."""
+
 _STARTS_MAX = 64
 _LISTED_AT_ONCE = 64
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
@@ -61,6 +64,7 @@ class _Start:
         self.users = 1  # who have begun it and not stopped it yet
         self.began_s = time.time()  # since the epoch
         self.ends_s = trio.current_time() + WINDOW_S  # by trio's clock, at the latest
+        self.stages_s = trio.current_time() + PUT_OFF_S  # what it opens, from then on
         self.files = self.bytes = 0  # what it has touched, once that is known
         self.notes: list[str] = []  # what was left out, and why
 
@@ -138,9 +142,8 @@ class Starts:
             del self._starts[ended[0]]
         start = self._starts[ino] = _Start(ino, caller, run)
         self._recordings.add(start.recording)
-        self._io.stager.put_off(True)
         self._handles.recall_all()  # or we would not hear of the first open of what is lent
-        self._upkeep.at(Work.STARTS, start.ends_s)
+        self._upkeep.at(Work.STARTS, start.stages_s)
 
     def _stop(self, ino: int) -> None:
         start = self._starts.get(ino)
@@ -152,7 +155,6 @@ class Starts:
     def _end(self, start: _Start) -> None:
         start.state = "ending"
         self._recordings.remove(start.recording)
-        self._io.stager.put_off(self._recordings.is_on)
         self._ending.append(start)
         self._upkeep.wake(Work.STARTS)
 
@@ -160,14 +162,17 @@ class Starts:
 
     async def work(self) -> float:
         """Write records of starts that are over; see Upkeep."""
-        now_s = trio.current_time()
+        now_s, due_s = trio.current_time(), []
         for start in self._starts.values():
+            if start.state == "recording" and start.stages_s <= now_s:
+                self._recordings.let_stage(start.recording)
             if start.state == "recording" and start.ends_s <= now_s:
                 self._end(start)
+            if start.state == "recording":
+                due_s.append(start.stages_s if now_s < start.stages_s else start.ends_s)
         while self._ending:
             await self._record(self._ending.popleft())
-        ends = [start.ends_s for start in self._starts.values() if start.state == "recording"]
-        return max(0.0, min(ends) - trio.current_time()) if ends else NEVER_S
+        return max(0.0, min(due_s) - trio.current_time()) if due_s else NEVER_S
 
     async def _record(self, start: _Start) -> None:
         try:
