@@ -21,6 +21,8 @@ Examples:
   aifs env use $env -- python train.py
   aifs env run --dir envs --key-from environment.yml \\
         -- sh -c 'conda env create -p "$AIFS_ENV" -f environment.yml'
+  aifs env run --dir /mnt/store/envs --key-from requirements.txt --capture /opt/site \\
+        -- pip install --target /opt/site -r requirements.txt
 """
 
 
@@ -50,6 +52,14 @@ Examples:
     help="Make a virtual environment of Python, into which COMMAND installs.",
 )
 @click.option(
+    "--capture",
+    "target",
+    type=PATH,
+    metavar="TARGET",
+    help="COMMAND installs into this directory, which is there already: what it adds and removes "
+    "is kept, and done to TARGET the next time, instead of running COMMAND.",
+)
+@click.option(
     "--expire",
     "expire_s",
     type=DURATION,
@@ -62,6 +72,7 @@ def run_command(
     key_files: tuple[str, ...],
     texts: tuple[str, ...],
     venv: bool,
+    target: str | None,
     expire_s: float | None,
 ) -> None:
     """Print the path of the environment below DIR that depends on the files, texts and COMMAND
@@ -72,6 +83,10 @@ def run_command(
     environment were active. What it prints goes to stderr. Of many that ask at the same time, on
     any host, one runs COMMAND, and the others wait. If COMMAND fails there is no environment, and
     its exit code is that of this command.
+
+    With --capture the environment is not used in place: TARGET, on any disk, gets what COMMAND has
+    made of it, as hard links where that can be. The path that is printed is that of the environment
+    all the same.
     """
     from aifs.client import startup
     from aifs.core.files import read_file
@@ -82,9 +97,20 @@ def run_command(
         if data is None:
             raise click.BadParameter(f"{path}: there is no such file", param_hint="--key-from")
         key.setdefault("files", []).append(data.decode(errors="surrogateescape"))
-    made = startup.environment(
-        directory, key=key, make=lambda path: _make(path, command, venv), expire_s=expire_s
-    )
+    if target is None:
+        made = startup.environment(
+            directory, key=key, make=lambda path: _make(path, command, venv), expire_s=expire_s
+        )
+    elif venv:
+        raise click.UsageError("--venv makes a directory, --capture has one")
+    else:
+        made = startup.capture(
+            directory,
+            key=key,
+            target=target,
+            install=lambda: _make(target, command, False),
+            expire_s=expire_s,
+        )
     print(made.path)
 
 

@@ -79,6 +79,31 @@ def replace_symlink(path: str, target: str) -> None:
     files.rename(temporary, path)
 
 
+def replace_by_link(path: str, source: str) -> bool:
+    """Make ``path`` a hard link to the file ``source``, replacing any file of that name at once.
+    False: that cannot be, such as between filesystems. Not synced."""
+    temporary = beside(path)
+    _before("link", temporary)
+    try:
+        os.link(source, temporary, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        return False
+    _after("link", source, temporary)
+    files.rename(temporary, path)
+    return True
+
+
+def set_mode(path: str, mode: int) -> None:
+    """Of a directory; not synced."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        files.set_mode(fd, mode)
+    finally:
+        os.close(fd)
+
+
 def beside(path: str) -> str:
     """A name beside ``path`` that nobody else uses, and that says of what it is left over if it
     is.

@@ -79,7 +79,7 @@ CHANGES = {
 MAY_CHANGE_FILES = {
     "core/files.py": CHANGES | {"open"},
     "core/beneath.py": CHANGES | {"open"},
-    "core/trees.py": {"mkdir", "open", "rename", "symlink"},
+    "core/trees.py": {"link", "mkdir", "open", "rename", "symlink"},
     "client/attributes.py": {"removexattr", "setxattr"},  # of a mount
     "core/log.py": {"fchmod", "makedirs", "open"},  # the log is no part of the store
     "cli/daemon.py": {"write", "open"},  # a pipe, and /dev/null

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aifs.client.startup.captured import capture
     from aifs.client.startup.environments import environment
     from aifs.client.startup.jobs import (
         JobStart,
@@ -41,6 +42,7 @@ _MODULES = {
     "MakingFailed": "once",
     "StageReport": "stages",
     "StartUnknown": "jobs",
+    "capture": "captured",
     "default_directory": "jobs",
     "directory_of": "jobs",
     "environment": "environments",

@@ -46,7 +46,7 @@ def relocate(directory: str, old: str, new: str) -> int:
                 changed.add(path)
     for path in regular:
         if os.path.basename(path) == "RECORD" and os.path.dirname(path).endswith(".dist-info"):
-            _note(directory, path, changed)
+            note(directory, path, changed)
     return len(changed)
 
 
@@ -92,8 +92,9 @@ def _replace(path: str, data: bytes) -> None:
     files.rename(temporary, path)
 
 
-def _note(directory: str, record: str, changed: set[str]) -> None:
-    """The lines of a RECORD (path, hash, size) of files that have changed."""
+def note(directory: str, record: str, changed: set[str]) -> None:
+    """Bring up to date what a RECORD below ``directory`` says (path, hash, size) of files that have
+    ``changed``."""
     site = os.path.dirname(os.path.dirname(record))
     data = files.read_file(os.path.join(directory, record))
     assert data is not None
