@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from demonstration.hosts import demonstrate
 from demonstration.job import Ranks, command
+from demonstration.start import demonstrate as demonstrate_start
 from machines import Failed
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,6 +31,9 @@ DRAIN_WHEN_TOLD = "burst.drain_delay=1h"
 
 COPIES = 3
 """Of all bytes: in the plain directory, in the burst tier, on the data servers."""
+
+START_SHARE = 8
+"""Of --size that the checkpoint of a job has that starts."""
 
 SPACE_OF_A_STORE = parse_size("256MiB")
 
@@ -62,7 +67,14 @@ def main() -> int:
         help="N hosts that share a store, in network namespaces of this machine; one of them is "
         "killed (needs root; 4, if N is left out)",
     )
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="a job starts twice: what the first start has read is read ahead for the second one",
+    )
     arguments = parser.parse_args()
+    if arguments.start and (arguments.hosts or arguments.keep):
+        parser.error("--start: not with --hosts or --keep")
     if arguments.hosts and (arguments.keep or not 2 <= arguments.hosts <= MOST_HOSTS):
         parser.error(f"--hosts: 2 to {MOST_HOSTS}, and not with --keep")
     smallest = (arguments.hosts or RANKS) * 52_000_000
@@ -78,7 +90,9 @@ def main() -> int:
         )
     work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
     if arguments.hosts:
-        return with_hosts(work, arguments.hosts, arguments.size)
+        return apart(work, demonstrate, work, arguments.hosts, arguments.size, console)
+    if arguments.start:
+        return apart(work, demonstrate_start, work, arguments.size // START_SHARE, console)
     demo = Demo(work, arguments.size)
     try:
         demo.run()
@@ -95,13 +109,15 @@ def main() -> int:
     return 0
 
 
-def with_hosts(work: Path, count: int, size: int) -> int:
+def apart(work: Path, show: Callable[..., None], *words: object) -> int:
+    """A demonstration that takes down what it has made, however it ends."""
+
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)  # so that everything is taken down
     try:
-        demonstrate(work, count, size, console)
+        show(*words)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (Failed, OSError, subprocess.CalledProcessError) as error:

@@ -1,4 +1,5 @@
-"""scripts/demo with several hosts: what it shows holds, and it leaves nothing behind."""
+"""scripts/demo with several hosts, or of starts: what it shows holds, and it leaves nothing
+behind."""
 
 import os
 import signal
@@ -41,6 +42,25 @@ def nothing_is_left_of(demo: "subprocess.Popen[str]", scratch: Path) -> None:
             assert os.fsencode(scratch) not in process.read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             pass
+
+
+@pytest.mark.long
+def test_a_job_starts_twice(scratch: Path) -> None:
+    """How much sooner depends on the machine; that each stage of both is told does not."""
+    pytest.importorskip("torch")
+    words = ("--start", "--size", "210MB", "--dir", scratch)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/demo.py", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=5 * TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ("imports", "checkpoint", "first step"):
+        assert stage in done.stdout
+    assert "fsck: 0 findings" in done.stdout
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.long
