@@ -31,6 +31,7 @@ KINDS = {
     "missing-directory": "a directory with names in it but without an inode",
     "missing-object": "bytes of a file are lost: an object is not on its data server",
     "name-index": "a name and its place in the directory listing do not match",
+    "no-turn": "an entry of the trash that would stay there for ever",
     "orphan-inode": "an inode without a name that is not waiting for deletion",
     "orphan-object": "an object that belongs to no file",
     "second-name": "a directory with more than one name",

@@ -26,10 +26,12 @@ from aifs.check.table import (
     DIRECTORY,
     DOOMED,
     HAS_NAMES,
+    KEPT,
     LOSES_NAME,
     MISSING,
     NONE,
     ORPHAN,
+    TRASHED,
     UNREADABLE,
     InodeTable,
     find_dentry,
@@ -310,6 +312,16 @@ class NameCheck:
                 partial(repair.delete, key=keys.doomed(ino)),
                 RECOVERY,
             )
+        if flags & TRASHED:
+            if has_name:
+                self._problem(
+                    "stray-record",
+                    ino,
+                    f"inode {ino} says that it is in the trash, but has a name",
+                    partial(repair.clear_trashed, ino=ino),
+                )
+            elif flags & KEPT:
+                links, has_name = max(links, 1), True
         if not has_name:
             kind = SILENT if flags & LOSES_NAME else "orphan-inode"
             self._problem(
@@ -321,7 +333,7 @@ class NameCheck:
             )
             return
         at = keys.ROOT_INO if is_root else table.at[row]
-        if is_dir and table.parent[row] != at:
+        if is_dir and table.parent[row] != at and not flags & KEPT:
             self._problem(
                 "wrong-parent",
                 ino,

@@ -9,14 +9,22 @@ import os
 import stat
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from aifs.check.table import find_dentry, find_entry_name, lost_name
 from aifs.core.errors import FsError
-from aifs.meta import chunks, forms, keys, namespace, shared
+from aifs.meta import chunks, forms, keys, namespace, restoring, shared, trash
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import BurstRecord, Dentry, Inode, decode_burst, encode_entry
+from aifs.meta.records import (
+    TRASHED,
+    BurstRecord,
+    Dentry,
+    Inode,
+    decode_burst,
+    encode_entry,
+)
 from aifs.store.ids import take_ids
 
 LOST_AND_FOUND = b"lost+found"
@@ -46,6 +54,15 @@ def share(tx: Transaction, oid: int, inos: Iterable[int], named: int) -> None:
     for ino in inos:
         change_inode(tx, ino, {"named": named})
         tx.put(keys.clone(oid, ino), b"")
+
+
+def clear_trashed(tx: Transaction, ino: int) -> None:
+    """It has a name, so it is not in the trash; its entry, and what is counted of that, goes."""
+    inode = namespace.get_inode(tx, ino)
+    with suppress(FsError):
+        trash.drop(tx, restoring.entry_of(tx, ino))
+    inode.flags &= ~TRASHED
+    namespace.put_inode(tx, inode)
 
 
 # --- shared chunks --------------------------------------------------------------------------------
@@ -182,6 +199,7 @@ def attach(tx: Transaction, ino: int, links: int) -> None:
     _put_name(tx, lost.ino, name, Dentry(ino, fresh_id(tx), inode.mode >> 12))
     tx.delete(keys.orphan(ino))
     inode.parent, inode.nlink, inode.ctime_ns = lost.ino, links, now
+    inode.flags &= ~TRASHED
     namespace.put_inode(tx, inode)
     lost.nlink += inode.is_dir
     lost.mtime_ns = lost.ctime_ns = now

@@ -27,7 +27,17 @@ from aifs.check.findings import (
 )
 from aifs.check.marks import MarkCheck
 from aifs.check.names import NameCheck
-from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, UNREADABLE, InodeTable
+from aifs.check.table import (
+    DIRECTORY,
+    DOOMED,
+    NONE,
+    ORPHAN,
+    OWN_OID,
+    TRASHED,
+    UNREADABLE,
+    InodeTable,
+)
+from aifs.check.trash import TrashCheck
 from aifs.core.errors import FsError
 from aifs.meta import keys, namespace
 from aifs.meta.chunks import decode_container
@@ -54,6 +64,9 @@ _KEY_LENGTHS = {
     b"C": 17,
     b"D": 9,
     b"L": 9,
+    b"R": 9,
+    b"T": 17,
+    b"U": 17,
     b"a": 9,
     b"b": 9,
     b"e": 17,
@@ -79,6 +92,8 @@ _COUNTERS = (
     keys.COUNTER_IDS,
     keys.COUNTER_INODES,
     keys.COUNTER_GUARDED,
+    keys.COUNTER_TRASHED,
+    keys.COUNTER_TRASHED_BYTES,
     keys.COUNTER_SERVERS,
     keys.COUNTER_BURST,
 )
@@ -120,6 +135,7 @@ class MetadataScan:
         self._copies = CopyCheck(view, self.table, self.problems, self._servers, self._in_use)
         self._columns = ColumnRecords(view, self._servers, self._problem)
         self._marks = MarkCheck(view, self.table, self._problem, self._hosts, engine.host)
+        self._trash = TrashCheck(view, self.table, self._problem)
         self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
         self._clones = CloneCheck(view, self._problem, self._is_readable)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
@@ -146,6 +162,9 @@ class MetadataScan:
             (b"o", self._orphan),
             (b"w", self._dirty),
             (b"z", self._doomed),
+            (b"R", self._trash.rule),
+            (b"T", self._trash.entry),
+            (b"U", self._trash.turn),
             (b"n", self._marks.group),
             (b"r", self._marks.policy),
             (b"f", self._marks.age_rule),
@@ -179,13 +198,14 @@ class MetadataScan:
         await self._each(b"c", self._counter)
         await self._unknown_kinds()
         await self._counters(inodes)
+        await self._trash.counters()
         await self._locate()
 
     async def _each(self, kind: bytes, handle: Handler) -> None:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"CDLabgmopquvwyz":
+            if length and len(key) != length and kind in b"CDLRTUabgmopquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -224,7 +244,8 @@ class MetadataScan:
         if nonsense:
             self._unreadable(ino, nonsense)
             return
-        row = self.table.add(ino, inode.mode >> 12, 0, inode.nlink, inode.parent)
+        flags = TRASHED if inode.is_trashed else 0
+        row = self.table.add(ino, inode.mode >> 12, flags, inode.nlink, inode.parent)
         self._in_use(inode.oid)
         self._copies.inode(inode)
         if inode.chunks is not None:
@@ -451,7 +472,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"CDLSabcdefghijklmnopqrstuvwxyz":
+        for letter in b"CDLRSTUabcdefghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

@@ -17,9 +17,10 @@ from aifs.meta.records import Dentry, decode_dentry, decode_entry, decode_inode
 DIRECTORY = stat.S_IFDIR >> 12
 
 UNREADABLE, MISSING, ORPHAN, HAS_NAMES, LOSES_NAME, OWN_OID, DOOMED = 1, 2, 4, 8, 16, 32, 64
+TRASHED, KEPT = 128, 256
 """Flags of a row: the record cannot be decoded; there is none; there is an orphan record; it is the
 parent of a dentry; a name of it will be removed; its object id is its inode number; it is
-doomed."""
+doomed; it says that it is in the trash; it has an entry there."""
 
 NONE = -1
 
@@ -34,7 +35,7 @@ class InodeTable:
         """Inode number."""
         self.type = array("B")
         """Type bits of the mode, as in a dentry; 0 if nobody knows them."""
-        self.flags = array("B")
+        self.flags = array("H")
         """Those above, from UNREADABLE on."""
         self.links = array("I")
         """The link count on record."""

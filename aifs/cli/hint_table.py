@@ -18,6 +18,7 @@ _MEANINGS = {
     "mirror": "1: another host keeps a copy of what is fsynced, until it is drained",
     "keep": "which checkpoints in it remain: last=3,every=1000,age=7d,bytes=2TiB",
     "age": "where files below go that nobody has used for so long: 30d:cold",
+    "trash": "how long what is removed below is kept, to be restored: 7d, or off",
     "pending": "a checkpoint that is being saved, by whom: ranks=8,step=100",
     "group": "files that are written together: name=step,ranks=8",
     "state": "where the bytes are: dirty, draining, clean, cached",

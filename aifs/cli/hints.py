@@ -29,6 +29,7 @@ STATE = "user.aifs.state"
 STATUS = "user.aifs.status"
 TIER = "user.aifs.tier"
 TRACE = "user.aifs.trace"
+TRASHED = "user.aifs.trashed"
 
 
 def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:

@@ -88,6 +88,7 @@ _COMMANDS = {
     "unpin": "aifs.cli.pin:unpin_command",
     "rm": "aifs.cli.rm:rm_command",
     "clone": "aifs.cli.clone:clone_command",
+    "trash": "aifs.cli.trash:trash_group",
     "publish": "aifs.cli.publish:publish_command",
     "checkpoints": "aifs.cli.checkpoints:checkpoints_group",
     "fsck": "aifs.cli.fsck:fsck_command",

@@ -139,6 +139,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
     if "together" in status:
         facts.append(("together", _describe_together(status["together"])))
     facts.append(("removing", _describe_doomed(status["doomed"])))
+    if "trash" in status:
+        facts.append(("trash", _describe_trash(status["trash"])))
     facts.append(("backup", _describe_backup(status["backup"])))
     facts.append(("scrub", scrub.summary(status["scrub"])))
     return facts
@@ -204,6 +206,18 @@ def _describe_doomed(doomed: dict[str, Any]) -> str:
         f"{count(doomed['trees'], 'tree')} being taken apart, {doomed['directories']} directories "
         "left as far as is known"
     )
+
+
+def _describe_trash(trash: dict[str, Any]) -> str:
+    given = ""
+    if trash["given_entries"]:
+        given = f"; gone before their time, for lack of space: {_counted(trash, 'given_')}"
+    return f"{_counted(trash)}{given}"
+
+
+def _counted(trash: dict[str, Any], which: str = "") -> str:
+    number = trash[f"{which}entries"]
+    return f"{number} {'entry' if number == 1 else 'entries'}, {_size(trash, f'{which}bytes')}"
 
 
 def _describe_backup(backup: dict[str, Any]) -> str:

@@ -144,6 +144,10 @@ class PublishConfig(_Section):
     abandoned_after_s: Annotated[float, duration(0, 3650 * 86400)] = Field(alias="abandoned_after")
 
 
+class TrashConfig(_Section):
+    keep_s: Annotated[float, duration(0, 3650 * 86400)] = Field(alias="keep")
+
+
 class MemoryConfig(_Section):
     budget: Annotated[int, size(64 << 20, 1 << 44)]
 
@@ -180,6 +184,7 @@ class Config(_Section):
     rebuild: RebuildConfig
     scrub: ScrubConfig
     publish: PublishConfig
+    trash: TrashConfig
     memory: MemoryConfig
     kernel: KernelConfig
     metrics: MetricsConfig

@@ -237,6 +237,30 @@ AIFS_IOC_CLONE = Command(
     "be read, or no name made there; EEXIST; EBUSY: a single file is open for writing.",
 )
 
+AIFS_IOC_RESTORE = Command(
+    "AIFS_IOC_RESTORE",
+    _WRITE | _READ,
+    13,
+    "u64 id, u64 parent, char name[256], char path[4096]",
+    "On a directory: restores from the trash what is the caller's: what had this path from there, "
+    "the last of several that had; or, if id is not 0, the inode with that number. It goes to "
+    "the directory with the inode number parent (0: where it lay, or the nearest directory above "
+    "that is still there), under this name (empty: its own). Strings end with a zero byte. id and "
+    "parent are filled in. Durable on return. ENOENT: there is none; EEXIST: the name is taken; "
+    "EBUSY: programs are in a directory that rmdir(2) has removed; EACCES.",
+)
+
+EMPTIED_AT_ONCE = 256
+
+AIFS_IOC_EMPTY_TRASH = Command(
+    "AIFS_IOC_EMPTY_TRASH",
+    _WRITE,
+    14,
+    f"u32 count, u32 flags, u64 ids[{EMPTIED_AT_ONCE}]",
+    "Has inodes that are in the trash, and the caller's, go for good: so many of these; or, with a "
+    "count of 0, all. flags: 0. ENOENT: one of them is not there.",
+)
+
 COMMANDS = {
     command.request: command
     for command in (
@@ -253,6 +277,8 @@ COMMANDS = {
         AIFS_IOC_GROUP_QUERY,
         AIFS_IOC_ORDER,
         AIFS_IOC_CLONE,
+        AIFS_IOC_RESTORE,
+        AIFS_IOC_EMPTY_TRASH,
     )
 }
 

@@ -54,6 +54,7 @@ class Work(Enum):
     COLLECT = "removing deleted files"
     RELEASE = "releasing what backups have held"
     STRAYS = "removing objects that have moved elsewhere"
+    TRASH = "emptying the trash"
     DOOMED = "removing the rest of deleted trees"
     BACKUP = "the backup of the metadata"
     RETENTION = "removing old checkpoints"

@@ -12,7 +12,7 @@ from aifs.burst.queue import Queue, Rank
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NoSpace
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
@@ -261,6 +261,8 @@ class Drain:
         if not self._failing:  # what follows until all is well again would say much the same
             _log.warning("draining has to wait, the bytes stay in the burst tier: %s", error)
         self._failing[ino] = self._last_error = str(error)
+        if isinstance(error, NoSpace):
+            self._upkeep.wake(Work.TRASH)
         for waiter in self._waiters:
             waiter.failed(ino, error)
 

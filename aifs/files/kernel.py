@@ -53,6 +53,10 @@ class Kernel:
         """As ``drop_pages``, when the request that is being answered has been answered: it may hold
         some of them."""
 
+    async def is_known(self, ino: int) -> bool:
+        """Whether programs have a removed inode open, or work in it."""
+        return False
+
     def status(self) -> dict[str, Any]:
         """What the edge says of itself, for ``aifs status``."""
         return {}

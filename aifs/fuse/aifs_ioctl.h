@@ -218,4 +218,30 @@ struct aifs_clone {
 };
 #define AIFS_IOC_CLONE _IOW(AIFS_IOC_TYPE, 12, struct aifs_clone)
 
+/*
+ * On a directory: restores from the trash what is the caller's: what had this path from there, the last of
+ * several that had; or, if id is not 0, the inode with that number. It goes to the directory with the inode
+ * number parent (0: where it lay, or the nearest directory above that is still there), under this name (empty:
+ * its own). Strings end with a zero byte. id and parent are filled in. Durable on return. ENOENT: there is none;
+ * EEXIST: the name is taken; EBUSY: programs are in a directory that rmdir(2) has removed; EACCES.
+ */
+struct aifs_restore {
+	__u64 id;
+	__u64 parent;
+	char name[256];
+	char path[4096];
+};
+#define AIFS_IOC_RESTORE _IOWR(AIFS_IOC_TYPE, 13, struct aifs_restore)
+
+/*
+ * Has inodes that are in the trash, and the caller's, go for good: so many of these; or, with a count of 0, all.
+ * flags: 0. ENOENT: one of them is not there.
+ */
+struct aifs_empty_trash {
+	__u32 count;
+	__u32 flags;
+	__u64 ids[256];
+};
+#define AIFS_IOC_EMPTY_TRASH _IOW(AIFS_IOC_TYPE, 14, struct aifs_empty_trash)
+
 #endif

@@ -26,9 +26,10 @@ from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.keys import entry_numbers
 from aifs.meta.publishing import Publication
-from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, TRASHED
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import Wanted, make_options
+from aifs.vfs.trash_requests import Restoring
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 (
@@ -158,6 +159,8 @@ class HandedOver:
             ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
             ioctl.AIFS_IOC_ORDER: self._order,
             ioctl.AIFS_IOC_CLONE: self._clone,
+            ioctl.AIFS_IOC_RESTORE: self._restore,
+            ioctl.AIFS_IOC_EMPTY_TRASH: self._empty_trash,
         }
 
     def serve_in(self, nursery: trio.Nursery) -> None:
@@ -251,7 +254,7 @@ class HandedOver:
         inode = await self._fs.getattr(ino)
         xflags = sum(xflag for flag, xflag in _XFLAGS.items() if inode.flags & flag)
         if request == _GETFLAGS:
-            return _FLAGS.pack(inode.flags)
+            return _FLAGS.pack(inode.flags & ~TRASHED)
         if request == _FSGETXATTR:
             return _FSXATTR.pack(xflags, inode.project)
         project = inode.project
@@ -286,6 +289,20 @@ class HandedOver:
         flags, reserved, name = argument
         _refuse_unknown(flags | reserved)
         await self._fs.remove_tree(ino, ioctl.text(name), caller)
+        return b""
+
+    async def _restore(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        number, parent, name, path = argument
+        wanted = Restoring(ino, ioctl.text(path), number, parent, ioctl.text(name))
+        inode = await self._fs.restore(wanted, caller)
+        return ioctl.AIFS_IOC_RESTORE.argument.pack(inode.ino, inode.parent, name, path)
+
+    async def _empty_trash(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
+        count, flags, *inos = argument
+        _refuse_unknown(flags)
+        if count > len(inos):
+            raise Invalid("there are fewer ids")
+        await self._fs.empty_trash(inos[:count], caller)
         return b""
 
     async def _publish(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
@@ -443,7 +460,7 @@ class HandedOver:
                     _BASIC_STATS | (_BTIME if inode.birth_ns else 0),
                     PREFERRED_IO,
                     0,
-                    inode.nlink,
+                    inode.links,
                     inode.uid,
                     inode.gid,
                     inode.mode,

@@ -157,6 +157,11 @@ class KernelCache(Kernel):
     def drop_pages_soon(self, ino: int) -> None:
         self._start([(pyfuse3.invalidate_inode, ino)])
 
+    async def is_known(self, ino: int) -> bool:
+        return self._nursery is not None and await trio.to_thread.run_sync(
+            self._send, pyfuse3.invalidate_inode, ino, True, limiter=self._inodes
+        )
+
     def _forget_all_names(self) -> bool:
         """Whether the kernel can do that."""
         return self._bridge is not None and self._bridge.forget_all_names()

@@ -124,7 +124,7 @@ def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
     """Copy the attributes of ``inode`` to ``entry``, and return it."""
     entry.st_ino = inode.ino
     entry.st_mode = inode.mode
-    entry.st_nlink = inode.nlink
+    entry.st_nlink = inode.links
     entry.st_uid = inode.uid
     entry.st_gid = inode.gid
     entry.st_rdev = inode.rdev
@@ -276,11 +276,11 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
-        await self._fs.unlink(parent, name)
+        await self._fs.unlink(parent, name, ctx)
 
     @answers
     async def rmdir(self, parent: int, name: bytes, ctx: RequestContext) -> None:
-        await self._fs.rmdir(parent, name)
+        await self._fs.rmdir(parent, name, ctx)
 
     @answers
     async def rename(

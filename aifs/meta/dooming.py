@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aifs.core.errors import NotADirectory, NotPermitted, Unavailable
-from aifs.meta import keys, namespace
+from aifs.meta import keys, namespace, trash
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_entry
+from aifs.meta.trash import Keep
 
 FORMAT = 1
 
@@ -69,8 +70,11 @@ def decode_doomed(record: bytes) -> Doomed:
     return Doomed(*fields)
 
 
-def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode:
-    """Remove the name of a directory, and doom it with all that lies below; the inode as it is now.
+def doom(
+    tx: Transaction, parent: int, name: bytes, now: int, uid: int, keep: Keep | None = None
+) -> Inode:
+    """Remove the name of a directory, and doom it with all that lies below, unless there is a trash
+    for it; the inode as it is now.
 
     The cost does not depend on what lies below, except in a store that has had immutable or
     append-only files: there up to LOOKED_AT_MAX names are looked at. Raises NotFound,
@@ -86,6 +90,9 @@ def doom(tx: Transaction, parent: int, name: bytes, now: int, uid: int) -> Inode
         _require_removable_below(tx, inode.ino)
     namespace.remove_name(tx, parent, name, dentry)
     namespace.touch(tx, directory, now, links=-1)
+    if keep and trash.put(tx, inode, parent, name, now, keep, is_dead=False):
+        namespace.put_inode(tx, inode)
+        return inode
     return put_doomed(tx, inode, now, uid)
 
 

@@ -42,6 +42,11 @@
                                      removed while it is in use
     z ino                            doomed: a tree that nobody can find by name, to be removed
                                      (meta/dooming.py)
+    R ino                            for how long what is removed below a directory is kept
+                                     (trash.decode_rule)
+    T parent ino                     entry of the trash: an inode whose last name was removed from
+                                     that directory (trash.Entry)
+    U until ino                      its turn to go for good; the directory (meta/trash.py)
     r ino                            retention of the checkpoints in a directory: text, as in
                                      core/retention.py
     f ino                            rule by which old files below a directory move to other
@@ -61,12 +66,13 @@
     v host                           the last two windows of ids that the host has taken: the first
                                      id of each, 8 bytes, little-endian (store/ids.py)
 
-ino, parent, cookie, oid, id and first are 8 bytes, server and host are 2 bytes, all big-endian, so
-that numeric order is key order. A host's number, also as a value, is that of kv.Engine.host: a host
-keeps it for ever; 0 is the host of a store that has one, and nobody where there are several. Inode
-numbers, cookies and object ids come from one sequence (counter ``ids``) and are never used again. A
-cookie is the dentry's place in its directory for readdir: larger than that of every older dentry,
-so a listing in progress neither repeats nor misses an entry that stays.
+ino, parent, cookie, oid, id, first and until (ns since the epoch) are 8 bytes, server and host are
+2 bytes, all big-endian, so that numeric order is key order. A host's number, also as a value, is
+that of kv.Engine.host: a host keeps it for ever; 0 is the host of a store that has one, and nobody
+where there are several. Inode numbers, cookies and object ids come from one sequence (counter
+``ids``) and are never used again. A cookie is the dentry's place in its directory for readdir:
+larger than that of every older dentry, so a listing in progress neither repeats nor misses an entry
+that stays.
 """
 
 import struct
@@ -90,6 +96,8 @@ COUNTER_INODES = b"cinodes"  # inodes that exist
 COUNTER_GUARDED = (
     b"cguarded"  # how often an inode was made immutable or append-only; 0: there is none
 )
+COUNTER_TRASHED = b"ctrashed"  # entries of the trash
+COUNTER_TRASHED_BYTES = b"ctrashed-bytes"  # what they take, as far as is known
 COUNTER_SERVERS = (
     b"cservers"  # data servers that have ever been in the table; so the next one's number
 )
@@ -192,6 +200,23 @@ def doomed(ino: int) -> bytes:
     return _NUMBER(b"z", ino)
 
 
+def trash_rule(ino: int) -> bytes:
+    return _NUMBER(b"R", ino)
+
+
+def trashed(parent: int, ino: int) -> bytes:
+    return _TWO_NUMBERS(b"T", parent, ino)
+
+
+def trashed_after(parent: int, ino: int) -> tuple[bytes, bytes]:
+    """The key range of a directory's entries of the trash with larger inode numbers."""
+    return _TWO_NUMBERS(b"T", parent, ino + 1), _NUMBER(b"T", parent + 1)
+
+
+def turn(until_ns: int, ino: int) -> bytes:
+    return _TWO_NUMBERS(b"U", until_ns, ino)
+
+
 def retention(ino: int) -> bytes:
     return _NUMBER(b"r", ino)
 
@@ -263,7 +288,7 @@ def number(key: bytes) -> int:
 
 
 def entry_numbers(key: bytes) -> tuple[int, int]:
-    """Parent and cookie of an ``e`` key."""
+    """The two numbers of a key: of an ``e`` key parent and cookie."""
     return int.from_bytes(key[1:9], "big"), int.from_bytes(key[9:], "big")
 
 

@@ -24,7 +24,7 @@ from aifs.core.errors import (
     TooManyLinks,
 )
 from aifs.layout.striped import Striped
-from aifs.meta import acl, chunks, keys, sharing
+from aifs.meta import acl, chunks, keys, sharing, trash
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -42,6 +42,7 @@ from aifs.meta.records import (
     encode_change,
     encode_entry,
 )
+from aifs.meta.trash import Keep
 
 NAME_MAX = 255
 SYMLINK_MAX = 4095
@@ -140,7 +141,7 @@ def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
     """
     if name in (b".", b".."):
         inode = get_inode(tx, parent)
-        if inode.nlink == 0:
+        if inode.links == 0:
             raise NotFound()
         return inode if name == b"." else get_directory(tx, inode.parent)
     return get_inode(tx, get_dentry(tx, parent, name).ino)
@@ -177,7 +178,7 @@ def get_directory_loosely(tx: ReadTransaction, ino: int) -> Inode:
 def _require_directory(inode: Inode) -> Inode:
     if not inode.is_dir:
         raise NotADirectory()
-    if inode.nlink == 0:
+    if inode.links == 0:
         raise NotFound("the directory has been removed")
     return inode
 
@@ -278,9 +279,9 @@ def link(
     if inode.is_dir:
         raise NotPermitted("a directory cannot have two names")
     inode.require_unguarded()
-    _require_same_project(directory, inode)
-    if inode.nlink == 0:
-        if not nameless:
+    require_same_project(directory, inode)
+    if inode.links == 0:
+        if not nameless or inode.is_trashed:
             raise NotFound()
         tx.delete(keys.orphan(ino))
         if tx.host:
@@ -299,9 +300,9 @@ def link(
 # --- removing names -------------------------------------------------------------------------------
 
 
-def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
-    """Remove a name that is not a directory's; the last one leaves an orphan. Returns the inode as
-    it is now.
+def unlink(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | None = None) -> Inode:
+    """Remove a name that is not a directory's; the last one goes to the trash, if there is one for
+    it, else it leaves an orphan. Returns the inode as it is now.
     """
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
@@ -311,13 +312,11 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     require_removable(directory, inode)
     remove_name(tx, parent, name, dentry)
     touch(tx, directory, now)
-    return drop_link(tx, inode, now)
+    return _lose_name(tx, inode, parent, name, now, keep)
 
 
-def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
-    """Remove an empty directory, which becomes an orphan. Raises NotADirectory, NotEmpty,
-    NotFound.
-    """
+def rmdir(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | None = None) -> Inode:
+    """As ``unlink``, of an empty directory. Raises NotADirectory, NotEmpty, NotFound."""
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
     directory = get_directory_loosely(tx, parent)
@@ -325,7 +324,7 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int) -> Inode:
     _require_empty(tx, inode)
     remove_name(tx, parent, name, dentry)
     touch(tx, directory, now, links=-1)
-    return drop_link(tx, inode, now)
+    return _lose_name(tx, inode, parent, name, now, keep)
 
 
 def remove_orphan(tx: Transaction, ino: int, xattrs: Collection[bytes]) -> list[int]:
@@ -392,6 +391,7 @@ def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]
         drop_group(tx, ino)
         tx.delete(keys.retention(ino))
         tx.delete(keys.age_rule(ino))
+        tx.delete(keys.trash_rule(ino))
     return garbage
 
 
@@ -508,13 +508,14 @@ def rename(
     cookies: tuple[int, int],
     now: int,
     expected: Collection[int],
+    keep: Keep | None = None,
 ) -> tuple[Inode, Inode | None]:
     """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE. What it moves is ``expected``, by inode
     numbers: else it raises Overtaken.
 
     Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now
-    has the old name, else it has lost this one (and is an orphan if that was its last). The second
-    is None where there was none, or both names lead to one file already, which changes nothing.
+    has the old name, else it has lost this one (as with ``unlink``). The second is None where there
+    was none, or both names lead to one file already, which changes nothing.
     """
     if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
         raise Invalid("unknown or contradicting rename flags")
@@ -533,18 +534,18 @@ def rename(
     same = parent == new_parent
     source_directory = target_directory if same else get_directory_loosely(tx, parent)
     require_removable(source_directory, inode)
-    _require_same_project(target_directory, inode)
+    require_same_project(target_directory, inode)
     if other is not None:
         require_removable(target_directory, other)
         if flags & RENAME_EXCHANGE:
-            _require_same_project(source_directory, other)
+            require_same_project(source_directory, other)
     _require_not_immutable(target_directory)
     if inode.is_dir:
-        _require_not_below(tx, inode.ino, new_parent)
+        require_not_below(tx, inode.ino, new_parent)
     if flags & RENAME_EXCHANGE:
         assert other is not None and target is not None
         if other.is_dir:
-            _require_not_below(tx, other.ino, parent)
+            require_not_below(tx, other.ino, parent)
     elif other is not None:
         if inode.is_dir:
             _require_empty(tx, other)
@@ -563,7 +564,7 @@ def rename(
             links[parent] += other.is_dir
             _move(tx, other, parent, name, cookies[1], now)
         else:
-            other = drop_link(tx, other, now)
+            other = _lose_name(tx, other, new_parent, new_name, now, keep)
     _move(tx, inode, new_parent, new_name, cookies[0], now)
     for directory in (source_directory, target_directory)[: len(links)]:
         touch(tx, directory, now, links=links[directory.ino])
@@ -583,7 +584,7 @@ def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> 
     return decode_dentry(record)
 
 
-def _require_not_below(tx: Transaction, ino: int, directory: int) -> None:
+def require_not_below(tx: Transaction, ino: int, directory: int) -> None:
     """Raises Invalid if ``directory`` is ``ino`` or lies below it: a rename would cut off a
     loop.
     """
@@ -627,7 +628,7 @@ def _require_not_immutable(directory: Inode) -> None:
         raise NotPermitted("the directory is immutable (chattr)")
 
 
-def _require_same_project(directory: Inode, inode: Inode) -> None:
+def require_same_project(directory: Inode, inode: Inode) -> None:
     """Who moves between projects copies."""
     if directory.flags & INHERITS_PROJECT and directory.project != inode.project:
         raise CrossDevice("the directory belongs to another project, which its files inherit")
@@ -663,6 +664,18 @@ def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
         put_inode(tx, directory)
     else:
         tx.patch(keys.inode(directory.ino), MTIME_AT, encode_change(now))
+
+
+def _lose_name(
+    tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, keep: Keep | None
+) -> Inode:
+    """A file, or an empty directory, has lost this name; the last one goes to the trash, if there
+    is one for it."""
+    is_last = inode.is_dir or inode.nlink == 1
+    if is_last and keep and trash.put(tx, inode, parent, name, now, keep, is_dead=inode.is_dir):
+        put_inode(tx, inode)
+        return inode
+    return drop_link(tx, inode, now)
 
 
 def drop_link(tx: Transaction, inode: Inode, now: int) -> Inode:

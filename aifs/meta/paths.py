@@ -19,7 +19,7 @@ def find_path(tx: ReadTransaction, ino: int) -> bytes | None:
             inode = namespace.find_inode(tx, ino)
             if inode is None or not inode.parent:
                 return None
-            name = _find_name(tx, inode.parent, ino)
+            name = find_name(tx, inode.parent, ino)
             if name is None:
                 return None
             parts.append(name)
@@ -35,7 +35,8 @@ def describe(tx: ReadTransaction, ino: int) -> str:
     return f"inode {ino}" if path is None else path.decode("utf-8", "surrogateescape")
 
 
-def _find_name(tx: ReadTransaction, parent: int, ino: int) -> bytes | None:
+def find_name(tx: ReadTransaction, parent: int, ino: int) -> bytes | None:
+    """The name of an inode in this directory, which is its ``parent``; None as above."""
     first = tx.get(keys.entry(parent, ino))  # the first name of an inode has its number as cookie
     if first is not None and decode_entry(first)[0] == ino:
         return decode_entry(first)[2]

@@ -15,6 +15,7 @@ from aifs.meta import dooming, forms, groups, keys, namespace
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
+from aifs.meta.trash import Keep
 
 FORMAT = 1
 
@@ -55,12 +56,13 @@ def rename(
     now: int,
     durable: Collection[int],
     quiet: Collection[int],
+    keep: Keep | None,
 ) -> tuple[Inode, Inode | None]:
     """namespace.rename of what is ``durable``, by inode numbers, which also publishes a pending
     directory that it moves. ``quiet``: files below that have been synced, whose dirty marks go with
     it. Raises Busy if members are missing, and as that does."""
     inode, other = namespace.rename(
-        tx, parent, name, new_parent, new_name, flags, cookies, now, durable
+        tx, parent, name, new_parent, new_name, flags, cookies, now, durable, keep
     )
     if inode.is_dir:
         groups.conclude(tx, inode.ino)
@@ -124,7 +126,7 @@ class Published(NamedTuple):
 def name_of(tx: ReadTransaction, directory: Inode) -> bytes:
     """The name of a directory in its parent. Costs a read where it has its first name, else a
     listing. Raises NotFound."""
-    if directory.nlink and directory.ino != keys.ROOT_INO:
+    if directory.links and directory.ino != keys.ROOT_INO:
         first = tx.get(keys.entry(directory.parent, directory.ino))
         if first is not None:
             return decode_entry(first)[2]
@@ -142,8 +144,10 @@ def publish(
     owner: tuple[int, int],
     ids: tuple[int, int, int, int],
     now: int,
+    keep: Keep | None = None,
 ) -> Published:
     """Show ``what``, all at once. ``owner``: uid and gid of what is made; ``ids``: fresh numbers.
+    Of what is replaced a tree may go to the trash, and pointers do not.
 
     Raises Busy (members are missing), Exists, NotEmpty, NotADirectory, NotFound (directory, parent
     or manifest), Invalid.
@@ -160,7 +164,7 @@ def publish(
         if not there.is_dir:
             raise NotADirectory()
         if what.replace:
-            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0])
+            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0], keep)
     inode, replaced = namespace.rename(
         tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now, (inode.ino,)
     )

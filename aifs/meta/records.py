@@ -13,7 +13,8 @@ inode
     also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
     brackets), 5 interleaved as an extent list; plus 128: there is a burst copy; plus 64: ``named``
     is there, as clones share the bytes (meta/sharing.py). flags: 16 immutable, 32 append only, 2^29
-    what is made in the directory belongs to its project (those of chattr(1))
+    what is made in the directory belongs to its project (those of chattr(1)); 2 in the
+    trash (meta/trash.py)
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -56,6 +57,7 @@ _HAS_COPY, _IS_SHARED = 128, 64
 
 IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
+TRASHED = 0x2
 
 INODE = struct.Struct("<BBBBIIIIIQQqqqQQIqIIHH")
 _PLACE = struct.Struct("<4xI8xI44xQ")  # of an inode: mode, nlink, parent
@@ -145,7 +147,7 @@ class Inode:
     birth_ns: int = 0
     """When it was made; 0 where that is not known."""
     flags: int = 0
-    """IMMUTABLE, APPEND_ONLY and INHERITS_PROJECT."""
+    """IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT and TRASHED."""
     project: int = 0
     """Its project id, as of quotas; 0: none."""
     acl: bytes = b""
@@ -199,6 +201,16 @@ class Inode:
     def in_burst(self) -> bool:
         """Whether the newest bytes lie in the burst tier alone."""
         return self.copy is not None and self.layout is None and self.data is None
+
+    @property
+    def is_trashed(self) -> bool:
+        """Whether it is in the trash: it can be found there alone, and keeps its ``nlink``."""
+        return bool(self.flags & TRASHED)
+
+    @property
+    def links(self) -> int:
+        """How many names lead to it, as st_nlink; with 0 nobody finds it."""
+        return 0 if self.flags & TRASHED else self.nlink
 
     def require_unguarded(self) -> None:
         """Raises NotPermitted if it is immutable or append-only: its names and attributes stay as

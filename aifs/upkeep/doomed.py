@@ -26,6 +26,8 @@ from aifs.files.types import ROOT, CallerLike
 from aifs.meta import dooming, namespace
 from aifs.meta.kv import Engine, Transaction
 from aifs.meta.records import Inode
+from aifs.meta.trash import Keep
+from aifs.upkeep.trash_rules import TrashRules
 
 _log = logger(__name__)
 
@@ -55,6 +57,7 @@ class DoomedTrees:
         drain: Drain,
         collector: Collector,
         upkeep: Upkeep,
+        rules: TrashRules,
         on_gone: Callable[[int], None],
         kernel: Kernel,
     ) -> None:
@@ -71,9 +74,12 @@ class DoomedTrees:
         """By directory, the cookie up to which its names are removed."""
         self._trees = Counter[int]()  # top -> how many of its directories are left
         self._stuck: set[int] = set()  # directories that have to wait for fsck
+        self.kept: dict[int, None] = {}
+        """Trees that went to the trash instead, and that nobody has added up."""
         self._removed_inodes = 0
         """Since the mount."""
         self._upkeep = upkeep
+        self._rules = rules
         self._on_gone = on_gone
         self._kernel = kernel
         self.emptying = trio.Lock()
@@ -94,20 +100,32 @@ class DoomedTrees:
             self._add(ino, doomed.tree)
 
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """Remove the directory ``name`` with all that lies below it; its inode as it is now.
+        """Remove the directory ``name`` with all that lies below it; its inode as it is now. It
+        goes to the trash, if there is one for it.
 
         The name is gone when this returns, and stays so as after an rmdir. Who owns the top of a
         tree may remove it whole, whoever owns what lies below. Raises NotFound, NotADirectory,
         AccessDenied, NotPermitted.
         """
-        inode = await self._engine.transact(_doom, parent, name, caller, time.time_ns())
+        inode = await self._engine.transact(
+            _doom, parent, name, caller, time.time_ns(), self._rules.keep(caller)
+        )
         self.take(inode)
         return inode
 
     def take(self, inode: Inode) -> None:
-        """A transaction has doomed this directory."""
-        self._add(inode.ino, inode.ino)
+        """A transaction has doomed this directory, or put it into the trash."""
+        if inode.is_trashed:
+            self.follow_kept(inode.ino)
+            self._on_gone(inode.ino)
+        else:
+            self._add(inode.ino, inode.ino)
         faults.reach(_REMOVED)
+
+    def follow_kept(self, ino: int) -> None:
+        """A tree has gone to the trash, here or on another host."""
+        self.kept[ino] = None
+        self._upkeep.wake(Work.TRASH)
 
     def _add(self, ino: int, tree: int) -> None:
         if ino in self.directories:
@@ -177,7 +195,7 @@ class DoomedTrees:
             self._on_gone(erased)
             self._io.table.unsynced.pop(erased, None)
         for inode in done.kept:
-            self._keep(inode)
+            self.lose(inode)
         self._kernel.drop_attributes_soon([inode.ino for inode in done.kept])
         for oid in done.garbage:
             self._collector.add_garbage(oid)
@@ -195,7 +213,7 @@ class DoomedTrees:
         if not self._trees[tree]:
             del self._trees[tree]
 
-    def _keep(self, inode: Inode) -> None:
+    def lose(self, inode: Inode) -> None:
         """A file has lost a name, perhaps its last; then it goes when it is closed."""
         file = self._io.table.adopt(inode)
         if inode.nlink == 0:
@@ -206,9 +224,11 @@ class DoomedTrees:
             self._on_gone(inode.ino)
 
 
-def _doom(tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int) -> Inode:
+def _doom(
+    tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int, keep: Keep | None
+) -> Inode:
     inode = namespace.lookup(tx, parent, name)
     if not inode.is_dir:
         raise NotADirectory()
     permissions.require_may_remove_tree(namespace.get_directory(tx, parent), inode, caller)
-    return dooming.doom(tx, parent, name, now, caller.uid)
+    return dooming.doom(tx, parent, name, now, caller.uid, keep)

@@ -198,7 +198,7 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
     Files with several names are sought in all directories.
     """
     inode = await engine.view(namespace.find_inode, ino)
-    if inode is None or not inode.nlink:
+    if inode is None or not inode.links:
         return []
     path = await engine.view(paths.find_path, ino)
     if path is not None:

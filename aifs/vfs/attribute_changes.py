@@ -8,7 +8,7 @@ from aifs.core.errors import AccessDenied, NotSupported
 from aifs.files.types import SetAttr
 from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
-from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, Inode
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, TRASHED, Inode
 
 CAPABILITIES = b"security.capability"
 
@@ -72,7 +72,7 @@ def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
     known = IMMUTABLE | APPEND_ONLY | (INHERITS_PROJECT if inode.is_dir else 0)
     if flags & ~known:
         raise NotSupported("there are the flags i, a and, of directories, P")
-    inode.flags, inode.project = flags, project
+    inode.flags, inode.project = inode.flags & TRASHED | flags, project
     inode.ctime_ns = time.time_ns()
 
 

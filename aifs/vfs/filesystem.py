@@ -41,6 +41,8 @@ from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.server_admin import WATCHERS, ServerAdmin
+from aifs.upkeep.trash import Trash
+from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.clones import Clones
@@ -77,6 +79,7 @@ from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.starts.starts import Starts
+from aifs.vfs.trash_requests import TrashRequests
 from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.xattrs import ExtendedAttributes
 
@@ -201,9 +204,11 @@ class Filesystem:
         )
 
         # What looks after the store.
+        self.trash_rules = rules = TrashRules(engine, upkeep, config.trash.keep_s)
         self.doomed = doomed = DoomedTrees(
-            engine, io, drain, collector, upkeep, closing.gone, kernel
+            engine, io, drain, collector, upkeep, rules, closing.gone, kernel
         )
+        self.trash = trash = Trash(engine, servers, collector, doomed, rules, upkeep)
         self.retention = retention = Retention(config, engine, io, doomed, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(
@@ -294,6 +299,7 @@ class Filesystem:
             drain,
             closing,
             doomed,
+            rules,
             kernel,
             files,
             attributes,
@@ -311,6 +317,7 @@ class Filesystem:
             drain,
             naming,
             doomed,
+            rules,
             retention,
             kernel,
             attributes,
@@ -325,6 +332,9 @@ class Filesystem:
         )
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
         clones = Clones(engine, ids, io, drain, doomed, kernel, files, options)
+        self.trash_requests = trash_requests = TrashRequests(
+            engine, ids, trash, names, kernel, options
+        )
         cluster = Cluster(engine, store.hosts, drain.status, tier)
         self.status = MountStatus(
             store,
@@ -335,6 +345,7 @@ class Filesystem:
             recovered,
             scrub,
             rebuild,
+            trash,
             {
                 "requests": served.status,
                 "background": share.status,
@@ -361,6 +372,7 @@ class Filesystem:
             collector,
             findings,
             doomed,
+            rules,
             retention,
             course,
             attributes,
@@ -380,6 +392,8 @@ class Filesystem:
             GroupHints(engine, table, groups, closing, refusals, attributes, options),
             retention,
             aging,
+            rules,
+            trash_requests,
             backup,
             scrub,
             server_admin,
@@ -442,6 +456,8 @@ class Filesystem:
         self.cancel_group = ioctls.cancel_group
         self.query_group = ioctls.query_group
         self.order = ioctls.order
+        self.restore = trash_requests.restore
+        self.empty_trash = trash_requests.empty
 
     def jobs(self) -> dict[Work, Job]:
         """The background work of every host, for as long as the store is served."""
@@ -477,6 +493,7 @@ class Filesystem:
         return always | {
             Work.COMPACT: Job(self.compaction.work, first_s=COMPACT_EVERY_S),
             Work.DOOMED: Job(self.doomed.work),
+            Work.TRASH: Job(self.trash.work),
             Work.STRAYS: Job(self.rebuild.strays.work),
             Work.REBUILD: Job(self.rebuild.work),
             Work.AGING: Job(self.aging.work),

@@ -23,10 +23,12 @@ from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
+from aifs.meta.trash import UNKNOWN, decode_entry, decode_rule
 from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.scrub_state import Findings
+from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.course import Course
 from aifs.vfs.looked_up import LookedUp
@@ -75,6 +77,7 @@ class Following:
         collector: Collector,
         findings: Findings,
         doomed: DoomedTrees,
+        rules: TrashRules,
         retention: Retention,
         course: Course,
         attributes: Attributes,
@@ -89,6 +92,7 @@ class Following:
         self._collector = collector
         self._findings = findings
         self._doomed = doomed
+        self._rules = rules
         self._retention = retention
         self._course = course
         self._attributes = attributes
@@ -100,6 +104,8 @@ class Following:
             ord("d"): self._take_name,
             ord("w"): self._take_mark,
             ord("z"): self._take_doomed,
+            ord("R"): self._take_rule,
+            ord("T"): self._take_trashed,
             ord("r"): self._take_policy,
             ord("n"): self._take_group,
             ord("t"): self._take_container,
@@ -228,6 +234,13 @@ class Following:
 
     def _take_doomed(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         self._doomed.follow(keys.number(key), None if record is None else decode_doomed(record))
+
+    def _take_rule(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        self._rules.follow(keys.number(key), None if record is None else decode_rule(record))
+
+    def _take_trashed(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        if record is not None and (entry := decode_entry(key, record)).size == UNKNOWN:
+            self._doomed.follow_kept(entry.ino)
 
     def _take_policy(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         if record is not None:

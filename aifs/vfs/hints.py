@@ -26,6 +26,9 @@ files.
                              (core/retention.py)
     user.aifs.age            directory: get and set where old files below go, AGE:CLASS
                              (upkeep/aging.py)
+    user.aifs.trash          directory: get and set for how long what is removed below is kept, 7d
+                             or off (upkeep/trash_rules.py)
+    user.aifs.trashed[.N]    root: JSON, what of the caller's is in the trash (trash_requests.py)
     user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata
                              (Backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a
@@ -57,7 +60,7 @@ files.
 ``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
 They are not listed, so that copying tools leave them alone. Policies (the first three, publish and
 mirror) are stored in the inode, and what is made in a directory inherits its. They, ``pending``,
-``keep``, ``age`` and ``group`` can be removed.
+``keep``, ``age``, ``trash`` and ``group`` can be removed.
 """
 
 import json
@@ -73,7 +76,16 @@ from aifs.store.store import Store
 from aifs.upkeep.aging import Aging
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
-from aifs.vfs import operation_log, places, policy_hints, reports, rights, server_hints
+from aifs.upkeep.trash_rules import TrashRules
+from aifs.vfs import (
+    operation_log,
+    places,
+    policy_hints,
+    reports,
+    rights,
+    server_hints,
+    trash_requests,
+)
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.cluster import Cluster
@@ -90,6 +102,7 @@ from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.starts.starts import Starts
+from aifs.vfs.trash_requests import TrashRequests
 
 PREFIX = b"user.aifs."
 
@@ -113,6 +126,8 @@ class Hints:
         group_hints: GroupHints,
         retention: Retention,
         aging: Aging,
+        rules: TrashRules,
+        trash: TrashRequests,
         backup: Backup,
         scrub: Scrub,
         server_admin: ServerAdmin,
@@ -135,6 +150,8 @@ class Hints:
         self._group_hints = group_hints
         self._retention = retention
         self._aging = aging
+        self._rules = rules
+        self._trash = trash
         self._backup = backup
         self._scrub = scrub
         self._server_admin = server_admin
@@ -156,6 +173,7 @@ class Hints:
             b"user.aifs.fence": self._fence,
             b"user.aifs.keep": retention.set_policy,
             b"user.aifs.age": lambda ino, text, _: aging.set_rule(ino, text),
+            b"user.aifs.trash": lambda ino, text, _: rules.set(ino, text),
             b"user.aifs.start": starts.order,
             b"user.aifs.order": self._order_epoch,
         }
@@ -183,6 +201,10 @@ class Hints:
             return keep.encode()
         if name == b"user.aifs.age" and (rule := await self._aging.rule_of(ino)):
             return rule.encode()
+        if name == b"user.aifs.trash" and (period := self._rules.text_of(ino)):
+            return period.encode()
+        if stem == trash_requests.ATTRIBUTE and number.isdigit():
+            return _json(await self._trash.tell(caller, int(number)))
         return _json(await self._tell(ino, name, caller))
 
     async def _tell(self, ino: int, name: bytes, caller: CallerLike) -> dict[str, Any]:
@@ -202,6 +224,8 @@ class Hints:
             return told
         if name == b"user.aifs.order" and (told := self._epochs.tell(ino, caller))["epochs"]:
             return told
+        if name == trash_requests.ATTRIBUTE:
+            return await self._trash.tell(caller)
         if name == b"user.aifs.hosts":
             return await self._cluster.tell()
         if name == b"user.aifs.servers":
@@ -293,6 +317,10 @@ class Hints:
                 if not await self._aging.rule_of(ino):
                     raise NoAttribute()
                 await self._aging.set_rule(ino, "")
+            elif name == b"user.aifs.trash":
+                if not self._rules.text_of(ino):
+                    raise NoAttribute()
+                await self._rules.set(ino, "")
             elif name in policy_hints.DEFAULTS:
                 await self._policies.remove(ino, name)
             else:

@@ -123,6 +123,7 @@ async def _load(fs: Filesystem) -> None:
     # died get their sizes, and what nobody refers to is queued for deletion.
     await recover(fs.store, fs.tier, fs.collector, fs.recovered)
     await fs.containers.recover()
+    await fs.trash_rules.load(fs.options.read_only)
     await _load_work(fs)
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.

@@ -20,6 +20,7 @@ from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Copy, Inode
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.looked_up import LookedUp, if_looked_up
@@ -45,6 +46,7 @@ class Names:
         drain: Drain,
         closing: Closing,
         doomed: DoomedTrees,
+        rules: TrashRules,
         kernel: Kernel,
         files: OpenFiles,
         attributes: Attributes,
@@ -62,6 +64,7 @@ class Names:
         self._drain = drain
         self._closing = closing
         self._doomed = doomed
+        self._rules = rules
         self._kernel = kernel
         self._files = files
         self._attributes = attributes
@@ -203,20 +206,24 @@ class Names:
                 pass
         return inode
 
-    async def unlink(self, parent: int, name: bytes) -> None:
+    async def unlink(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
+        """The name goes to the trash, if there is one for it, and somebody removes it, the
+        ``caller``."""
         with virtual.unchanged(parent, name):
-            now = time.time_ns()
-            self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now))
+            now, keep = time.time_ns(), self._rules.keep(caller)
+            self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, keep))
         await self._engine.shown()
 
-    async def rmdir(self, parent: int, name: bytes) -> None:
-        """With several hosts it raises Stale where another one has changed the name just before,
-        upon which the kernel looks it up anew, once."""
+    async def rmdir(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
+        """As ``unlink``. With several hosts it raises Stale where another one has changed the name
+        just before, upon which the kernel looks it up anew, once."""
         with virtual.unchanged(parent, name):
             known = await self._looked_up.of((parent, name))
-            now = time.time_ns()
+            now, keep = time.time_ns(), self._rules.keep(caller)
             self.unlinked(
-                await self._engine.transact(if_looked_up, known, namespace.rmdir, parent, name, now)
+                await self._engine.transact(
+                    if_looked_up, known, namespace.rmdir, parent, name, now, keep
+                )
             )
         await self._engine.shown()
 
@@ -224,7 +231,7 @@ class Names:
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
     ) -> None:
         """Remove a directory with all that lies below it, at a cost that does not depend on how
-        much it is (upkeep/doomed.py).
+        much it is (upkeep/doomed.py). It goes to the trash as it is, if there is one for it.
 
         The kernel neither does nor checks it, so who may is decided here: who may remove the name,
         and owns the directory. It sees the name no more when this returns; soon, if it holds the
@@ -261,7 +268,10 @@ class Names:
     def unlinked(self, inode: Inode) -> None:
         """A transaction has taken a name away, perhaps the last one."""
         self.adopt(inode)
-        if inode.nlink == 0:
+        if inode.is_trashed:  # its bytes are looked after as before
+            if inode.is_dir:
+                self._closing.gone(inode.ino)
+        elif inode.nlink == 0:
             self._orphans.add(inode.ino)
             self._gone(inode.ino)
 

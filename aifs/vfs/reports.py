@@ -28,6 +28,7 @@ from aifs.meta.slices import read_slice
 from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
+from aifs.upkeep.trash import Trash
 from aifs.vfs import burst_hints
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.serve_options import ServeOptions
@@ -53,7 +54,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
         "type": _TYPES[stat.S_IFMT(inode.mode)],
         "size": inode.size,
         "allocated_bytes": inode.blocks * 512,
-        "links": inode.nlink,
+        "links": inode.links,
         "form": _form(inode),
     }
     if inode.policy is not None:
@@ -175,6 +176,7 @@ class MountStatus:
         recovered: Recovered,
         scrub: Scrub,
         rebuild: Rebuild,
+        trash: Trash,
         parts: Mapping[str, Callable[[], dict[str, Any]]],
     ) -> None:
         """``parts``: what others say of themselves, by the names that it is told under."""
@@ -186,6 +188,7 @@ class MountStatus:
         self._recovered = recovered
         self._scrub = scrub
         self._rebuild = rebuild
+        self._trash = trash
         self._parts = parts
         self._started_s = time.monotonic()
 
@@ -205,6 +208,7 @@ class MountStatus:
             "open_files": len({*self._io.table.open, *self._io.table.programs_have_open()}),
             "unsynced_files": len(self._io.table.unsynced),
             "collector_backlog": self._collector.backlog,
+            "trash": await self._trash.status(),
             "rebuild": without_paths(self._rebuild.status(), caller),
             "scrub": without_paths(self._scrub.status(wrong_bytes=4096), caller),
             "recovered": str(self._recovered),

@@ -104,6 +104,9 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
     b"user.aifs.keep": Right(reader, owner),
     b"user.aifs.age": Right(reader, owner),
+    b"user.aifs.trash": Right(reader, owner),
+    b"user.aifs.trashed": Right(top, unchangeable),  # each is told his own
+    b"user.aifs.trashed.N": Right(top, unchangeable),
     b"user.aifs.group": Right(reader, writer),  # pending=yes: as user.aifs.pending
     b"user.aifs.group.ID": Right(reader, unchangeable),
     b"user.aifs.group.commit": Right(unreadable, writer),
@@ -133,6 +136,8 @@ IOCTLS: dict[Command, Rule] = {
     ioctl.AIFS_IOC_DRAIN: writer,
     ioctl.AIFS_IOC_REMOVE_TREE: anybody,  # but permissions.require_may_remove_tree
     ioctl.AIFS_IOC_PUBLISH: anybody,  # but publish.require_may_publish
+    ioctl.AIFS_IOC_RESTORE: anybody,  # but his own alone, and to where he may make names
+    ioctl.AIFS_IOC_EMPTY_TRASH: anybody,  # but his own alone
     ioctl.AIFS_IOC_COMMIT: writer,
     ioctl.AIFS_IOC_GROUP_CREATE: writer,
     ioctl.AIFS_IOC_GROUP_JOIN: writer,
@@ -149,6 +154,7 @@ _NONE = Right(unreadable, unchangeable)
 _NUMBERED = {
     b"user.aifs.group": b"user.aifs.group.ID",
     b"user.aifs.trace": b"user.aifs.trace.N",
+    b"user.aifs.trashed": b"user.aifs.trashed.N",
     b"user.aifs.places": b"user.aifs.places.N",
 }
 """Hints that may end with a number."""

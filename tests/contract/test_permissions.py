@@ -60,6 +60,9 @@ MAY_SET = {
     "publish-as": ANYBODY,  # where the final name is decides: test_publish.py
     "keep": OWNERS,
     "age": OWNERS,
+    "trash": OWNERS,
+    "trashed": NOBODY,
+    "trashed.N": NOBODY,
     "group": WRITER,
     "group.ID": NOBODY,
     "group.commit": WRITER,
@@ -99,6 +102,8 @@ MAY_CALL = {
     ioctl.AIFS_IOC_GROUP_QUERY: ANYBODY,
     ioctl.AIFS_IOC_ORDER: READER,
     ioctl.AIFS_IOC_CLONE: ANYBODY,  # who may read all of it, and make the name: test_clones.py
+    ioctl.AIFS_IOC_RESTORE: ANYBODY,  # whose it is decides: test_trash.py
+    ioctl.AIFS_IOC_EMPTY_TRASH: ANYBODY,
 }
 
 

@@ -21,8 +21,10 @@ from aifs.meta import forms, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
+from aifs.meta.trash import Keep
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.groups.naming import Naming
@@ -56,6 +58,7 @@ class Publishing:
         drain: Drain,
         naming: Naming,
         doomed: DoomedTrees,
+        rules: TrashRules,
         retention: Retention,
         kernel: Kernel,
         attributes: Attributes,
@@ -72,6 +75,7 @@ class Publishing:
         self._drain = drain
         self._naming = naming
         self._doomed = doomed
+        self._rules = rules
         self._retention = retention
         self._kernel = kernel
         self._attributes = attributes
@@ -114,7 +118,7 @@ class Publishing:
                 known = await self._looked_up.of((parent, name), (new_parent, new_name))
             with self._refusals.noted(moving.ino, caller, "rename"), suppress(namespace.Overtaken):
                 inode, other, synced = await self._rename(
-                    moving, parent, name, new_parent, new_name, flags, known
+                    moving, parent, name, new_parent, new_name, flags, known, caller
                 )
                 break
         self._names.adopt(inode)
@@ -136,6 +140,7 @@ class Publishing:
         new_name: bytes,
         flags: int,
         known: Mapping[Name, int],
+        caller: CallerLike,
     ) -> tuple[Inode, Inode | None, Collection[int]]:
         """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
         elsewhere meanwhile; Stale if one of those that are ``known`` does."""
@@ -162,6 +167,7 @@ class Publishing:
                     time.time_ns(),
                     [dentry.ino for dentry in named],
                     quiet,
+                    self._rules.keep(caller),
                 )
         return inode, other, synced
 
@@ -193,7 +199,7 @@ class Publishing:
         async with self._naming.naming(what.ino):
             with self._io.table.forgetting(synced) as quiet:
                 done = await self._engine.transact(
-                    _publish, what, caller, ids, time.time_ns(), quiet
+                    _publish, what, caller, ids, time.time_ns(), quiet, self._rules.keep(caller)
                 )
         for inode in done.unlinked:
             self._names.unlinked(inode)
@@ -252,10 +258,11 @@ def _publish(
     ids: tuple[int, int, int, int],
     now: int,
     quiet: Collection[int],
+    keep: Keep | None,
 ) -> Published:
     require_may_publish(tx, what, caller)
     forms.remove_marks(tx, quiet)
-    return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now)
+    return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now, keep)
 
 
 def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from aifs.core import retention
+from aifs.core.clock import careful_clock
 from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
@@ -31,6 +32,7 @@ from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode
 from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.tree_size import tree_size
 from aifs.vfs.publishing import manifests
 
 _log = logger(__name__)
@@ -61,7 +63,7 @@ class Retention:
         self._everything_at_s = -math.inf  # by trio's clock
         self._upkeep = upkeep
         self._kernel = kernel
-        self.now_ns = _careful_clock()
+        self.now_ns = careful_clock()
         """The time of day by which things are old."""
 
     # --- policies ---
@@ -210,7 +212,7 @@ class Retention:
                 name,
                 retention.step_of(name),
                 inode.mtime_ns,
-                await self._bytes_below(inode.ino) if keep.bytes else 0,
+                await tree_size(self._engine, inode.ino) if keep.bytes else 0,
                 not pending,
                 is_theirs or inode.ino in in_use or name in pointed,
                 place,
@@ -219,18 +221,6 @@ class Retention:
         ]
         return {name: inode.ino for name, inode, *_ in found}, checkpoints
 
-    async def _bytes_below(self, top: int) -> int:
-        total, directories = 0, [top]
-        while directories:
-            directory, cookie = directories.pop(), 0
-            while entries := await self._engine.view(list_directory, directory, cookie, _ENTRIES):
-                for _, inode, cookie in entries:
-                    if inode.is_dir:
-                        directories.append(inode.ino)
-                    total += inode.size
-                await trio.lowlevel.checkpoint()
-        return total
-
     async def _directories_in_use(self) -> set[int]:
         """All directories above files that programs have open. Those that have had several names
         are left out: what is open stays until it is closed."""
@@ -238,13 +228,6 @@ class Retention:
         for ino in self._io.table.programs_have_open():
             found |= await self._engine.view(_ancestors, ino, found)
         return found
-
-
-def _careful_clock() -> Callable[[], int]:
-    """The time of day in ns, but not more after the present than time has passed: when the clock
-    leaps ahead, nothing is older for that."""
-    start_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    return lambda: min(time.time_ns(), start_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME))
 
 
 @grows
@@ -274,7 +257,7 @@ def _all_pending(tx: ReadTransaction) -> list[int]:
 def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes] | None:
     """Where a pending directory lies, if nothing has happened in it since ``since_ns``."""
     record, inode = groups.find(tx, ino), namespace.find_inode(tx, ino)
-    if record is None or record.pending is None or inode is None or not inode.nlink:
+    if record is None or record.pending is None or inode is None or not inode.links:
         return None
     commits = [member.when_ns for member in groups.members(tx, ino).values()]
     last_ns = max(record.created_ns, record.pending.created_ns, inode.mtime_ns, *commits)

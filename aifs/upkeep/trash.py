@@ -1,0 +1,189 @@
+"""The trash in the background: what is in it goes for good when its time has come, or earlier where
+the store has no room.
+
+How names get there, and what is on record of them: meta/trash.py. An entry that goes becomes an
+orphan, or a doomed tree, in one transaction; from there on it is removed as all else is.
+
+Room. While less than SPARE of a data server is free, or the metadata are short of space, the trash
+*gives way*: what would go first goes now. It is deleted before the room is looked at again, so the
+trash never gives much more than is needed.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from aifs.core import faults
+from aifs.core.clock import careful_clock
+from aifs.core.errors import NotFound
+from aifs.core.log import logger
+from aifs.core.units import describe_size
+from aifs.core.upkeep import NEVER_S, Upkeep
+from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.layout.placement import ACTIVE
+from aifs.meta import keys, restoring
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.trash import UNKNOWN, Entry
+from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.trash_rules import TrashRules
+from aifs.upkeep.tree_size import tree_size
+
+_log = logger(__name__)
+
+SPARE = 0.05
+"""The part of each data server that the trash leaves free."""
+
+INTERVAL_S = 10.0
+"""Between two passes, where there is a trash."""
+
+AT_ONCE = 32
+"""Entries that one transaction empties: a millisecond in which no request is answered."""
+
+_GIVEN_AT_ONCE = 1024  # entries, before their effect is looked at
+
+_EMPTIED = faults.declare(
+    "vfs.trash.emptied", "entries of the trash are orphans and doomed trees now"
+)
+
+
+class Trash:
+    """Used from one trio thread; ``work`` runs on the host that has the role."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        collector: Collector,
+        doomed: DoomedTrees,
+        rules: TrashRules,
+        upkeep: Upkeep,
+    ) -> None:
+        self._engine = engine
+        self._servers = servers
+        self._collector = collector
+        self._doomed = doomed
+        self._rules = rules
+        self._upkeep = upkeep
+        self.now_ns = careful_clock()
+        """The time of day by which entries are old."""
+        self._is_loaded = False
+        """Whether trees that earlier mounts have left are among those to be added up."""
+        self._given_entries = self._given_bytes = 0
+        """What has gone before its time, since the mount."""
+
+    async def status(self) -> dict[str, Any]:
+        """What ``aifs status`` shows: how much is in the trash, and how much has gone before its
+        time since the mount."""
+        entries, size = await self._engine.view(_count)
+        return {
+            "entries": entries,
+            "bytes": size,
+            "given_entries": self._given_entries,
+            "given_bytes": self._given_bytes,
+        }
+
+    # --- in the background ---
+
+    async def work(self) -> float:
+        """Empty what is due; in how many seconds to look again."""
+        await self.expire()
+        await self.add_up()
+        await self.give_way()
+        entries, _ = await self._engine.view(_count)
+        return INTERVAL_S if entries or self._rules.are_some else NEVER_S
+
+    async def expire(self) -> None:
+        """Empty what is older than its directory keeps it."""
+        start, end = keys.all_of(b"U")
+        while start:
+            found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
+            due = [entry for entry, _ in found.entries if entry.until_ns <= self.now_ns()]
+            await self.empty(due)
+            start = found.end if len(due) == len(found.entries) else b""
+
+    async def add_up(self) -> None:
+        """Trees in the trash get their sizes."""
+        if not self._is_loaded:
+            start, end = keys.all_of(b"U")
+            while start:
+                found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
+                unsized = [entry for entry, _ in found.entries if entry.size == UNKNOWN]
+                self._doomed.kept.update(dict.fromkeys(entry.ino for entry in unsized))
+                start = found.end
+                await self._upkeep.share.give_way()
+            self._is_loaded = True
+        while self._doomed.kept:
+            ino = next(iter(self._doomed.kept))
+            with suppress(NotFound):
+                entry = await self._engine.view(restoring.entry_of, ino)
+                if entry.size == UNKNOWN:
+                    size = await tree_size(self._engine, ino)
+                    await self._engine.transact(restoring.put_size, entry, size)
+            self._doomed.kept.pop(ino, None)
+
+    async def give_way(self) -> None:
+        """Empty what goes first, as long as there is no room."""
+        while lacking := await self._lacking():
+            some = await self._first(lacking)
+            if not some:
+                return
+            size = await self.empty(some)
+            self._given_entries += len(some)
+            self._given_bytes += size
+            _log.warning(
+                "the trash gives way: %d of its entries, %s, are gone before their time, as there "
+                "is no room for new files",
+                len(some),
+                describe_size(size),
+            )
+            await self._doomed.empty()
+            await self._collector.drain(urgent=True)
+
+    async def _lacking(self) -> int:
+        """How many bytes less than SPARE are free, on all data servers; 0: there is room."""
+        servers = [one for one in self._servers.capacity() if one.standing == ACTIVE]
+        spaces = await self._servers.spaces(servers)
+        lacking = {
+            server.storage.pool: int(SPARE * space.total) - space.available
+            for server, space in zip(servers, spaces, strict=True)
+            if space is not None
+        }
+        # What is freed is freed on all of them.
+        worst = max(lacking.values(), default=0) * len(lacking)
+        return max(worst, int(self._engine.short_of_space))
+
+    async def _first(self, wanted: int) -> list[Entry]:
+        """What goes first, so much of it that it takes ``wanted`` bytes."""
+        start, end = keys.all_of(b"U")
+        chosen: list[Entry] = []
+        while start and wanted > 0 and len(chosen) < _GIVEN_AT_ONCE:
+            found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
+            for entry, _ in found.entries:
+                if wanted > 0:
+                    chosen.append(entry)
+                    wanted -= entry.size
+            start = found.end
+        return chosen
+
+    async def empty(self, entries: Sequence[Entry]) -> int:
+        """Have these go for good; the bytes that come back soon. What programs have open goes on
+        until it is closed. Raises NoSpace or Unavailable if the metadata store cannot be changed.
+        """
+        size = 0
+        for first in range(0, len(entries), AT_ONCE):
+            some = entries[first : first + AT_ONCE]
+            done = await self._engine.transact(restoring.empty, some, time.time_ns())
+            for inode in done.files:
+                self._doomed.lose(inode)
+            for inode in done.directories:
+                self._doomed.take(inode)
+            faults.reach(_EMPTIED)
+            size += done.size
+            await self._upkeep.share.give_way()
+        return size
+
+
+def _count(tx: ReadTransaction) -> tuple[int, int]:
+    return tx.counter(keys.COUNTER_TRASHED), tx.counter(keys.COUNTER_TRASHED_BYTES)

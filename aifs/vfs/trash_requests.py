@@ -1,0 +1,290 @@
+"""What users ask of the trash: what of theirs is in it, to have that back, or to be rid of it.
+
+An entry is *theirs* if they own the inode, or have removed it; root's is everything. Of others'
+entries nobody is told anything. Who restores something must be allowed to make its name.
+"""
+
+import json
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import AccessDenied, Busy, Invalid, NotFound, NotPermitted
+from aifs.files import permissions
+from aifs.files.kernel import Kernel
+from aifs.files.types import CallerLike
+from aifs.meta import keys, namespace, restoring
+from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.records import Inode
+from aifs.meta.restoring import Slice
+from aifs.meta.trash import UNKNOWN, Entry
+from aifs.store.ids import IdAllocator
+from aifs.upkeep.trash import AT_ONCE, Trash
+from aifs.vfs.names import Names
+from aifs.vfs.serve_options import ServeOptions
+
+ATTRIBUTE = b"user.aifs.trashed"
+
+TOGETHER_S = 3600
+"""What was removed from a directory less than this before the directory itself comes back with it:
+``rm -r`` removes names first."""
+
+_PAGE_BYTES = 32 << 10
+"""Of what one answer tells; the kernel takes 64 KiB."""
+
+_SLICE = 64
+"""Entries that are looked at in one view."""
+
+_PATH_MAX = 4096
+
+_GATHERED = faults.declare(
+    "vfs.trash.gathered", "a directory in the trash holds again part of what was removed from it"
+)
+_RESTORED = faults.declare(
+    "vfs.trash.restored", "something in the trash has a name again, which no host was told"
+)
+
+
+class Restoring(NamedTuple):
+    """What is to be restored, and where to."""
+
+    directory: int
+    """From where ``path`` leads."""
+    path: bytes
+    """What it was called, from ``directory`` on; b"" if ``ino`` says which."""
+    ino: int = 0
+    """Its inode number; 0: the last one that had the path."""
+    parent: int = 0
+    """The directory that it goes to; 0: the one that it lay in, or the nearest one above that is
+    still there."""
+    name: bytes = b""
+    """Its name there; b"": the one that it had."""
+
+
+class TrashRequests:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ids: IdAllocator,
+        trash: Trash,
+        names: Names,
+        kernel: Kernel,
+        options: ServeOptions,
+    ) -> None:
+        self._engine = engine
+        self._ids = ids
+        self._trash = trash
+        self._names = names
+        self._kernel = kernel
+        self._options = options
+
+    # --- what is there ---
+
+    async def tell(self, caller: CallerLike, cursor: int = 0) -> dict[str, Any]:
+        """Some of the entries that are the caller's, those first that go first, and the cursor of
+        the next ones (None: there are no more).
+
+        Each as {"id", "path" (from the root of the mount; None if the caller may not find the way),
+        "name", "type", "uid", "bytes" (None: not known yet), "removed_by", "removed_s", "until_s"}.
+        """
+        start, end = keys.all_of(b"U")
+        if cursor:
+            start = keys.turn(cursor >> 64, cursor & (1 << 64) - 1)
+        told: list[dict[str, Any]] = []
+        room = _PAGE_BYTES
+        while start:
+            some, start = await self._engine.view(_describe, start, end, caller)
+            for entry, one in some:
+                room -= len(json.dumps(one))
+                if room < 0 and told:
+                    return {"entries": told, "next": str(entry.until_ns << 64 | entry.ino)}
+                told.append(one)
+            await trio.lowlevel.checkpoint()
+        return {"entries": told, "next": None}
+
+    # --- restoring ---
+
+    async def restore(self, wanted: Restoring, caller: CallerLike) -> Inode:
+        """Give back a name; the inode as it is now, whose parent tells where.
+
+        A directory has on return what was removed from it, or below, shortly before (TOGETHER_S),
+        and appears with all of it. A crash leaves it in the trash, or restored.
+        Raises NotFound, Exists, AccessDenied, NotPermitted, Busy (programs are in a directory that
+        rmdir(2) has removed), Invalid, CrossDevice, ReadOnly.
+        """
+        self._options.require_writable()
+        entry = await self._engine.view(_find, wanted, caller)
+        if entry.is_dead:
+            if await self._kernel.is_known(entry.ino):
+                raise Busy("a program has the removed directory open, or works in it")
+            await self._gather(entry, caller)
+        cookie = await self._ids.take()
+        inode, name = await self._engine.transact(
+            _restore, entry, wanted, caller, cookie, time.time_ns()
+        )
+        faults.reach(_RESTORED)
+        self._names.adopt(inode)
+        await self._engine.barrier()
+        await self._kernel.forget_names([(inode.parent, name)])
+        self._kernel.drop_attributes_soon([inode.ino])
+        await self._engine.shown()
+        return inode
+
+    async def _gather(self, top: Entry, caller: CallerLike) -> None:
+        """Put back into a directory in the trash what was removed from it. What lies deepest comes
+        first, so that each directory is whole when it goes to the one above."""
+        since_ns = top.since_ns - TOGETHER_S * 10**9
+        above = [top]
+        found = {top.ino: await self._removed_from(top, since_ns, caller)}
+        while above:
+            directory = above[-1]
+            some = found[directory.ino]
+            deeper = next((one for one in some if one.is_dead and one.ino not in found), None)
+            if deeper is not None:
+                found[deeper.ino] = await self._removed_from(deeper, since_ns, caller)
+                above.append(deeper)
+                continue
+            for first in range(0, len(some), AT_ONCE):
+                await self._engine.transact(
+                    restoring.gather, directory, some[first : first + AT_ONCE], time.time_ns()
+                )
+                faults.reach(_GATHERED)
+                await trio.lowlevel.checkpoint()
+            above.pop()
+
+    async def _removed_from(
+        self, directory: Entry, since_ns: int, caller: CallerLike
+    ) -> list[Entry]:
+        """Of each name that was removed from a directory since, the last one that is the
+        caller's."""
+        newest: dict[bytes, Entry] = {}
+        after: int | None = 0
+        while after is not None:
+            some, after = await self._engine.view(_read_own, directory.ino, after, caller)
+            for entry in some:
+                other = newest.get(entry.name)
+                if entry.since_ns >= since_ns and (
+                    other is None or other.since_ns < entry.since_ns
+                ):
+                    newest[entry.name] = entry
+            await trio.lowlevel.checkpoint()
+        return list(newest.values())
+
+    # --- emptying ---
+
+    async def empty(self, inos: Sequence[int], caller: CallerLike) -> int:
+        """Have these go for good, by inode number, or all that is the caller's; the bytes that come
+        back. Raises NotFound (one of them is not there, or not the caller's), ReadOnly."""
+        self._options.require_writable()
+        if inos:
+            return await self._trash.empty(await self._engine.view(_own, inos, caller))
+        size, (start, end) = 0, keys.all_of(b"U")
+        while start:
+            found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
+            own = [entry for entry, inode in found.entries if _is_own(entry, inode, caller)]
+            size += await self._trash.empty(own)
+            start = found.end
+        return size
+
+
+def _is_own(entry: Entry, inode: Inode, caller: CallerLike) -> bool:
+    return caller.uid in (0, entry.uid, inode.uid)
+
+
+def _own(tx: ReadTransaction, inos: Sequence[int], caller: CallerLike) -> list[Entry]:
+    return [_find(tx, Restoring(keys.ROOT_INO, b"", ino), caller) for ino in inos]
+
+
+def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
+    if wanted.ino:
+        entry = restoring.entry_of(tx, wanted.ino)
+    else:
+        path = wanted.path.split(b"/")
+        if any(name in (b"", b".", b"..") for name in path):
+            raise Invalid(f"{wanted.path!r} is not a path below the directory")
+        entry = restoring.look_up(tx, wanted.directory, path)
+    if not _is_own(entry, namespace.get_inode(tx, entry.ino), caller):
+        raise NotFound("it is not in the trash")  # of what is others' nobody is told that it is
+    return entry
+
+
+def _restore(
+    tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
+) -> tuple[Inode, bytes]:
+    """The inode, and its name."""
+    if wanted.parent:
+        home = namespace.get_directory(tx, wanted.parent)
+    else:
+        home = restoring.home_of(tx, entry)
+    permissions.require_reach(tx, home, caller)
+    permissions.require_may(home, caller)
+    name = wanted.name or entry.name
+    return restoring.restore(tx, entry, home.ino, name, cookie, now), name
+
+
+def _read_own(
+    tx: ReadTransaction, directory: int, after: int, caller: CallerLike
+) -> tuple[list[Entry], int | None]:
+    """Some entries of what lay in a directory, and where the next ones begin."""
+    found = restoring.removed_from(tx, directory, after, _SLICE)
+    own = [
+        entry
+        for entry in found
+        if (inode := namespace.find_inode(tx, entry.ino)) and _is_own(entry, inode, caller)
+    ]
+    return own, found[-1].ino if len(found) == _SLICE else None
+
+
+def _describe(
+    tx: ReadTransaction, start: bytes, end: bytes, caller: CallerLike
+) -> tuple[list[tuple[Entry, dict[str, Any]]], bytes]:
+    """Of the next entries the caller's, and where those behind them start."""
+    found: Slice = restoring.read_turns(tx, start, end, _SLICE)
+    ways: dict[int, bytes | None] = {}
+    told = []
+    for entry, inode in found.entries:
+        if _is_own(entry, inode, caller):
+            if entry.parent not in ways:
+                ways[entry.parent] = _way_to(tx, entry.parent, caller)
+            told.append((entry, _told(entry, inode, ways[entry.parent])))
+    return told, found.end
+
+
+def _told(entry: Entry, inode: Inode, way: bytes | None) -> dict[str, Any]:
+    name = entry.name.decode("utf-8", "surrogateescape")
+    return {
+        "id": entry.ino,
+        "path": None if way is None else f"{way.decode('utf-8', 'surrogateescape')}/{name}",
+        "name": name,
+        "type": _TYPES.get(stat.S_IFMT(inode.mode), "special"),
+        "uid": inode.uid,
+        "bytes": None if entry.size == UNKNOWN else entry.size,
+        "removed_by": entry.uid,
+        "removed_s": entry.since_ns / 1e9,
+        "until_s": entry.until_ns / 1e9,
+    }
+
+
+_TYPES = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+
+
+def _way_to(tx: ReadTransaction, directory: int, caller: CallerLike) -> bytes | None:
+    """The path of a directory, which may be in the trash; None if the caller may not find it."""
+    way = restoring.way_up(tx, directory)
+    if (way[-1][0].parent if way else directory) != keys.ROOT_INO:
+        return None
+    wanted = permissions.READ | permissions.SEARCH
+    with suppress(AccessDenied, NotPermitted):
+        for inode, _ in way:
+            permissions.require_may(inode, caller, wanted)
+        permissions.require_may(namespace.get_inode(tx, keys.ROOT_INO), caller, wanted)
+        path = b"".join(b"/" + name for _, name in reversed(way))
+        return path if len(path) < _PATH_MAX else None
+    return None
