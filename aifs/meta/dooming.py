@@ -25,7 +25,7 @@ from aifs.core.errors import NotADirectory, NotPermitted, Unavailable
 from aifs.meta import keys, namespace, trash
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Inode, decode_entry
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 
 FORMAT = 1
 
@@ -71,7 +71,7 @@ def decode_doomed(record: bytes) -> Doomed:
 
 
 def doom(
-    tx: Transaction, parent: int, name: bytes, now: int, uid: int, keep: Keep | None = None
+    tx: Transaction, parent: int, name: bytes, now: int, uid: int, by: Remover | None = None
 ) -> Inode:
     """Remove the name of a directory, and doom it with all that lies below, unless there is a trash
     for it; the inode as it is now.
@@ -90,7 +90,7 @@ def doom(
         _require_removable_below(tx, inode.ino)
     namespace.remove_name(tx, parent, name, dentry)
     namespace.touch(tx, directory, now, links=-1)
-    if keep and trash.put(tx, inode, parent, name, now, keep, is_dead=False):
+    if by and trash.put(tx, inode, parent, name, now, by, is_dead=False):
         namespace.put_inode(tx, inode)
         return inode
     return put_doomed(tx, inode, now, uid)

@@ -42,7 +42,7 @@ from aifs.meta.records import (
     encode_change,
     encode_entry,
 )
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 
 NAME_MAX = 255
 SYMLINK_MAX = 4095
@@ -300,7 +300,7 @@ def link(
 # --- removing names -------------------------------------------------------------------------------
 
 
-def unlink(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | None = None) -> Inode:
+def unlink(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | None = None) -> Inode:
     """Remove a name that is not a directory's; the last one goes to the trash, if there is one for
     it, else it leaves an orphan. Returns the inode as it is now.
     """
@@ -312,10 +312,10 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | Non
     require_removable(directory, inode)
     remove_name(tx, parent, name, dentry)
     touch(tx, directory, now)
-    return _lose_name(tx, inode, parent, name, now, keep)
+    return _lose_name(tx, inode, parent, name, now, by)
 
 
-def rmdir(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | None = None) -> Inode:
+def rmdir(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | None = None) -> Inode:
     """As ``unlink``, of an empty directory. Raises NotADirectory, NotEmpty, NotFound."""
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
@@ -324,7 +324,7 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int, keep: Keep | None
     _require_empty(tx, inode)
     remove_name(tx, parent, name, dentry)
     touch(tx, directory, now, links=-1)
-    return _lose_name(tx, inode, parent, name, now, keep)
+    return _lose_name(tx, inode, parent, name, now, by)
 
 
 def remove_orphan(tx: Transaction, ino: int, xattrs: Collection[bytes]) -> list[int]:
@@ -508,7 +508,7 @@ def rename(
     cookies: tuple[int, int],
     now: int,
     expected: Collection[int],
-    keep: Keep | None = None,
+    by: Remover | None = None,
 ) -> tuple[Inode, Inode | None]:
     """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE. What it moves is ``expected``, by inode
     numbers: else it raises Overtaken.
@@ -564,7 +564,7 @@ def rename(
             links[parent] += other.is_dir
             _move(tx, other, parent, name, cookies[1], now)
         else:
-            other = _lose_name(tx, other, new_parent, new_name, now, keep)
+            other = _lose_name(tx, other, new_parent, new_name, now, by)
     _move(tx, inode, new_parent, new_name, cookies[0], now)
     for directory in (source_directory, target_directory)[: len(links)]:
         touch(tx, directory, now, links=links[directory.ino])
@@ -667,12 +667,12 @@ def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
 
 
 def _lose_name(
-    tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, keep: Keep | None
+    tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, by: Remover | None
 ) -> Inode:
     """A file, or an empty directory, has lost this name; the last one goes to the trash, if there
     is one for it."""
     is_last = inode.is_dir or inode.nlink == 1
-    if is_last and keep and trash.put(tx, inode, parent, name, now, keep, is_dead=inode.is_dir):
+    if is_last and by and trash.put(tx, inode, parent, name, now, by, is_dead=inode.is_dir):
         put_inode(tx, inode)
         return inode
     return drop_link(tx, inode, now)

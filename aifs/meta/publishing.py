@@ -15,7 +15,7 @@ from aifs.meta import dooming, forms, groups, keys, namespace
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_entry
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 
 FORMAT = 1
 
@@ -56,13 +56,13 @@ def rename(
     now: int,
     durable: Collection[int],
     quiet: Collection[int],
-    keep: Keep | None,
+    by: Remover | None,
 ) -> tuple[Inode, Inode | None]:
     """namespace.rename of what is ``durable``, by inode numbers, which also publishes a pending
     directory that it moves. ``quiet``: files below that have been synced, whose dirty marks go with
     it. Raises Busy if members are missing, and as that does."""
     inode, other = namespace.rename(
-        tx, parent, name, new_parent, new_name, flags, cookies, now, durable, keep
+        tx, parent, name, new_parent, new_name, flags, cookies, now, durable, by
     )
     if inode.is_dir:
         groups.conclude(tx, inode.ino)
@@ -144,7 +144,7 @@ def publish(
     owner: tuple[int, int],
     ids: tuple[int, int, int, int],
     now: int,
-    keep: Keep | None = None,
+    by: Remover | None = None,
 ) -> Published:
     """Show ``what``, all at once. ``owner``: uid and gid of what is made; ``ids``: fresh numbers.
     Of what is replaced a tree may go to the trash, and pointers do not.
@@ -164,7 +164,7 @@ def publish(
         if not there.is_dir:
             raise NotADirectory()
         if what.replace:
-            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0], keep)
+            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0], by)
     inode, replaced = namespace.rename(
         tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now, (inode.ino,)
     )

@@ -67,7 +67,7 @@ def removed_from(
     return found
 
 
-class Slice(NamedTuple):
+class Turns(NamedTuple):
     """Entries in the order in which they go."""
 
     entries: list[tuple[Entry, Inode]]
@@ -76,7 +76,7 @@ class Slice(NamedTuple):
     """Key of the turn behind them; b"" if there are no more."""
 
 
-def read_turns(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> Slice:
+def read_turns(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> Turns:
     """Those of up to ``limit`` turns from ``start`` on. Damaged ones are fsck's to name."""
     found, last, count = [], b"", 0
     for last, record in tx.range(start, end, limit):
@@ -86,7 +86,7 @@ def read_turns(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> Sli
             inode = entry and namespace.find_inode(tx, entry.ino)
             if entry and inode:
                 found.append((entry, inode))
-    return Slice(found, last + b"\0" if count == limit else b"")
+    return Turns(found, last + b"\0" if count == limit else b"")
 
 
 def way_up(tx: ReadTransaction, directory: int) -> list[tuple[Inode, bytes]]:

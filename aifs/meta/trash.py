@@ -122,13 +122,13 @@ def decode_turn(key: bytes, record: bytes) -> bytes:
 # --- how a name gets there ------------------------------------------------------------------------
 
 
-class Keep(NamedTuple):
-    """Whoever removes a name with this leaves it to the trash, where a rule says so."""
+class Remover(NamedTuple):
+    """Who removes a name, and leaves it to the trash where a rule says so."""
 
     rules: Mapping[int, int]
     """By directory, for how long (ns) what is removed below is kept; 0: not at all."""
     uid: int
-    """Who removes it."""
+    """Of a user."""
 
     def period_at(self, tx: ReadTransaction, directory: int) -> int:
         """That of the nearest directory, from this one up, that has a rule; 0: there is none. Reads
@@ -142,15 +142,15 @@ class Keep(NamedTuple):
 
 
 def put(
-    tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, keep: Keep, is_dead: bool
+    tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, by: Remover, is_dead: bool
 ) -> bool:
     """Make an entry of an inode that loses its last name, if there is a rule for it; the caller
     records the inode. Whether it is in the trash now."""
-    period_ns = keep.period_at(tx, inode.ino if inode.is_dir else parent)
+    period_ns = by.period_at(tx, inode.ino if inode.is_dir else parent)
     if not period_ns:
         return False
     size = UNKNOWN if inode.is_dir and not is_dead else inode.space
-    add(tx, Entry(parent, inode.ino, name, now, now + period_ns, keep.uid, size, is_dead))
+    add(tx, Entry(parent, inode.ino, name, now, now + period_ns, by.uid, size, is_dead))
     inode.flags |= TRASHED
     inode.parent, inode.ctime_ns = parent, now
     return True

@@ -26,7 +26,7 @@ from aifs.files.types import ROOT, CallerLike
 from aifs.meta import dooming, namespace
 from aifs.meta.kv import Engine, Transaction
 from aifs.meta.records import Inode
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 from aifs.upkeep.trash_rules import TrashRules
 
 _log = logger(__name__)
@@ -108,7 +108,7 @@ class DoomedTrees:
         AccessDenied, NotPermitted.
         """
         inode = await self._engine.transact(
-            _doom, parent, name, caller, time.time_ns(), self._rules.keep(caller)
+            _doom, parent, name, caller, time.time_ns(), self._rules.remover(caller)
         )
         self.take(inode)
         return inode
@@ -225,10 +225,10 @@ class DoomedTrees:
 
 
 def _doom(
-    tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int, keep: Keep | None
+    tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int, by: Remover | None
 ) -> Inode:
     inode = namespace.lookup(tx, parent, name)
     if not inode.is_dir:
         raise NotADirectory()
     permissions.require_may_remove_tree(namespace.get_directory(tx, parent), inode, caller)
-    return dooming.doom(tx, parent, name, now, caller.uid, keep)
+    return dooming.doom(tx, parent, name, now, caller.uid, by)

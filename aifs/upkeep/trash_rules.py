@@ -9,7 +9,7 @@ from aifs.files.types import CallerLike
 from aifs.meta import namespace, trash
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine, Transaction
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 
 OFF = "off"
 MAX_S = 3650 * 86400.0
@@ -65,10 +65,10 @@ class TrashRules:
         """Whether something that is removed may be kept."""
         return any(self._periods_ns.values())
 
-    def keep(self, caller: CallerLike | None) -> Keep | None:
+    def remover(self, caller: CallerLike | None) -> Remover | None:
         """What ``caller`` removes names with; None where all that is removed is gone at once, as
         what nobody removes."""
-        return Keep(self._periods_ns, caller.uid) if self._periods_ns and caller else None
+        return Remover(self._periods_ns, caller.uid) if self._periods_ns and caller else None
 
 
 def _parse(text: str) -> int:

@@ -210,8 +210,8 @@ class Names:
         """The name goes to the trash, if there is one for it, and somebody removes it, the
         ``caller``."""
         with virtual.unchanged(parent, name):
-            now, keep = time.time_ns(), self._rules.keep(caller)
-            self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, keep))
+            now, by = time.time_ns(), self._rules.remover(caller)
+            self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, by))
         await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
@@ -219,10 +219,10 @@ class Names:
         just before, upon which the kernel looks it up anew, once."""
         with virtual.unchanged(parent, name):
             known = await self._looked_up.of((parent, name))
-            now, keep = time.time_ns(), self._rules.keep(caller)
+            now, by = time.time_ns(), self._rules.remover(caller)
             self.unlinked(
                 await self._engine.transact(
-                    if_looked_up, known, namespace.rmdir, parent, name, now, keep
+                    if_looked_up, known, namespace.rmdir, parent, name, now, by
                 )
             )
         await self._engine.shown()

@@ -21,7 +21,7 @@ from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, restoring
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.records import Inode
-from aifs.meta.restoring import Slice
+from aifs.meta.restoring import Turns
 from aifs.meta.trash import UNKNOWN, Entry
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import AT_ONCE, Trash
@@ -246,7 +246,7 @@ def _describe(
     tx: ReadTransaction, start: bytes, end: bytes, caller: CallerLike
 ) -> tuple[list[tuple[Entry, dict[str, Any]]], bytes]:
     """Of the next entries the caller's, and where those behind them start."""
-    found: Slice = restoring.read_turns(tx, start, end, _SLICE)
+    found: Turns = restoring.read_turns(tx, start, end, _SLICE)
     ways: dict[int, bytes | None] = {}
     told = []
     for entry, inode in found.entries:

@@ -87,6 +87,7 @@ MAY_CHANGE_FILES = {
     "cli/hints.py": {"setxattr"},  # of a mount
     "cli/clone.py": {"open"},  # a directory of a mount
     "cli/rm.py": {"link", "open", "unlink"},  # the same
+    "cli/trash.py": {"open"},  # the same
     "core/connections.py": {"open", "write"},  # of fusectl
     "fuse/bridge.py": {"write"},  # to the mount's descriptor
 }

@@ -21,7 +21,7 @@ from aifs.meta import forms, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
-from aifs.meta.trash import Keep
+from aifs.meta.trash import Remover
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash_rules import TrashRules
@@ -167,7 +167,7 @@ class Publishing:
                     time.time_ns(),
                     [dentry.ino for dentry in named],
                     quiet,
-                    self._rules.keep(caller),
+                    self._rules.remover(caller),
                 )
         return inode, other, synced
 
@@ -199,7 +199,7 @@ class Publishing:
         async with self._naming.naming(what.ino):
             with self._io.table.forgetting(synced) as quiet:
                 done = await self._engine.transact(
-                    _publish, what, caller, ids, time.time_ns(), quiet, self._rules.keep(caller)
+                    _publish, what, caller, ids, time.time_ns(), quiet, self._rules.remover(caller)
                 )
         for inode in done.unlinked:
             self._names.unlinked(inode)
@@ -258,11 +258,11 @@ def _publish(
     ids: tuple[int, int, int, int],
     now: int,
     quiet: Collection[int],
-    keep: Keep | None,
+    by: Remover | None,
 ) -> Published:
     require_may_publish(tx, what, caller)
     forms.remove_marks(tx, quiet)
-    return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now, keep)
+    return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now, by)
 
 
 def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:
