@@ -42,6 +42,8 @@ SHAPES = {
     | SMALL
     | NO_INLINE
     | EAGER,
+    "trash": modes.ON | SMALL | {"trash.keep": "7d"},
+    "tiny-trash": modes.TINY | SMALL | NO_INLINE | {"trash.keep": "7d"},
     "tiny-whole": modes.TINY | SMALL | NO_INLINE | {"layout.count": "1"},
 }
 

@@ -47,7 +47,7 @@ def run(config: Config, ops: list[Op]) -> int:
     """All operations, on a freshly formatted store; returns how often it was killed. Raises
     Mismatch.
     """
-    oracle, numbers, position, kills = Oracle(), {ROOT: ROOT}, 0, 0
+    oracle, numbers, position, kills = Oracle(keeps=config.trash.keep_s > 0), {ROOT: ROOT}, 0, 0
     while position < len(ops):
         oracle, numbers, position, killed = in_child(_live, config, oracle, numbers, ops, position)
         kills += killed

@@ -15,6 +15,7 @@ import trio
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.files.types import Caller, SetAttr
+from aifs.vfs.trash_requests import Restoring
 from tests.support.kernel import Kernel
 from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
 from tests.support.sequences import Op, payload
@@ -95,7 +96,7 @@ class Life:
         # A write that is passed through takes setuid and setgid away, whoever writes.
         kept = ~0o6000 if stat.S_ISREG(inode.mode) else ~0
         wanted = (inode.mode & kept, inode.uid, inode.gid, inode.nlink, inode.rdev)
-        assert (real.mode & kept, real.uid, real.gid, real.nlink, real.rdev) == wanted, (
+        assert (real.mode & kept, real.uid, real.gid, real.links, real.rdev) == wanted, (
             f"{where}: {real} for {wanted}"
         )
         for name in ("atime", "mtime", "ctime"):
@@ -150,11 +151,21 @@ class Life:
 
     async def _remove(self, method: str, path: tuple[bytes, ...]) -> None:
         directory, name = self.resolve(path)
-        await self.both(method, (self.numbers[directory.ino], name), (directory.ino, name))
+        real = (self.numbers[directory.ino], name, Caller())
+        await self.both(method, real, (directory.ino, name))
         await self._check(directory)
 
     async def _unlink(self, path: tuple[bytes, ...]) -> None:
         await self._remove("unlink", path)
+
+    async def _restore(self, path: tuple[bytes, ...]) -> None:
+        directory, name = self.resolve(path)
+        wanted = Restoring(self.numbers[directory.ino], name)
+        results = await self.both("restore", (wanted, Caller()), (directory.ino, name))
+        if results:
+            self.same(*results)
+            await self._list_all(path)
+        await self._check(directory)
 
     async def _rmdir(self, path: tuple[bytes, ...]) -> None:
         await self._remove("rmdir", path)
@@ -163,7 +174,7 @@ class Life:
         self, source: tuple[bytes, ...], target: tuple[bytes, ...], flags: int
     ) -> None:
         old, new = self.resolve(source), self.resolve(target)
-        real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], flags)
+        real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], flags, Caller())
         await self.both("rename", real, (old[0].ino, old[1], new[0].ino, new[1], flags))
         for directory, name in (old, new):
             await self._check(directory)

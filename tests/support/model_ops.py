@@ -219,6 +219,12 @@ def unlink(rng: random.Random) -> Op:
     return (_path(rng),)
 
 
+@_ops.add(4)
+def restore(rng: random.Random) -> Op:
+    """Out of the trash; there is nothing in it where nothing is kept."""
+    return (_path(rng),)
+
+
 @_ops.add(9)
 def rename(rng: random.Random) -> Op:
     return _path(rng), _path(rng), 0

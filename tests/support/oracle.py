@@ -122,7 +122,10 @@ class DirHandle:
 class Oracle:
     """The filesystem. Inode numbers are its own; the root is 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
+        """``keeps``: what loses its last name goes to the trash."""
+        self.keeps = keeps
+        self._trash: list[tuple[OracleInode, bytes, OracleInode]] = []  # directory, name, inode
         self.clock = Stamp(0, 0)
         self.inodes: dict[int, OracleInode] = {}
         self._next_ino = ROOT
@@ -188,9 +191,43 @@ class Oracle:
                 handle.always.discard(name)
         return inode
 
-    def _unlinked(self, inode: OracleInode) -> None:
+    def _unlinked(self, inode: OracleInode, directory: OracleInode, name: bytes) -> None:
         inode.nlink = 0 if inode.is_dir else inode.nlink - 1
         inode.ctime = self.clock
+        if self.keeps and not inode.nlink:
+            self._trash.append((directory, name, inode))
+
+    def restore(self, parent: int, name: bytes) -> OracleInode:
+        """Give back the last name that was lost there, to a directory all that was in it."""
+        directory = self._directory(parent)
+        inode = next(
+            (
+                inode
+                for place, known, inode in reversed(self._trash)
+                if place is directory and known == name
+            ),
+            None,
+        )
+        if inode is None:
+            raise errors.NotFound
+        if name in directory.names:
+            raise errors.Exists
+        self._gather(inode)
+        self._take_back(inode)
+        self._attach(directory, name, inode)
+        inode.ctime = self.clock
+        return inode
+
+    def _gather(self, directory: OracleInode) -> None:
+        for place, name, inode in reversed(self._trash[:]):
+            if place is directory and name not in directory.names:
+                self._gather(inode)
+                self._take_back(inode)
+                self._attach(directory, name, inode)
+
+    def _take_back(self, inode: OracleInode) -> None:
+        self._trash = [one for one in self._trash if one[2] is not inode]
+        inode.nlink = 2 + sum(one.is_dir for one in inode.names.values()) if inode.is_dir else 1
 
     def _make(self, parent: int, name: bytes, mode: int, caller, rdev: int = 0) -> OracleInode:
         directory = self._free(parent, name)
@@ -235,7 +272,8 @@ class Oracle:
     def unlink(self, parent: int, name: bytes) -> None:
         if self._find(parent, name).is_dir:
             raise errors.IsADirectory
-        self._unlinked(self._detach(self.inodes[parent], name))
+        directory = self.inodes[parent]
+        self._unlinked(self._detach(directory, name), directory, name)
 
     def rmdir(self, parent: int, name: bytes) -> None:
         inode = self._find(parent, name)
@@ -243,7 +281,8 @@ class Oracle:
             raise errors.NotADirectory
         if inode.names:
             raise errors.NotEmpty
-        self._unlinked(self._detach(self.inodes[parent], name))
+        directory = self.inodes[parent]
+        self._unlinked(self._detach(directory, name), directory, name)
 
     def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
@@ -278,7 +317,7 @@ class Oracle:
                 raise errors.IsADirectory
             if replaced.names:
                 raise errors.NotEmpty
-            self._unlinked(self._detach(target, new_name))
+            self._unlinked(self._detach(target, new_name), target, new_name)
         self._detach(source, name)
         self._attach(target, new_name, moved)
         moved.ctime = self.clock
@@ -482,9 +521,12 @@ class Oracle:
     # Life
 
     def forgettable(self) -> list[int]:
-        """Inodes that have neither a name nor a handle."""
+        """Inodes that have neither a name nor a handle, and are not in the trash."""
+        kept = {inode.ino for _, _, inode in self._trash}
         return [
-            inode.ino for inode in self.inodes.values() if inode.nlink == 0 and not inode.handles
+            inode.ino
+            for inode in self.inodes.values()
+            if inode.nlink == 0 and not inode.handles and inode.ino not in kept
         ]
 
     def forget(self, inos: list[int]) -> None:
