@@ -32,6 +32,7 @@ from starts import NORMAL as NORMAL_START
 from starts import QUICK as QUICK_START
 from starts import start_rows
 from systems import Aifs, Nothing, System, medium, touch_memory
+from trash import trash_rows
 from works import COURSES, WORKS, Size, Work
 
 QUICK = Size(files=1000, entries=10_000, mib=128)
@@ -170,6 +171,7 @@ def bench(
         if "operations" in chosen:
             with log.status("operations"):
                 rows += operations_rows(base, size.files, rounds)
+                rows += trash_rows(base, size.files, size.entries, rounds)
         if "start" in chosen:
             with log.status("start"):
                 rows += start_rows(base, QUICK_START if quick else NORMAL_START, rounds, wheels)

@@ -1,0 +1,69 @@
+"""What a trash costs those who remove files, and how soon a removed tree is there again."""
+
+import fcntl
+import os
+import statistics
+import time
+from pathlib import Path
+
+from report import Row, rate
+from systems import Aifs
+
+from aifs.cli.rm import remove_tree
+from aifs.core.ioctl import AIFS_IOC_RESTORE
+
+RATIO = 0.85
+RESTORED_S = 50e-3
+RESTORES = 5
+
+
+def trash_rows(base: Path, files: int, entries: int, rounds: int) -> list[Row]:
+    """``entries``: how many files the tree has that is restored."""
+    rates: dict[str, list[float]] = {}
+    with Aifs("gone", base) as plain, Aifs("kept", base) as keeping:
+        os.setxattr(keeping.path, "user.aifs.trash", b"7d")
+        for number in range(2 * rounds):
+            for system in (plain, keeping) if number % 2 else (keeping, plain):
+                for work in ("create", "rename"):
+                    system.run(work, f"round{number}", count=files)
+                took_s = system.run("unlink", f"round{number}", count=files)
+                rates.setdefault(system.name, []).append(files / took_s)
+        keeping.run("create", "tree", count=entries)
+        took = [_restore(keeping.path, "tree") for _ in range(RESTORES)]
+    kept, gone = max(rates["kept"]), max(rates["gone"])
+    median_s = statistics.median(took)
+    return [
+        Row(
+            "unlink, trash on",
+            f"off {rate(gone, 'files/s')}",
+            None,
+            None,
+            None,
+            rate(kept, "files/s"),
+            f"{kept / gone:.3f} of off >= {RATIO}",
+            kept / gone >= RATIO,
+        ),
+        Row(
+            f"restore {entries:,} files",
+            "",
+            None,
+            None,
+            None,
+            f"{median_s * 1e3:.1f} ms",
+            f"<= {RESTORED_S * 1e3:.0f} ms",
+            median_s <= RESTORED_S,
+        ),
+    ]
+
+
+def _restore(place: Path, name: str) -> float:
+    """Seconds until a tree that was removed is there again."""
+    remove_tree(str(place), name)
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    begin_s = time.perf_counter()
+    argument = AIFS_IOC_RESTORE.argument.pack(0, 0, b"", os.fsencode(name))
+    fcntl.ioctl(fd, AIFS_IOC_RESTORE.request, bytearray(argument))
+    took_s = time.perf_counter() - begin_s
+    os.close(fd)
+    assert (place / name).is_dir()
+    return took_s
