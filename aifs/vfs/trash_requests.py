@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import AccessDenied, Busy, Invalid, NotFound, NotPermitted
+from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotPermitted
 from aifs.files import permissions
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
@@ -121,6 +121,7 @@ class TrashRequests:
         """
         self._options.require_writable()
         entry = await self._engine.view(_find, wanted, caller)
+        await self._engine.view(_find_place, entry, wanted, caller)  # before anything is changed
         if entry.is_dead:
             if await self._kernel.is_known(entry.ino):
                 raise Busy("a program has the removed directory open, or works in it")
@@ -215,10 +216,10 @@ def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
     return entry
 
 
-def _restore(
-    tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
-) -> tuple[Inode, bytes]:
-    """The inode, and its name."""
+def _find_place(
+    tx: ReadTransaction, entry: Entry, wanted: Restoring, caller: CallerLike
+) -> tuple[int, bytes]:
+    """The directory and the name that an entry gets, which is free, and the caller's to make."""
     if wanted.parent:
         home = namespace.get_directory(tx, wanted.parent)
     else:
@@ -226,7 +227,17 @@ def _restore(
     permissions.require_reach(tx, home, caller)
     permissions.require_may(home, caller)
     name = wanted.name or entry.name
-    return restoring.restore(tx, entry, home.ino, name, cookie, now), name
+    if len(name) <= namespace.NAME_MAX and tx.get(keys.dentry(home.ino, name)) is not None:
+        raise Exists("the name is taken")
+    return home.ino, name
+
+
+def _restore(
+    tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
+) -> tuple[Inode, bytes]:
+    """The inode, and its name."""
+    parent, name = _find_place(tx, entry, wanted, caller)
+    return restoring.restore(tx, entry, parent, name, cookie, now), name
 
 
 def _read_own(

@@ -1570,5 +1570,5 @@ def test_every_kind_of_finding_is_tested() -> None:
         "unrecovered",
     }
     by_themselves |= {"degraded", "lost-chunk", "missing-container", "short-container"}
-    by_themselves |= {"unreadable-bytes", "wrong-checksum", "wrong-references"}
+    by_themselves |= {"no-turn", "unreadable-bytes", "wrong-checksum", "wrong-references"}
     assert tested | by_themselves == set(KINDS)
