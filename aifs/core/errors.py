@@ -189,6 +189,13 @@ def from_oserror(error: OSError, detail: str = "") -> FsError:
     return kind(f"{detail}: {error}" if detail else str(error))
 
 
+def without_frames(error: FsError) -> FsError:
+    """The error, which forgets the calls that it came through, and so what these had in memory: for
+    who keeps it."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 class UserError(AifsError):
     """What the user asked for cannot be done; the message says what, where, and what to do. One
     line.

@@ -9,7 +9,7 @@ import trio
 from aifs.burst.making import Making, NewObjects, carry_out
 from aifs.core import faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError, NoSpace, QuotaExceeded
+from aifs.core.errors import FsError, NoSpace, QuotaExceeded, without_frames
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import FileSource
 from aifs.files.collector import Collector
@@ -153,7 +153,8 @@ class Drainer:
             else:
                 await self._copy_striped(draining, target)
         except FsError as error:
-            draining.outcome = DrainOutcome.CHANGED if draining.cancelled else error
+            # It is kept until all are done, who may wait for the memory that its frames hold.
+            draining.outcome = DrainOutcome.CHANGED if draining.cancelled else without_frames(error)
 
     async def _copy_striped(self, draining: Draining, target: NewObjects) -> None:
         assert draining.file is not None  # it has begun, and ends after this

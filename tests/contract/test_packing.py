@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from aifs.core.errors import NoSpace
 from aifs.data import storages
@@ -208,3 +210,20 @@ def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None
         assert [candidate.id for candidate in servers.candidates()] == [0]
         servers[0].seen = Space(1 << 40, 0, 0, 1, 1)
         assert [candidate.id for candidate in servers.candidates()] == [0, 1, 2]
+
+
+async def test_files_that_find_no_room_keep_no_memory_from_others(directory: Path) -> None:
+    """A batch of files once waited for ever for memory that the frames of its errors held."""
+    settings = modes.WAITING | modes.STRIPED | {"memory.budget": "64MiB"}
+    with hooked():
+        async with opened(directory, settings, servers=["data/0"]) as fs:
+            content = {b"%d" % number: os.urandom(4 << 20) for number in range(24)}
+            inos = {name: await write_file(fs, name, data) for name, data in content.items()}
+            with failing("write_at", fs.store.servers[0].address, errno.ENOSPC):
+                fs.drain.request(inos.values())
+                with trio.fail_after(60):
+                    while fs.drain.status()["failing_files"] < len(inos):
+                        await trio.testing.wait_all_tasks_blocked(0.01)
+            await drained(fs, *inos.values())
+            for name, ino in inos.items():
+                assert await read_file(fs, ino) == content[name]
