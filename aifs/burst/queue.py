@@ -208,6 +208,13 @@ class Queue:
             if entry is not None and item[0] > now and not entry.failures:
                 self._move(entry, now, entry.rank)
 
+    def try_again(self, now: float) -> None:
+        """All that wait because they could not be drained may be."""
+        for item in list(self._later):
+            entry = self._placed(item)
+            if entry is not None and item[0] > now and entry.failures:
+                self._move(entry, now, entry.rank)
+
     # --- what goes out ---
 
     def take(self, now: float) -> list[QueueEntry]:

@@ -92,6 +92,10 @@ class Upkeep:
         """Work whose last step has failed, which the log has said."""
         self._jobs: dict[Work, Job] = {}
         """How the kinds of work are done that are done here."""
+        self._begun = Counter[Work]()
+        """How many steps of each work have begun."""
+        self._waiting: list[tuple[Work, int, trio.Event]] = []
+        """Who waits for the end of which step of a work."""
         self._asleep_until = -math.inf  # -inf: not asleep
         self._earlier = trio.Event()  # something is due before that
 
@@ -106,6 +110,15 @@ class Upkeep:
             self._due_s[work] = time_s
             if time_s < self._asleep_until:
                 self._earlier.set()
+
+    async def have_done(self, work: Work) -> None:
+        """A step of this work that began after the call has ended, perhaps with an error; at once
+        where the work is not done here."""
+        if work in self._jobs:
+            ended = trio.Event()
+            self._waiting.append((work, self._begun[work] + 1, ended))
+            self.wake(work)
+            await ended.wait()
 
     async def run(self, jobs: Mapping[Work, Job]) -> None:
         """Do all that is due, also of what is added, until cancelled."""
@@ -144,6 +157,8 @@ class Upkeep:
                 self._asleep_until = -math.inf
 
     async def _step(self, work: Work, job: Job) -> None:
+        self._begun[work] += 1
+        number = self._begun[work]
         try:
             again_s = await job.step()
             if work in self._failing:
@@ -159,5 +174,9 @@ class Upkeep:
                 _log.warning("%s has to wait: %s", work.value, cause)
         finally:
             self._running[work] -= 1
+            for waiting in [each for each in self._waiting if each[0] is work]:
+                if waiting[1] <= number:
+                    self._waiting.remove(waiting)
+                    waiting[2].set()
         self.at(work, trio.current_time() + again_s)
         self._earlier.set()

@@ -83,6 +83,8 @@ class Servers:
         self._gone: frozenset[DataServer] = frozenset()  # when that was last judged
         self.changes = 0
         """Counts how often servers were given up, or have come back."""
+        self.is_refused_room = False
+        """Somebody has found no room since the trash was last asked to give way."""
         self._look_at_s = 0.0  # when all are looked at again, by trio's clock
         self._limit = max(2, -(-threads // max(sum(number < BURST_FIRST for number in table), 1)))
         """Worker threads that each server has at most."""

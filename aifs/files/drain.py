@@ -63,6 +63,7 @@ class Drain:
         upkeep: Upkeep,
     ) -> None:
         burst = config.burst
+        self._servers = servers
         self._tier = tier
         self._handles = handles
         self._upkeep = upkeep
@@ -149,6 +150,11 @@ class Drain:
     def published(self, inos: Iterable[int]) -> None:
         """These have got their final names: drain them before others."""
         self._queue.prefer(inos, Rank.PUBLISHED, trio.current_time())
+
+    def try_again(self) -> None:
+        """There is room on the data servers again."""
+        self._queue.try_again(trio.current_time())
+        self._upkeep.wake(Work.DRAIN)
 
     def request(self, inos: Iterable[int]) -> None:
         """Drain these before all others, and as soon as nobody has them open for writing."""
@@ -262,6 +268,7 @@ class Drain:
             _log.warning("draining has to wait, the bytes stay in the burst tier: %s", error)
         self._failing[ino] = self._last_error = str(error)
         if isinstance(error, NoSpace):
+            self._servers.is_refused_room = True
             self._upkeep.wake(Work.TRASH)
         for waiter in self._waiters:
             waiter.failed(ino, error)

@@ -15,7 +15,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.checking.digests import HASHED
 from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
@@ -73,6 +73,8 @@ class FileIO:
         """Makes the parts that it uses, from the lowest to the highest. ``together``: None where
         the store has one host."""
         self._engine = engine
+        self._servers = servers
+        self._upkeep = upkeep
         self._tier = tier
         self._inline_limit = config.layout.inline_limit
         self._find_room = servers.descriptors.find_room
@@ -216,7 +218,7 @@ class FileIO:
         The bytes are in a page cache when this returns, and a new size is in the journal or told by
         the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
         """
-        end = offset + len(data)
+        end, was_full = offset + len(data), False
         self._require_room(file, end)
         while data:
             if not await self.enter_to_change(file, end):
@@ -233,14 +235,19 @@ class FileIO:
                 return
             except forms.ChangedElsewhere:
                 pass
+            except NoSpace:
+                if was_full:
+                    raise
+                was_full = True
             finally:
                 file.gate.leave_shared()
-            await self.by_home.follow_bytes(file.inode.ino)
+            await self._follow(file, was_full)
 
     async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
         """As ``write``, at the end of the file, wherever that is: nobody else's bytes get there
         meanwhile. Where the store has one host, the kernel sees to that.
         """
+        was_full = False
         while data:
             end = file.inode.size + len(data)
             self._require_room(file, end)
@@ -264,8 +271,21 @@ class FileIO:
                 return
             except forms.ChangedElsewhere:
                 pass
+            except NoSpace:
+                if was_full:
+                    raise
+                was_full = True
             finally:
                 file.gate.leave_alone()
+            await self._follow(file, was_full)
+
+    async def _follow(self, file: OpenInode, was_full: bool) -> None:
+        """Before a change is tried again: another host has changed the file; or there was no room,
+        and the trash gives way if there is anything in it."""
+        if was_full:
+            self._servers.is_refused_room = True
+            await self._upkeep.have_done(Work.TRASH)
+        else:
             await self.by_home.follow_bytes(file.inode.ino)
 
     def _require_room(self, file: OpenInode, end: int) -> None:

@@ -9,10 +9,13 @@ Room. While less than SPARE of a data server is free, or the metadata are short 
 trash never gives much more than is needed.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+import trio
 
 from aifs.core import faults
 from aifs.core.clock import careful_clock
@@ -22,6 +25,7 @@ from aifs.core.units import describe_size
 from aifs.core.upkeep import NEVER_S, Upkeep
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
+from aifs.files.drain import Drain
 from aifs.layout.placement import ACTIVE
 from aifs.meta import keys, restoring
 from aifs.meta.kv import Engine, ReadTransaction
@@ -42,6 +46,7 @@ AT_ONCE = 32
 """Entries that one transaction empties: a millisecond in which no request is answered."""
 
 _GIVEN_AT_ONCE = 1024  # entries, before their effect is looked at
+_LOG_INTERVAL_S = 60.0
 
 _EMPTIED = faults.declare(
     "vfs.trash.emptied", "entries of the trash are orphans and doomed trees now"
@@ -55,6 +60,7 @@ class Trash:
         self,
         engine: Engine,
         servers: Servers,
+        drain: Drain,
         collector: Collector,
         doomed: DoomedTrees,
         rules: TrashRules,
@@ -62,6 +68,7 @@ class Trash:
     ) -> None:
         self._engine = engine
         self._servers = servers
+        self._drain = drain
         self._collector = collector
         self._doomed = doomed
         self._rules = rules
@@ -72,6 +79,7 @@ class Trash:
         """Whether trees that earlier mounts have left are among those to be added up."""
         self._given_entries = self._given_bytes = 0
         """What has gone before its time, since the mount."""
+        self._log_again_s = -math.inf  # by trio's clock
 
     async def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows: how much is in the trash, and how much has gone before its
@@ -132,21 +140,26 @@ class Trash:
             size = await self.empty(some)
             self._given_entries += len(some)
             self._given_bytes += size
-            _log.warning(
-                "the trash gives way: %d of its entries, %s, are gone before their time, as there "
-                "is no room for new files",
-                len(some),
-                describe_size(size),
-            )
+            if trio.current_time() >= self._log_again_s:
+                self._log_again_s = trio.current_time() + _LOG_INTERVAL_S
+                _log.warning(
+                    "the trash gives way, as there is no room for new files: %d entries, %s, have "
+                    "gone before their time since the mount",
+                    self._given_entries,
+                    describe_size(self._given_bytes),
+                )
             await self._doomed.empty()
             await self._collector.drain(urgent=True)
+            self._drain.try_again()
 
     async def _lacking(self) -> int:
-        """How many bytes less than SPARE are free, on all data servers; 0: there is room."""
+        """How many bytes less than SPARE are free, on all data servers; 0: there is room. Where
+        somebody has found none all the same, for a large file, so much more is to become free."""
+        refused, self._servers.is_refused_room = self._servers.is_refused_room, False
         servers = [one for one in self._servers.capacity() if one.standing == ACTIVE]
         spaces = await self._servers.spaces(servers)
         lacking = {
-            server.storage.pool: int(SPARE * space.total) - space.available
+            server.storage.pool: int(SPARE * space.total) - (0 if refused else space.available)
             for server, space in zip(servers, spaces, strict=True)
             if space is not None
         }

@@ -208,7 +208,7 @@ class Filesystem:
         self.doomed = doomed = DoomedTrees(
             engine, io, drain, collector, upkeep, rules, closing.gone, kernel
         )
-        self.trash = trash = Trash(engine, servers, collector, doomed, rules, upkeep)
+        self.trash = trash = Trash(engine, servers, drain, collector, doomed, rules, upkeep)
         self.retention = retention = Retention(config, engine, io, doomed, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(

@@ -505,7 +505,7 @@ async def test_the_oldest_goes_first_when_there_is_no_room(
         assert await kept(fs) == ["/2", "/3"]
         status = await fs.trash.status()
         assert (status["given_entries"], status["given_bytes"]) == (2, 2 * len(DATA))
-        assert "the trash gives way: 2 of its entries" in caplog.text
+        assert "the trash gives way, as there is no room for new files: 2 entries" in caplog.text
         caplog.clear()
 
 

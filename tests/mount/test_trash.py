@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from aifs.core.config import DIRECTORY_FILE
 from aifs.core.ioctl import AIFS_IOC_RESTORE
-from tests.support.mounts import Mounted, aifs
+from tests.support.mounts import Mounted, aifs, mounted_store
 from tests.support.users import errno_of, in_process
 
 ALICE, BOB = 1000, 2000
@@ -149,3 +151,42 @@ def test_status_and_df_count_what_is_in_it(bridged: Mounted, here: Path) -> None
     assert now.f_files - now.f_ffree == used.f_files - used.f_ffree
     lines = aifs("status", bridged.path).stdout.splitlines()
     assert any(line.startswith("trash ") and "entries" in line for line in lines)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 128 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", path], check=True)
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("burst", [True, False], ids=["burst", "no burst"])
+def test_writers_go_on_as_the_trash_gives_way(small: Path, tmp_path: Path, burst: bool) -> None:
+    """Twice as much is written, and nearly all of it removed, as the data servers hold."""
+    source = tmp_path / "store"
+    source.mkdir()
+    settings = {
+        "servers": [str(small / "0"), str(small / "1")],
+        "data": {"movers": 0},
+        "burst": {"directories": ["burst"] if burst else [], "drain_delay": "0s"},
+    }
+    (source / DIRECTORY_FILE).write_text(json.dumps(settings))
+    with mounted_store(tmp_path, ["trash.keep=7d"]) as mounted:
+        mounted.expected += ["the trash gives way", "draining has to wait"]
+        data = os.urandom(1 << 20)
+        for number in range(256):
+            path = mounted.path / f"f{number}"
+            path.write_bytes(data)
+            if number % 64:
+                path.unlink()
+        aifs("drain", mounted.path, "--timeout", "60s")
+        assert {path.read_bytes() for path in mounted.path.iterdir()} == {data}
+        trash = json.loads(aifs("status", mounted.path, "--json").stdout)["trash"]
+        assert trash["given_entries"] > 0
+        assert "gone before their time" in aifs("status", mounted.path).stdout
+        names = paths(mounted.path)
+        assert names == sorted(names, key=lambda name: int(name[1:]))  # the oldest have gone
+        assert os.path.basename(names[-1]) == "f255"

@@ -46,6 +46,30 @@ async def test_a_step_runs_at_first_and_when_it_says(autojump_clock: object) -> 
     assert late.times == [5]
 
 
+async def test_who_waits_for_a_step_has_one_that_began_later(autojump_clock: object) -> None:
+    upkeep, steps = Upkeep(), Steps()
+    steps.blocked = trio.Event()
+    waited: list[float] = []
+
+    async def ask() -> None:
+        await upkeep.have_done(Work.TRASH)  # nobody does it yet
+        waited.append(trio.current_time())
+        await trio.sleep(1)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(upkeep.have_done, Work.TRASH)
+            await trio.sleep(1)
+            steps.errors = [Unavailable("such a step has ended, too")]
+            steps.blocked.set()
+        waited.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await trio.sleep(0.5)
+        await served(upkeep, {Work.TRASH: Job(steps.step)}, 10)
+    assert waited == [0, 2] and steps.times == [0.5, 2]
+
+
 async def test_whoever_asks_is_heard_whenever_it_is(autojump_clock: object) -> None:
     """Before the work begins, while nothing runs, and while the step runs, which runs again."""
     upkeep, steps = Upkeep(), Steps()
