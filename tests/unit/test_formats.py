@@ -296,6 +296,11 @@ def test_jsonl_with_a_schema() -> None:
     schema = pa.schema({"b": pa.string()})
     batch = opened(Memory(data), {"schema": schema}).open_block(0, block).batch(0, 2)
     assert batch.schema == schema and batch.to_pylist() == [{"b": "x"}, {"b": "y"}]
+    for line in (b'{"b": "x"} {"b": "y"}\n', b'{"b": "x"\n}\n'):
+        [block] = blocks_of("jsonl", Memory(line))
+        rows = opened(Memory(line), {"schema": schema}).open_block(0, block)
+        with pytest.raises(DatasetError, match="where the index has"):
+            rows.batch(0, block.rows)
 
 
 def test_zstd(tmp_path: Path) -> None:
@@ -387,6 +392,20 @@ def test_megatron_with_empty_and_long_documents(lengths: list[int]) -> None:
     with TemporaryDirectory() as folder:
         path = a_megatron(Path(folder) / "a.bin", lengths)
         assert [len(row) for row in rows_of("megatron", Disk(path))] == lengths
+
+
+def test_an_idx_that_shrinks_or_changes(tmp_path: Path) -> None:
+    """Neither ends the process nor gives other rows."""
+    path = a_megatron(tmp_path / "a.bin", [5] * 3000)
+    opened = import_module("aifs.client.data.rows.megatron").open_file(Disk(path), {})
+    blocks = blocks_of("megatron", Disk(path))
+    assert len(opened.open_block(0, blocks[0]).take([0])[0]) == 5
+    idx = path.with_suffix(".idx")
+    content = idx.read_bytes()
+    for change in (content[:100], content[:-8] + bytes(8)):
+        idx.write_bytes(change)
+        with pytest.raises(OSError, match="has changed"):
+            opened.open_block(1, blocks[1])
 
 
 @pytest.mark.long  # its import takes many seconds

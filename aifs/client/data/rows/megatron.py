@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aifs.client.data.disk import IndexedDiskFile, version_of
 from aifs.client.data.rows import DatasetFile
-from aifs.client.data.rows.opened import naming
+from aifs.client.data.rows.opened import Clipped, naming
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.megatron import Documents
-from aifs.datasets.formats.reading import InMemory
 from aifs.datasets.index import RowBlock
 
 if TYPE_CHECKING:
@@ -38,45 +38,52 @@ class _Block:
 
 
 class _File:
-    def __init__(self, file: DatasetFile) -> None:
-        import numpy
+    """The .idx is read where it is needed, never mapped: one that shrinks would end the process."""
 
+    def __init__(self, file: DatasetFile) -> None:
         self._file = file
-        self._idx_path = os.path.splitext(file.path)[0] + ".idx"
-        idx = numpy.memmap(self._idx_path, numpy.uint8, "r")
+        path = os.path.splitext(file.path)[0] + ".idx"
+        self._idx = Clipped(IndexedDiskFile(path, version_of(os.stat(path))))
         with naming(file.path, 0):
-            self._documents = documents = Documents(InMemory(idx.data), file.size)
-        sequences = documents.sequences
-        self._lengths = numpy.frombuffer(idx, "<i4", sequences, documents.lengths_at)
-        self._pointers = numpy.frombuffer(idx, "<i8", sequences, documents.pointers_at)
-        self._firsts = numpy.frombuffer(idx, "<i8", documents.count + 1, documents.bounds_at)
+            self._documents = Documents(self._idx, file.size)
 
     def open_block(self, number: int, block: RowBlock) -> _Block:
         import numpy
 
         documents, size = self._documents, self._documents.itemsize
-        end = block.offset + block.length
         with naming(self._file.path, block.offset):
             first = documents.at(block.offset)
-            sequences = self._firsts[first : first + block.rows + 1]
+            sequences = self._numbers("<i8", documents.bounds_at, first, block.rows + 1)
             low, high = int(sequences[0]), int(sequences[-1])
-            pointers = numpy.append(self._pointers[low:high], end)
-            lengths = self._lengths[low:high].astype("i8") * size
-            follow = numpy.array_equal(pointers[:-1] + lengths, pointers[1:])
+            if not 0 <= low <= high <= documents.sequences:
+                raise DatasetError(f"document {first} has sequences {low} to {high} in its .idx")
+            starts = self._numbers("<i8", documents.pointers_at, low, high - low)
+            pointers = numpy.append(starts, block.offset + block.length)
+            lengths = self._numbers("<i4", documents.lengths_at, low, high - low).astype("i8")
+            follow = numpy.array_equal(pointers[:-1] + lengths * size, pointers[1:])
             if (
-                len(sequences) != block.rows + 1
-                or (numpy.diff(sequences) < 0).any()
+                (numpy.diff(sequences) < 0).any()
                 or pointers[0] != block.offset
                 or (lengths < 0).any()
                 or not follow
             ):
                 raise DatasetError(
                     f"the sequences of the block at byte {block.offset} do not follow one another"
-                    f" in {self._idx_path}"
+                    " in its .idx"
                 )
         data = self._file.read(block.offset, block.length)
         bounds = (pointers[sequences - low] - block.offset) // size
         return _Block(numpy.frombuffer(data, numpy.dtype(documents.dtype)), bounds)
+
+    def _numbers(self, kind: str, at: int, first: int, count: int) -> "numpy.ndarray":
+        """``count`` numbers of the list that begins at byte ``at``, from its ``first`` on."""
+        import numpy
+
+        each = numpy.dtype(kind).itemsize
+        found = numpy.frombuffer(self._idx.read(at + each * first, each * count), kind)
+        if len(found) != count:
+            raise DatasetError("its .idx ends too early: make the dataset's index again")
+        return found
 
 
 def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
