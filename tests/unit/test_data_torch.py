@@ -1,5 +1,6 @@
 """Datasets in torch's DataLoader: workers and ranks divide one sequence, and states go on in it."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,43 @@ def test_the_place_is_that_of_the_job(dataset: data.Dataset, monkeypatch: pytest
 
 
 @pytest.mark.long
-def test_workers_that_are_spawned(dataset: data.Dataset):
-    found = loader(dataset, num_workers=2, multiprocessing_context="spawn")
-    assert sorted(numbers(found)) == list(range(ROWS))
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_however_they_begin(dataset, method: str, persistent: bool, workers: int):
+    options = {"multiprocessing_context": method, "persistent_workers": persistent}
+    one = loader(dataset, num_workers=workers, **options)
+    epochs = [numbers(one) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * 2
+    assert epochs[0] == numbers(loader(dataset, num_workers=workers))
+
+
+def run_rank(rank: int, world: int, place: str, dataset: data.Dataset) -> None:
+    """A job's rank: three steps, a state, which all ranks have alike, and the rest."""
+    torch.distributed.init_process_group("gloo", f"file://{place}", rank=rank, world_size=world)
+    first = loader(dataset, drop_last=True, num_workers=2)
+    begun = iter(first)
+    rows = [batch.tolist() for batch in islice(begun, 3)]
+    state = first.state_dict()
+    again = loader(dataset, drop_last=True)
+    again.load_state_dict(state)
+    for batch in again:
+        torch.distributed.barrier()  # as a step of training has one: nobody has fewer
+        rows.append(batch.tolist())
+    found: list[Any] = [None] * world
+    torch.distributed.all_gather_object(found, (rows, state))
+    torch.distributed.destroy_process_group()
+    assert all(of == state for _, of in found)
+    seen = [row for rows, _ in found for batch in rows for row in batch]
+    assert len(seen) == len(set(seen)) > ROWS - 8 * world * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_torch_distributed(dataset: data.Dataset, tmp_path: Path, world: int):
+    arguments = (world, str(tmp_path / "meet"), dataset)
+    torch.multiprocessing.spawn(run_rank, arguments, nprocs=world)
 
 
 def test_an_error_in_a_worker_names_the_file(tmp_path: Path):
