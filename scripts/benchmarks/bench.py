@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 from background import Extent, background_rows
 from checkpoint import checkpoint_rows
-from datasets import NORMAL as NORMAL_DATA
-from datasets import QUICK as QUICK_DATA
-from datasets import data_rows
+from dataset_rates import NORMAL as NORMAL_DATA
+from dataset_rates import QUICK as QUICK_DATA
+from dataset_rates import data_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
 from grouped import grouped_rows
@@ -43,6 +43,8 @@ NORMAL_ENV = Amounts(unpacked=50_000, copied=10_000, trees=10, extras=("test", "
 
 QUICK_BESIDE = Extent(files=500, deleted=2000, mib=512, probed=2000)
 NORMAL_BESIDE = Extent(files=4000, deleted=100_000, mib=4096, probed=20_000)
+
+QUICK_PICTURES, NORMAL_PICTURES = 400, 4000
 
 QUICK_QUALITY, NORMAL_QUALITY = (1, 40), (5, 400)
 """Seeds, steps."""
@@ -102,6 +104,11 @@ log = Console(stderr=True)
     is_flag=True,
     help="With `data`: train a small GPT on rows in each order, instead of measuring speed.",
 )
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="With `data`: also read the same pictures by the loaders of others (extra `peers`).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def bench(
     works: tuple[str, ...],
@@ -112,6 +119,7 @@ def bench(
     bare: bool,
     wheels: Path | None,
     quality: bool,
+    peers: bool,
     as_json: bool,
 ) -> None:
     """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their
@@ -156,6 +164,11 @@ def bench(
         if "data" in chosen and not quality:
             with log.status("data"):
                 rows += data_rows(base, QUICK_DATA if quick else NORMAL_DATA, rounds)
+        if "data" in chosen and peers:
+            from peers import peer_rows  # needs torch
+
+            with log.status("data, peers"):
+                rows += peer_rows(base, QUICK_PICTURES if quick else NORMAL_PICTURES, rounds)
         if "data" in chosen and quality:
             from shuffle_quality import quality_rows  # needs torch
 

@@ -62,6 +62,10 @@ class System:
     def rest(self) -> None:
         """Return when no background work goes on."""
 
+    def forget(self) -> None:
+        """What was read from data servers is in nobody's memory any more; what is in the burst tier
+        stays there, as what was just written does."""
+
 
 class MountedSystem(System):
     """A system whose ``command``, a FUSE daemon in the foreground, serves ``path``."""
@@ -178,6 +182,12 @@ class DelayedAifs(Aifs):
 
     def __init__(self, name: str, base: Path) -> None:
         super().__init__(name, base, (HERE / "delayed.py",))
+
+    def forget(self) -> None:
+        drop_caches()
+        subprocess.run(["umount", self.path], check=True)
+        self.daemon.wait()
+        self.mount_again()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ turns in each round; before each one the kernel and, by a new mount, the daemon 
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from report import Row, rate
-from systems import Aifs, DelayedAifs, System, drop_caches
+from systems import HERE, REPOSITORY, Aifs, DelayedAifs, System, drop_caches
 
 from aifs.client import data
 
@@ -26,16 +27,24 @@ OPTIONS: dict[str, Any] = {"format": "records", "record_bytes": ROW}
 
 
 class Extent(NamedTuple):
-    """MiB of rows; rows that are read at random; files of a dataset of many; of small files."""
+    """MiB of rows; rows that are read at random; files of a dataset of many; thousands of rows of
+    each; small files."""
 
     mib: int
     random_rows: int
     files: int
+    thousands: int
     small: int
 
+    @property
+    def rows(self) -> str:
+        """What the dataset of many files is."""
+        return f"{self.files:,} files, {self.files * self.thousands // 1000:,} million rows"
 
-QUICK = Extent(mib=32, random_rows=64, files=200, small=200)
-NORMAL = Extent(mib=512, random_rows=1000, files=4000, small=4000)
+
+QUICK = Extent(mib=32, random_rows=64, files=200, thousands=10, small=200)
+NORMAL = Extent(mib=512, random_rows=1000, files=4000, thousands=97, small=4000)
+"""386 million rows, as in C4."""
 
 Rates = dict[tuple[str, str], list[float]]
 
@@ -57,7 +66,7 @@ def data_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
                     found[name, shuffle].append(_rate(system, shuffle, extent.mib << 8))
             found["far", "rows"].append(_rate(far, "rows", extent.random_rows))
             found["far", "resume"].append(_resume_s(far, extent))
-        ready = _ready(burst, extent.files)
+        ready = _ready(burst, extent)
         archive = [_archive(far, extent.small) for _ in range(rounds)]
     rates = {key: statistics.median(values) for key, values in found.items()}
     return [
@@ -66,8 +75,10 @@ def data_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
         _row("shuffled / row by row, servers with 1 ms", rates, "far", ("far", "rows"), 20),
         _row("shuffled, burst copies / plain, cached", rates, "burst", ("plain", "blocks"), 0.90),
         _row("shuffled, servers with 1 ms / plain", rates, "far", ("plain", "blocks"), 0.35),
-        _seconds(f"ready, {extent.files} files, without an index", ready[0], 7.0),
-        _seconds(f"ready, {extent.files} files, with its index", ready[1], 0.3),
+        _seconds(f"ready, {extent.rows}, without an index", ready.cold_s, 7.0),
+        _seconds(f"ready, {extent.rows}, with its index", ready.indexed_s, 0.3),
+        _seconds(f"order file of a rank of 8, {extent.rows}", ready.order_s, 10.0),
+        _bytes_per_row(f"memory of who has opened it, {extent.rows}", ready.bytes_per_row, 0.1),
         _seconds("first row of a resume in mid-epoch, 1 ms", rates["far", "resume"], 0.2),
         _times("files.tar / open, read, close of each, 1 ms", statistics.median(archive), 5.0),
     ]
@@ -84,7 +95,7 @@ def _write(directory: Path, mib: int) -> None:
 
 def _rate(system: System, shuffle: str, rows: int) -> float:
     """MiB per second of an epoch, or of its first rows."""
-    _forget(system)
+    system.forget()
     dataset = data.open(system.path / "rows", **OPTIONS)
     buffer = 64 if shuffle == "rows" else data.BUFFER  # each of these rows costs a block
     begun = time.perf_counter()
@@ -93,21 +104,11 @@ def _rate(system: System, shuffle: str, rows: int) -> float:
     return given * ROW / (1 << 20) / (time.perf_counter() - begun)
 
 
-def _forget(system: System) -> None:
-    """What was read from data servers; what is in the burst tier stays in memory, as what was just
-    written does."""
-    if isinstance(system, DelayedAifs):
-        drop_caches()
-        subprocess.run(["umount", system.path], check=True)
-        system.daemon.wait()
-        system.mount_again()
-
-
 def _resume_s(system: System, extent: Extent) -> float:
     """Until the first row, the half of an epoch being done."""
     with data.reader(data.open(system.path / "rows", **OPTIONS)) as reader:
         state = reader.state() | {"done": extent.mib << 7}
-    _forget(system)
+    system.forget()
     dataset = data.open(system.path / "rows", **OPTIONS)
     begun = time.perf_counter()
     with data.reader(dataset, state=state) as reader:
@@ -115,21 +116,37 @@ def _resume_s(system: System, extent: Extent) -> float:
         return time.perf_counter() - begun
 
 
-def _ready(system: System, files: int) -> tuple[float, float]:
-    """Seconds until a dataset of many files is open: without its index, and with it."""
+class Ready(NamedTuple):
+    """A dataset of many files."""
+
+    cold_s: float  # until it is open, without its index
+    indexed_s: float  # with it
+    order_s: float  # until an order file of it is found
+    bytes_per_row: float  # of the memory of a process that has opened it
+
+
+def _ready(system: System, extent: Extent) -> Ready:
+    """Footers are real: of row groups of 1,000 rows. Their bytes are few: one value for all."""
     import pyarrow
     from pyarrow import parquet
 
     directory = system.path / "many"
     directory.mkdir()
-    table = pyarrow.table({"n": range(1000)})
+    rows = extent.thousands * 1000
+    table = pyarrow.table({"text": pyarrow.repeat("", rows)})
     first = directory / "0.parquet"
-    parquet.write_table(table, first, row_group_size=100)
+    parquet.write_table(table, first, row_group_size=1000)
     content = first.read_bytes()
-    for number in range(1, files):
+    for number in range(1, extent.files):
         (directory / f"{number}.parquet").write_bytes(content)
     drop_caches()
-    return _timed(lambda: data.open(directory)), _timed(lambda: data.open(directory))
+    cold_s = _timed(lambda: data.open(directory))
+    indexed_s = _timed(lambda: data.open(directory))
+    order = directory / ".aifs-data" / "order" / "seed=1,rank=3-of-8.parquet"
+    order_s = _timed(order.stat)
+    command = [sys.executable, HERE / "opened_dataset.py", directory]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=REPOSITORY).stdout
+    return Ready(cold_s, indexed_s, order_s, int(told) / (rows * extent.files))
 
 
 def _archive(system: System, files: int) -> float:
@@ -140,9 +157,9 @@ def _archive(system: System, files: int) -> float:
         for number in range(files):
             (directory / f"{number:05}").write_bytes(os.urandom(100_000))
         system.rest()
-    _forget(system)
+    system.forget()
     each = _timed(lambda: [path.read_bytes() for path in sorted(directory.iterdir())])
-    _forget(system)
+    system.forget()
     return each / _timed(lambda: _read(directory / ".aifs-data" / "files.tar"))
 
 
@@ -170,6 +187,10 @@ def _row(name: str, rates: dict, system: str, anchor: tuple[str, str], target: f
 
 def _seconds(name: str, found: float, most: float) -> Row:
     return Row(name, "", None, None, None, f"{found:.3f} s", f"<= {most} s", found <= most)
+
+
+def _bytes_per_row(name: str, found: float, most: float) -> Row:
+    return Row(name, "", None, None, None, f"{found:.3f} B/row", f"<= {most}", found <= most)
 
 
 def _times(name: str, found: float, least: float) -> Row:
