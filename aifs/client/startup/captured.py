@@ -18,6 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,7 +155,8 @@ def _restore(made: str, target: str) -> None:
     rewritten = set() if moved is None else moved.plan(source, entries)
     for path in told["removed"]:
         _remove(os.path.join(target, path))
-    for path, status in entries:
+
+    def restore(path: str, status: os.stat_result) -> None:
         to = os.path.join(target, path)
         if moved is not None and path in rewritten:
             data = moved.rewrite(os.path.join(source, path))
@@ -168,6 +170,13 @@ def _restore(made: str, target: str) -> None:
             trees.replace_symlink(to, os.fsdecode(link))
         elif not _is_same(to, status):
             _put(os.path.join(source, path), to, linked=True)
+
+    directories = [entry for entry in entries if stat.S_ISDIR(entry[1].st_mode)]
+    others = [entry for entry in entries if not stat.S_ISDIR(entry[1].st_mode)]
+    for entry in directories:
+        restore(*entry)
+    with ThreadPoolExecutor(hashing.WORKERS) as pool:
+        list(pool.map(lambda entry: restore(*entry), others))  # which raises what they raise
     for path, _ in entries:
         if rewritten and path.endswith(".dist-info/RECORD"):
             relocate.note(target, path, rewritten)
