@@ -3,6 +3,7 @@ what.
 """
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,30 @@ async def test_what_was_written_is_seen_when_close_returns(scratch: Path):
         await north.io.inodes.save_all()  # as it happens each commit interval
         assert await read_file(south, inode.ino) == DATA + b"more"
         await north.release(handle)
+
+
+@pytest.mark.parametrize("kind", [{}, {"burst.drain_delay": "0s"}])
+async def test_a_clock_that_jumps_shows_nothing_old(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, str]
+):
+    """By days and years, to and fro, on hosts that change one file in turns."""
+    offset_ns, time_ns = 0, time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + offset_ns)
+    async with two_hosts(scratch / "s", kind) as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        for number, days in enumerate((1, -1, 0, 3650, -3650, 0, -1, 1)):
+            offset_ns = days * 86_400 * 10**9
+            writer, reader = (north, south) if number % 2 else (south, north)
+            for count in range(2):
+                content = b"%d %d " % (number, count) * 3000
+                handle, *_ = await writer.open(ino, os.O_RDWR | os.O_TRUNC)
+                await writer.write(handle, 0, content)
+                await writer.flush(handle)
+                assert await read_file(reader, ino) == content
+                await writer.release(handle)
+                await writer.rename(ROOT_INO, b"f", ROOT_INO, b"f%d" % number)
+                assert (await reader.lookup(ROOT_INO, b"f%d" % number)).ino == ino
+                await reader.rename(ROOT_INO, b"f%d" % number, ROOT_INO, b"f")
 
 
 async def test_a_close_waits_for_a_save_that_is_under_way(

@@ -670,7 +670,7 @@ async def test_a_host_that_dies_anywhere_comes_back_whole(cluster, monkeypatch, 
 
 async def test_a_database_that_is_not_a_stores_is_refused(database, tmp_path):
     local = LmdbEngine(str(tmp_path))
-    with pytest.raises(StoreError, match="no store's metadata"):
+    with pytest.raises(StoreError, match="holds no store"):
         await join(local, MapDatabase(database.conninfo), "a", "a:7947")
     database.make_store()
     with pytest.raises(StoreError, match="already"):

@@ -474,6 +474,14 @@ class Life:
         for _ in range(turns):
             await trio.lowlevel.checkpoint()
 
+    async def close_all(self) -> None:
+        """As programs that end."""
+        self.close_maps()
+        for slot in list(self._slots):
+            await self._close(slot)
+        for slot in list(self._dirs):
+            await self._closedir(slot)
+
     def close_maps(self) -> None:
         """The programs end."""
         for slot in list(self._maps):

@@ -12,7 +12,11 @@ import psycopg
 
 from aifs.core.errors import StoreBusy, StoreError
 from aifs.core.secret import read_secret
-from aifs.meta.replicated.database import MIN_SERVER_VERSION, SCHEMA_VERSION
+from aifs.meta.replicated.database import (
+    MIN_SERVER_VERSION,
+    NO_STORE,
+    require_version,
+)
 
 _CONNECT_S = 10
 
@@ -82,7 +86,7 @@ class BlockingDatabase:
 
     def require_store(self) -> None:
         if not self.holds_store():
-            raise StoreError(f"{self.url}: holds no store; make one with aifs format")
+            raise StoreError(f"{self.url}: {NO_STORE}")
 
     def get(self, key: bytes) -> bytes | None:
         """A value of the map. There is a store."""
@@ -211,12 +215,7 @@ def _holds_store(cursor: psycopg.Cursor[tuple], url: str) -> bool:
     if not _holds_schema(cursor):
         return False
     cursor.execute("SELECT number FROM aifs.version")
-    number = _one(cursor)
-    if number != SCHEMA_VERSION:
-        raise StoreError(
-            f"{url}: its tables have version {number}; this version of AIFS knows "
-            f"{SCHEMA_VERSION} alone"
-        )
+    require_version(_one(cursor), url)
     return True
 
 

@@ -25,6 +25,7 @@ DONE, CONFLICT, LAPSED, ENDED, RECOVERING, TRIMMED, TAKEN = range(7)
 """What functions of the schema answer."""
 
 SCHEMA_VERSION = 1
+NO_STORE = "holds no store; make one with aifs format"
 MIN_SERVER_VERSION = 140000
 
 ANSWER_S = 5.0
@@ -219,6 +220,15 @@ def to_row(fields: Fields) -> Row:
     )
 
 
+def require_version(number: int, where: str) -> None:
+    """Of the tables. Raises StoreError if they are another AIFS's."""
+    if number != SCHEMA_VERSION:
+        raise StoreError(
+            f"{where}: its tables have version {number}; this version of AIFS knows "
+            f"{SCHEMA_VERSION} alone"
+        )
+
+
 class MapDatabase:
     """The database at ``url``, as one host uses it. Nothing is connected before it is asked."""
 
@@ -245,13 +255,9 @@ class MapDatabase:
         try:
             await _require_version(connection)
             if await connection.value("select to_regclass('aifs.version') is not null") != "t":
-                raise StoreError("the database has no store's metadata; make it with aifs format")
+                raise StoreError(f"the database {NO_STORE}")
             version = await connection.value("select number from aifs.version")
-            if version != str(SCHEMA_VERSION):
-                raise StoreError(
-                    f"the database has a schema of version {version}; this version of aifs reads "
-                    f"version {SCHEMA_VERSION}"
-                )
+            require_version(int(version), "the database")
         finally:
             connection.close()
 
