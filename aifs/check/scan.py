@@ -27,6 +27,7 @@ from aifs.check.findings import (
 )
 from aifs.check.marks import MarkCheck
 from aifs.check.names import NameCheck
+from aifs.check.quotas import QuotaCheck
 from aifs.check.table import (
     DIRECTORY,
     DOOMED,
@@ -67,6 +68,8 @@ _KEY_LENGTHS = {
     b"R": 9,
     b"T": 17,
     b"U": 17,
+    b"Q": 9,
+    b"P": 10,
     b"a": 9,
     b"b": 9,
     b"e": 17,
@@ -96,6 +99,7 @@ _COUNTERS = (
     keys.COUNTER_TRASHED_BYTES,
     keys.COUNTER_SERVERS,
     keys.COUNTER_BURST,
+    keys.COUNTER_QUOTAS,
 )
 
 Handler = Callable[[bytes, bytes], Awaitable[None]]
@@ -138,6 +142,7 @@ class MetadataScan:
         self._trash = TrashCheck(view, self.table, self._problem)
         self._containers = ContainerRecords(view, self._servers, self._problem, self._in_use)
         self._clones = CloneCheck(view, self._problem, self._is_readable)
+        self._quotas = QuotaCheck(view, self._problem)
         self._users: dict[int, int] = {}  # object id -> inode, where the two differ
         self._unreadable_inodes = 0
         """How many inodes but the root's have records that cannot be read."""
@@ -178,10 +183,13 @@ class MetadataScan:
             (b"m", self._columns.stray),
             (b"u", self._columns.mark),
             (b"v", self._windows),
+            (b"Q", self._quotas.quota),
+            (b"P", self._quotas.use),
         ):
             await self._each(kind, handle)
         self._clones.conclude()
         self._columns.conclude()
+        await self._quotas.conclude()
         self._copies.conclude()
         await self._containers.conclude()
         await for_each(
@@ -205,7 +213,7 @@ class MetadataScan:
         length = _KEY_LENGTHS.get(kind)
 
         async def checked(key: bytes, value: bytes) -> None:
-            if length and len(key) != length and kind in b"CDLRTUabgmopquvwyz":
+            if length and len(key) != length and kind in b"CDLPQRTUabgmopquvwyz":
                 # Recovery would trip over it, and it holds nothing that could be lost.
                 self._stray(f"record {key.hex()}", "its key is not that of a record", key, RECOVERY)
             elif (length and len(key) != length) or len(key) < 9 and kind in b"dx":
@@ -236,6 +244,7 @@ class MetadataScan:
             await self._unknown(key, value)
             return
         self._in_use(ino)
+        self._quotas.inode(value)
         try:
             inode = decode_inode(ino, value)
             nonsense = _nonsense(inode, value)
@@ -472,7 +481,7 @@ class MetadataScan:
 
     async def _unknown_kinds(self) -> None:
         start = b"\0"
-        for letter in b"CDLRSTUabcdefghijklmnopqrstuvwxyz":
+        for letter in b"CDLPQRSTUabcdefghijklmnopqrstuvwxyz":
             first, end = keys.all_of(bytes((letter,)))
             await for_each(self._engine, start, first, self._unknown, self._seen)
             start = end

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from aifs.core.mountinfo import first_aifs
-from aifs.core.units import parse_duration, parse_size
+from aifs.core.units import parse_count, parse_duration, parse_size
 
 
 class _PathType(click.ParamType):
@@ -59,4 +59,5 @@ class _Quantity(click.ParamType):
 PATH = _PathType()
 MOUNTPOINT = _PathType(may_be_stuck=True)  # of commands that see to stuck mounts themselves
 SIZE = _Quantity("size", parse_size)  # bytes
+COUNT = _Quantity("count", parse_count)
 DURATION = _Quantity("duration", parse_duration)  # seconds

@@ -19,6 +19,7 @@ _MEANINGS = {
     "keep": "which checkpoints in it remain: last=3,every=1000,age=7d,bytes=2TiB",
     "age": "where files below go that nobody has used for so long: 30d:cold",
     "trash": "how long what is removed below is kept, to be restored: 7d, or off",
+    "quota": "how much may lie below, and does (aifs quota): size=1TiB,files=1M",
     "pending": "a checkpoint that is being saved, by whom: ranks=8,step=100",
     "group": "files that are written together: name=step,ranks=8",
     "state": "where the bytes are: dirty, draining, clean, cached",

@@ -2,6 +2,7 @@
 them means.
 """
 
+import errno
 import json
 import os
 from typing import Any
@@ -17,6 +18,8 @@ GROUP = "user.aifs.group"
 HOSTS = "user.aifs.hosts"
 NONE = "user.aifs"  # which nothing has
 INFO = "user.aifs.info"
+QUOTA = "user.aifs.quota"
+QUOTAS = "user.aifs.quotas"
 REMOVE = "user.aifs.remove"
 SCRUB = "user.aifs.scrub"
 SERVER_ADD = "user.aifs.server-add"
@@ -35,6 +38,17 @@ TRASHED = "user.aifs.trashed"
 def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
     """What the hint says. Raises OSError."""
     return json.loads(os.getxattr(path, name, follow_symlinks=follow))
+
+
+def drop(path: str, name: str) -> None:
+    """Take the hint back. Raises OSError, which says why the mount has refused it."""
+    with explained(path, name):
+        os.removexattr(path, name)
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether it says that there is no such hint."""
+    return error.errno == errno.ENODATA
 
 
 def put(path: str, name: str, value: str = "") -> None:

@@ -84,6 +84,7 @@ _COMMANDS = {
     "drain": "aifs.cli.drain:drain_command",
     "warm": "aifs.cli.warm:warm_command",
     "evict": "aifs.cli.evict:evict_command",
+    "quota": "aifs.cli.quota:quota_group",
     "pin": "aifs.cli.pin:pin_command",
     "unpin": "aifs.cli.pin:unpin_command",
     "rm": "aifs.cli.rm:rm_command",

@@ -1,4 +1,6 @@
-"""Sizes in bytes and durations in seconds, as people write them: ``1MiB``, ``100ms``. Pure."""
+"""Sizes in bytes, counts, and durations in seconds, as people write them: ``1MiB``, ``1M``,
+``100ms``. Pure.
+"""
 
 import re
 from decimal import Decimal
@@ -8,6 +10,8 @@ for _power, _letter in enumerate("KMGTPE", start=1):
     _SIZES[f"{_letter}iB"] = 1024**_power
     _SIZES[f"{_letter}B"] = 1000**_power
 _SIZES["kB"] = 1000
+
+_COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 _DURATIONS = {
     "us": Decimal("0.000001"),
@@ -31,6 +35,16 @@ def parse_size(text: str) -> int:
     if size is None or size != int(size):
         raise ValueError(f"{text!r} is not a size in bytes, such as 4096, 64KiB, 1MiB or 2GB")
     return int(size)
+
+
+def parse_count(text: str) -> int:
+    """How many: ``1500``, ``20k``, ``1.5M``, ``2G`` (1000s). ValueError says what is allowed."""
+    match = _QUANTITY.fullmatch(text)
+    factor = _COUNTS.get(match[2]) if match else None
+    number = Decimal(match[1]) * factor if match and factor else None
+    if number is None or number != int(number):
+        raise ValueError(f"{text!r} is not a number, such as 1500, 20k or 1M")
+    return int(number)
 
 
 def parse_duration(text: str) -> float:

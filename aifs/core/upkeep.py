@@ -61,6 +61,7 @@ class Work(Enum):
     COMPACT = "compaction"
     REBUILD = "rebuilding"
     AGING = "moving old files"
+    QUOTAS = "counting what lies in quotas"
     SCRUB = "the scrub"
     RELAX = "giving back memory"
 

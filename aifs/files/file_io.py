@@ -6,6 +6,8 @@ under the file's gate. Only these modules, ``writeback``, ``drain``, ``stage`` a
 a file's form.
 """
 
+from contextlib import AbstractAsyncContextManager, nullcontext
+
 import trio
 
 from aifs.burst.mirrors import Mirrors
@@ -30,6 +32,7 @@ from aifs.files.object_sets import ObjectSets
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.open_table import OpenTable
+from aifs.files.quotas import Quotas
 from aifs.files.stage import Stager
 from aifs.files.together import Together
 from aifs.files.transitions import Transitions
@@ -69,6 +72,7 @@ class FileIO:
         homes: Homes,
         mirrors: Mirrors,
         together: Together | None,
+        quotas: Quotas,
     ) -> None:
         """Makes the parts that it uses, from the lowest to the highest. ``together``: None where
         the store has one host."""
@@ -76,6 +80,7 @@ class FileIO:
         self._servers = servers
         self._upkeep = upkeep
         self._tier = tier
+        self._quotas = quotas
         self._inline_limit = config.layout.inline_limit
         self._find_room = servers.descriptors.find_room
         self.mirrors = mirrors
@@ -218,8 +223,13 @@ class FileIO:
         The bytes are in a page cache when this returns, and a new size is in the journal or told by
         the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
         """
-        end, was_full = offset + len(data), False
+        end = offset + len(data)
         self._require_room(file, end)
+        async with self.growing(file, end):
+            await self._write(file, offset, data)
+
+    async def _write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
+        end, was_full = offset + len(data), False
         while data:
             if not await self.enter_to_change(file, end):
                 if await self.by_home.at_home(file, Operation.WRITE, offset, body=data):
@@ -247,6 +257,10 @@ class FileIO:
         """As ``write``, at the end of the file, wherever that is: nobody else's bytes get there
         meanwhile. Where the store has one host, the kernel sees to that.
         """
+        async with self.growing(file, file.inode.size + len(data)):
+            await self._append(file, data)
+
+    async def _append(self, file: OpenInode, data: bytes | memoryview) -> None:
         was_full = False
         while data:
             end = file.inode.size + len(data)
@@ -294,6 +308,14 @@ class FileIO:
             raise FileTooLarge()
         if self._engine.short_of_space and end > file.inode.size and not file.inode.in_burst:
             raise NoSpace("the metadata store's filesystem is full")
+
+    def growing(self, file: OpenInode, end: int) -> AbstractAsyncContextManager[None]:
+        """Within the block the file may be changed up to ``end``, as far as quotas allow it: this
+        raises QuotaExceeded. Its home, if that is another host, asks for itself.
+        """
+        if not file.inode.project or file.is_joined:
+            return nullcontext()
+        return self._quotas.growing(file, end)
 
     async def enter_to_change(self, file: OpenInode, end: int) -> bool:
         """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to
@@ -412,19 +434,23 @@ class FileIO:
         """ftruncate(2)."""
         if size > SIZE_MAX:
             raise FileTooLarge()
+        async with self.growing(file, size):
+            await self._truncate(file, size)
+        if file.unsaved:
+            await self.transitions.save(file)
+
+    async def _truncate(self, file: OpenInode, size: int) -> None:
         done = False
         while not done:
             if await self.by_home.take_from_home(file, is_emptied=size == 0):
                 done = bool(await self.by_home.at_home(file, Operation.TRUNCATE, size))
                 continue
             try:
-                done = await self._truncate(file, size)
+                done = await self._truncate_here(file, size)
             except forms.ChangedElsewhere:
                 await self.by_home.follow_bytes(file.inode.ino)
-        if file.unsaved:
-            await self.transitions.save(file)
 
-    async def _truncate(self, file: OpenInode, size: int) -> bool:
+    async def _truncate_here(self, file: OpenInode, size: int) -> bool:
         """Whether it could be done; else it is to be tried once more."""
         must = size > 0 and await self._bring(file, size)
         await file.gate.enter_alone()

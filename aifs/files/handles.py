@@ -12,6 +12,7 @@ from aifs.core.log import logger
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.quotas import Quotas
 from aifs.files.types import AHEAD, LENT, WRITABLE, FileHandle, Lent, Opened
 from aifs.meta.records import APPEND_ONLY, Inode
 
@@ -36,13 +37,18 @@ class Handles:
     """
 
     def __init__(
-        self, kernel: Kernel, access_due_ns: Callable[[Inode], int], is_shared: bool
+        self,
+        kernel: Kernel,
+        access_due_ns: Callable[[Inode], int],
+        is_shared: bool,
+        quotas: Quotas,
     ) -> None:
         """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
         Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
         one may replace without our being asked, are not passed through."""
         self._kernel = kernel
         self._is_shared = is_shared
+        self._quotas = quotas
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
@@ -98,6 +104,8 @@ class Handles:
         file.users += 1
         file.writers += opened.writable
         if opened.writable:
+            if file.backing:
+                self._quotas.watch(file)
             self.writers += 1
             self.last_writer_s = trio.current_time()
         kind = WRITABLE if opened.writable else 0
@@ -126,6 +134,8 @@ class Handles:
         place, copy = _place(file, flags), file.copy
         if place is None or place[0] in self._refused or (self._is_shared and copy is None):
             return None
+        if flags & os.O_ACCMODE != os.O_RDONLY and not self._quotas.may_pass_through(file):
+            return None  # the daemon refuses what is too much
         if copy is not None and copy.device.health.failing and not file.inode.in_burst:
             return None  # the daemon reads from the data servers what it cannot read there
         return place

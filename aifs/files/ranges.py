@@ -36,7 +36,8 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
         if await io.by_home.at_home(file, Operation.ALLOCATE, mode, offset, length):
             return
     if file.inode.in_burst:
-        await _allocate_in_burst(io, file, mode, offset, length)
+        async with io.growing(file, 0 if mode & KEEP_SIZE else end):
+            await _allocate_in_burst(io, file, mode, offset, length)
         return
     if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < file.inode.size:
         await _punch(io, file, offset, min(end, file.inode.size))
@@ -169,20 +170,32 @@ async def copy(
         return start - offset_in
     length = end - start
     in_burst = source.inode.in_burst and target.inode.in_burst and not source.home
-    if in_burst and await io.enter_to_change(target, offset_out + length):
-        try:
-            sender, receiver = source.own_copy, target.own_copy
-            await receiver.ensure_open()
-            done = await receiver.copy_range(sender, offset_in, offset_out, length)
-        finally:
-            target.gate.leave_shared()
+    if in_burst:
+        async with io.growing(target, offset_out + length):
+            done = await _copy_in_burst(io, source, offset_in, target, offset_out, length)
         if done:
-            target.changed(time.time_ns())
-            io.burst.look(target)
             return done
     data = await io.read_to_copy(source, offset_in, min(length, _PIECE))
     await io.write(target, offset_out, data)
     return len(data)
+
+
+async def _copy_in_burst(
+    io: FileIO, source: OpenInode, offset_in: int, target: OpenInode, offset_out: int, length: int
+) -> int:
+    """How many bytes the kernel has copied; 0: it cannot."""
+    if not await io.enter_to_change(target, offset_out + length):
+        return 0
+    try:
+        sender, receiver = source.own_copy, target.own_copy
+        await receiver.ensure_open()
+        done = await receiver.copy_range(sender, offset_in, offset_out, length)
+    finally:
+        target.gate.leave_shared()
+    if done:
+        target.changed(time.time_ns())
+        io.burst.look(target)
+    return done
 
 
 async def _write_hole(io: FileIO, target: OpenInode, offset: int, length: int) -> None:

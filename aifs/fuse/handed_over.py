@@ -33,6 +33,7 @@ from aifs.vfs.trash_requests import Restoring
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 (
+    STATFS,
     RELEASE,
     FLUSH,
     GETLK,
@@ -48,6 +49,7 @@ from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
     STATX,
     COPY_FILE_RANGE_64,
 ) = (
+    17,
     18,
     25,
     31,
@@ -84,6 +86,7 @@ _ATTRIBUTES = struct.Struct(
 _TIME = struct.Struct("=qI4x")
 _DEVICES = struct.Struct("=IIII112x")  # rdev, dev, as major and minor
 _BASIC_STATS, _BTIME = 0x7FF, 0x800
+_STATFS_REPLY = struct.Struct("=QQQQQIII28x")  # as StatFs; then the size of a fragment
 _OFFSET = struct.Struct("=Q")
 _RELEASE = struct.Struct("=QIIQ")  # handle, flags of open(2), flags, who may have an flock(2) lock
 _RELEASE_FLOCK = 1 << 1
@@ -132,6 +135,7 @@ class HandedOver:
         self._reply = reply
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[int, Handler] = {
+            STATFS: self.statfs,
             IOCTL: self.ioctl,
             FALLOCATE: self.fallocate,
             READDIRPLUS: self.readdir,
@@ -438,6 +442,13 @@ class HandedOver:
         return await self._fs.copy_file_range(
             handle_in, offset_in, handle_out, offset_out, length, caller
         )
+
+    @answers
+    async def statfs(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
+        """pyfuse3 does not say of which inode: those in quotas have their own answers."""
+        of = await self._fs.statfs(nodeid)
+        sizes = of.block_size, of.name_max, of.block_size
+        return _STATFS_REPLY.pack(of.blocks, of.free, of.available, of.files, of.files_free, *sizes)
 
     @answers
     async def syncfs(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -68,6 +68,7 @@ static const struct kind kinds[OPCODES] = {
     [FUSE_WRITE] = {.least = 40, .flags_at = 20, .kill = FUSE_WRITE_KILL_SUIDGID},
     [FUSE_RELEASE] = {.least = 24},
     [FUSE_FLUSH] = {.least = 24},
+    [FUSE_STATFS] = {HAND_OVER},
     [FUSE_GETLK] = {HAND_OVER, .least = 48},
     [FUSE_SETLK] = {HAND_OVER, .least = 48},
     [FUSE_SETLKW] = {HAND_OVER, .least = 48},

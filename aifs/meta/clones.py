@@ -103,6 +103,7 @@ def clone_named(
     directory = namespace.require_free(tx, parent, name)
     clone = clone_file(tx, source, parent, name, ino, terms)
     if clone is not None:
+        namespace.require_same_project(tx, directory, clone)  # it may have another one by now
         namespace.touch(tx, directory, terms.now)
     return clone
 
@@ -264,6 +265,7 @@ def show_tree(
         raise Stale("another host has taken the tree for abandoned")
     tx.delete(keys.doomed(ino))
     inode = namespace.get_inode(tx, ino)
+    namespace.require_same_project(tx, directory, inode)  # it may have another one by now
     inode.nlink, inode.parent, inode.ctime_ns = 2 + subdirectories, parent, now
     namespace.put_inode(tx, inode)
     namespace.put_name(tx, parent, name, inode, cookie)

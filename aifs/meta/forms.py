@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from aifs.core.errors import Stale
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, namespace
+from aifs.meta import chunks, keys, namespace, quotas
 from aifs.meta.chunk_lists import Chunks
 from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.extents import put_extents, put_named
@@ -68,7 +68,7 @@ def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
         put_access_times(tx, {opened.ino: opened.atime_ns})
     elif record is not None:
         changed = with_attributes(record, opened, opened.size, opened.blocks)
-        tx.put(keys.inode(opened.ino), changed)
+        quotas.replace(tx, opened.ino, record, changed)
 
 
 def put_size(tx: Transaction, opened: Inode, size: int) -> None:
@@ -76,7 +76,7 @@ def put_size(tx: Transaction, opened: Inode, size: int) -> None:
     record = _find_record(tx, opened)
     if record is not None:
         changed = with_attributes(record, opened, max(size, opened.size), opened.blocks)
-        tx.put(keys.inode(opened.ino), changed)
+        quotas.replace(tx, opened.ino, record, changed)
 
 
 def put_inline(
@@ -92,7 +92,7 @@ def put_inline(
     blocks = (len(data) + 511) // 512
     if record is not None:
         changed = with_attributes(record, opened, len(data), blocks)
-        tx.put(keys.inode(opened.ino), with_data(changed, data))
+        quotas.replace(tx, opened.ino, record, with_data(changed, data))
     return data, blocks
 
 

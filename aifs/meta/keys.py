@@ -60,19 +60,23 @@
                                      chunk list, oid; empty (meta/sharing.py)
     D ino                            delegation of a directory: the session that has it
                                      (delegations.Delegate); only in a cluster
+    Q project                        quota: a directory, and how much its project may have
+                                     (meta/quotas.py)
+    P project what                   counter: the bytes (what 0), or how many inodes (1) a quota's
+                                     project has
     j name                           where a background job that goes through the store has got to;
                                      its own format
     p host                           host: its name, and how it has left (JSON, see meta/hosts.py)
     v host                           the last two windows of ids that the host has taken: the first
                                      id of each, 8 bytes, little-endian (store/ids.py)
 
-ino, parent, cookie, oid, id, first and until (ns since the epoch) are 8 bytes, server and host are
-2 bytes, all big-endian, so that numeric order is key order. A host's number, also as a value, is
-that of kv.Engine.host: a host keeps it for ever; 0 is the host of a store that has one, and nobody
-where there are several. Inode numbers, cookies and object ids come from one sequence (counter
-``ids``) and are never used again. A cookie is the dentry's place in its directory for readdir:
-larger than that of every older dentry, so a listing in progress neither repeats nor misses an entry
-that stays.
+ino, parent, cookie, oid, id, first, project and until (ns since the epoch) are 8 bytes, server and
+host are 2 bytes, what is one, all big-endian, so that numeric order is key order. A host's number,
+also as a value, is that of kv.Engine.host: a host keeps it for ever; 0 is the host of a store that
+has one, and nobody where there are several. Inode numbers, cookies and object ids come from one
+sequence (counter ``ids``) and are never used again. A cookie is the dentry's place in its directory
+for readdir: larger than that of every older dentry, so a listing in progress neither repeats nor
+misses an entry that stays.
 """
 
 import struct
@@ -85,6 +89,7 @@ DIGEST_BYTES = 32
 _NUMBER = struct.Struct(">cQ").pack
 _TWO_NUMBERS = struct.Struct(">cQQ").pack
 _NUMBER_AND_SERVER = struct.Struct(">cQH").pack
+_NUMBER_AND_KIND = struct.Struct(">cQB").pack
 _SERVER = struct.Struct(">cH").pack
 
 _PARTS = 1 << 63
@@ -102,6 +107,7 @@ COUNTER_SERVERS = (
     b"cservers"  # data servers that have ever been in the table; so the next one's number
 )
 COUNTER_BURST = b"cburst"  # the same, of burst directories
+COUNTER_QUOTAS = b"cquotas"  # quotas that there have ever been
 
 
 def inode(ino: int) -> bytes:
@@ -223,6 +229,23 @@ def retention(ino: int) -> bytes:
 
 def age_rule(ino: int) -> bytes:
     return _NUMBER(b"f", ino)
+
+
+def quota(project: int) -> bytes:
+    return _NUMBER(b"Q", project)
+
+
+def used_bytes(project: int) -> bytes:
+    return _NUMBER_AND_KIND(b"P", project, 0)
+
+
+def used_inodes(project: int) -> bytes:
+    return _NUMBER_AND_KIND(b"P", project, 1)
+
+
+def use_project(key: bytes) -> int:
+    """The project of a ``P`` key."""
+    return int.from_bytes(key[1:9], "big")
 
 
 def lock_home(ino: int) -> bytes:

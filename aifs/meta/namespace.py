@@ -24,7 +24,7 @@ from aifs.core.errors import (
     TooManyLinks,
 )
 from aifs.layout.striped import Striped
-from aifs.meta import acl, chunks, keys, sharing, trash
+from aifs.meta import acl, chunks, keys, quotas, sharing, trash
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -80,8 +80,12 @@ def find_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def put_inode(tx: Transaction, inode: Inode) -> None:
-    """Record an inode that this transaction has read, or makes."""
-    tx.put(keys.inode(inode.ino), inode.encode())
+    """Record an inode that this transaction has read, or makes. Who takes its project away counts
+    that (``quotas.replace``)."""
+    key, record = keys.inode(inode.ino), inode.encode()
+    if inode.project:
+        quotas.count(tx, tx.get_loosely(key), record)
+    tx.put(key, record)
 
 
 def put_bytes(tx: Transaction, opened: Inode) -> Inode:
@@ -247,12 +251,14 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: in
         inode.copy,
         inode.ctime_ns,
         directory.flags & INHERITS_PROJECT if stat.S_ISDIR(mode) else 0,
-        directory.project if directory.flags & INHERITS_PROJECT else 0,
+        quotas.inherited(directory),
         access_acl,
         default_acl,
         seq=tx.seq,
     )
-    put_inode(tx, new)
+    tx.put(keys.inode(new.ino), new.encode())
+    if new.project:
+        quotas.add(tx, new.project, new.size if new.is_file else 0, 1)
     if new.copy is not None:
         put_undrained(tx, new, durable=False, now=new.ctime_ns)
     tx.add(keys.COUNTER_INODES, 1)
@@ -279,7 +285,7 @@ def link(
     if inode.is_dir:
         raise NotPermitted("a directory cannot have two names")
     inode.require_unguarded()
-    require_same_project(directory, inode)
+    require_same_project(tx, directory, inode)
     if inode.links == 0:
         if not nameless or inode.is_trashed:
             raise NotFound()
@@ -379,6 +385,9 @@ def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]
     what it leaves as garbage.
     """
     ino = inode.ino
+    if inode.project:
+        quotas.count(tx, tx.get(keys.inode(ino)), None)
+        quotas.drop(tx, inode)
     tx.delete(keys.inode(ino))
     tx.add(keys.COUNTER_INODES, -1)
     for key in xattrs:
@@ -534,11 +543,11 @@ def rename(
     same = parent == new_parent
     source_directory = target_directory if same else get_directory_loosely(tx, parent)
     require_removable(source_directory, inode)
-    require_same_project(target_directory, inode)
+    require_same_project(tx, target_directory, inode)
     if other is not None:
         require_removable(target_directory, other)
         if flags & RENAME_EXCHANGE:
-            require_same_project(source_directory, other)
+            require_same_project(tx, source_directory, other)
     _require_not_immutable(target_directory)
     if inode.is_dir:
         require_not_below(tx, inode.ino, new_parent)
@@ -628,10 +637,19 @@ def _require_not_immutable(directory: Inode) -> None:
         raise NotPermitted("the directory is immutable (chattr)")
 
 
-def require_same_project(directory: Inode, inode: Inode) -> None:
-    """Who moves between projects copies."""
-    if directory.flags & INHERITS_PROJECT and directory.project != inode.project:
+def require_same_project(tx: ReadTransaction, directory: Inode, inode: Inode) -> None:
+    """Who moves between projects copies; as does who moves out of a quota. The directory of a quota
+    takes that along, wherever the same one counts it. Raises CrossDevice."""
+    project = quotas.inherited(directory)
+    if project == inode.project:
+        return
+    own = quotas.find_own(tx, inode)
+    if own is not None and own.above == (project if project >= quotas.FIRST_PROJECT else 0):
+        return
+    if directory.flags & INHERITS_PROJECT:
         raise CrossDevice("the directory belongs to another project, which its files inherit")
+    if inode.project >= quotas.FIRST_PROJECT:
+        raise CrossDevice("it counts in a quota, in which the directory does not lie")
 
 
 def _require_empty(tx: Transaction, inode: Inode) -> None:

@@ -64,6 +64,7 @@ _PLACE = struct.Struct("<4xI8xI44xQ")  # of an inode: mode, nlink, parent
 _OF_BYTES = struct.Struct("<QQqqq")  # of an inode: size, blocks, atime, mtime, ctime
 _OF_BYTES_AT = 24
 _BEHIND = _OF_BYTES_AT + _OF_BYTES.size
+_CHARGE = struct.Struct("<4xI16xQ64xI")  # of an inode: mode, size, project
 _CTIME = struct.Struct("<q")
 _CTIME_AT = _BEHIND - _CTIME.size
 _CHANGE = struct.Struct("<qq")
@@ -391,6 +392,15 @@ def place_of(record: bytes) -> InodePlace:
         if len(record) >= _PLACE.size
         else InodePlace(0, 0, 0)
     )
+
+
+def charge_of(record: bytes) -> tuple[int, int]:
+    """The project of an inode's record, and the bytes that are counted there: the size of a regular
+    file. A record that is cut off is in none."""
+    if len(record) < INODE.size:
+        return 0, 0
+    mode, size, project = _CHARGE.unpack_from(record)
+    return project, size if stat.S_ISREG(mode) else 0
 
 
 def with_attributes(record: bytes, opened: Inode, size: int, blocks: int) -> bytes:

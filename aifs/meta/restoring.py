@@ -136,7 +136,7 @@ def restore(
     """
     inode, _ = _take_out(tx, entry)
     directory = namespace.require_free(tx, parent, name)
-    namespace.require_same_project(directory, inode)
+    namespace.require_same_project(tx, directory, inode)
     if inode.is_dir:
         namespace.require_not_below(tx, inode.ino, parent)
     inode.parent, inode.ctime_ns = parent, now

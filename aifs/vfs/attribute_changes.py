@@ -4,10 +4,11 @@ import stat
 import time
 from typing import NamedTuple
 
-from aifs.core.errors import AccessDenied, NotSupported
+from aifs.core.errors import AccessDenied, NotPermitted, NotSupported
 from aifs.files.types import SetAttr
 from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
+from aifs.meta.quotas import FIRST_PROJECT
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, TRASHED, Inode
 
 CAPABILITIES = b"security.capability"
@@ -67,11 +68,14 @@ def apply_acl(inode: Inode, change: AclChange) -> None:
 
 
 def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
-    """What chattr(1) does: flags, and project. Raises NotSupported."""
+    """What chattr(1) does: flags, and project. Raises NotSupported, NotPermitted."""
     flags, project = change
     known = IMMUTABLE | APPEND_ONLY | (INHERITS_PROJECT if inode.is_dir else 0)
     if flags & ~known:
         raise NotSupported("there are the flags i, a and, of directories, P")
+    before = inode.project, inode.flags & INHERITS_PROJECT
+    if before != (project, flags & INHERITS_PROJECT) and max(project, before[0]) >= FIRST_PROJECT:
+        raise NotPermitted("its project is that of a quota, which root sets and removes")
     inode.flags, inode.project = inode.flags & TRASHED | flags, project
     inode.ctime_ns = time.time_ns()
 

@@ -2,14 +2,16 @@
 that new files of a directory inherit, and what statfs(2) tells of the whole."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
+from aifs.files.quotas import Quotas
 from aifs.files.types import BLOCK_SIZE, CallerLike, SetAttr, StatFs
 from aifs.layout.hint import Policy
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.quotas import inherited
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.vfs import attribute_changes
 from aifs.vfs.open_files import OpenFiles
@@ -17,7 +19,14 @@ from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 from aifs.vfs.virtual.numbers import require_on_record
 
-_POLICIES_MAX = 1024
+_HEIRLOOMS_MAX = 1024
+
+
+class Heirlooms(NamedTuple):
+    """What is inherited by all that is made in a directory."""
+
+    policy: Policy | None
+    project: int
 
 
 class Attributes:
@@ -30,14 +39,17 @@ class Attributes:
         io: FileIO,
         files: OpenFiles,
         virtual: VirtualFiles,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
+        self._quotas = quotas
         self._virtual = virtual
         self._servers = servers
         self._io = io
         self._files = files
-        self._policies: dict[int, Policy | None] = {}
-        self._policy_changes = 0  # so that what was read before a change is not kept after it
+        self._heirlooms: dict[int, Heirlooms] = {}
+        """By directory."""
+        self._changes = 0  # so that what was read before a change is not kept after it
 
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
@@ -91,34 +103,44 @@ class Attributes:
         result. ``mtime_ns``: that it sets, if it does.
         """
         inode = await self._io.inodes.change(ino, change, argument, mtime_ns)
-        self.policy_changed(ino)
+        self.changed(ino)
         return inode
 
-    def policy_changed(self, ino: int) -> None:
+    def changed(self, ino: int) -> None:
         """The record of ``ino`` is another one now."""
-        self._policies.pop(ino, None)
-        self._policy_changes += 1
+        self._heirlooms.pop(ino, None)
+        self._changes += 1
 
-    async def policy_of(self, directory: int) -> Policy | None:
-        """What new files of a directory inherit. Raises NotFound."""
+    async def heirlooms_of(self, directory: int) -> Heirlooms:
+        """Raises NotFound."""
         try:
-            return self._policies[directory]
+            return self._heirlooms[directory]
         except KeyError:
-            if len(self._policies) >= _POLICIES_MAX:
-                self._policies.clear()
-            changes = self._policy_changes
-            policy = (await self._engine.view(namespace.get_inode, directory)).policy
-            if changes == self._policy_changes:
-                self._policies[directory] = policy
-            return policy
+            if len(self._heirlooms) >= _HEIRLOOMS_MAX:
+                self._heirlooms.clear()
+            changes = self._changes
+            inode = await self._engine.view(namespace.get_inode, directory)
+            found = Heirlooms(inode.policy, inherited(inode))
+            if changes == self._changes:
+                self._heirlooms[directory] = found
+            return found
 
-    async def statfs(self) -> StatFs:
-        """Space of the data servers, each device counted once; inodes are limited by space
-        alone.
+    async def statfs(self, ino: int = keys.ROOT_INO) -> StatFs:
+        """Space of the data servers, each device counted once; inodes are limited by space alone.
+        Of what lies in a quota, what the tightest one says instead, as XFS does.
         """
         space = await self._servers.statfs()
         inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
         total, free, room = (
             size // BLOCK_SIZE for size in (space.total, space.free, space.available)
         )
-        return StatFs(BLOCK_SIZE, total, free, room, inodes + room, room, namespace.NAME_MAX)
+        all_inodes, free_inodes = inodes + room, room
+        project = 0 if ino >= FIRST_VIRTUAL else (await self.getattr(ino)).project
+        of_bytes, of_inodes = await self._quotas.tightest(project)
+        if of_bytes is not None:
+            total = of_bytes.quota.bytes_max // BLOCK_SIZE
+            free = max(0, of_bytes.bytes) // BLOCK_SIZE
+            room = min(room, free)
+        if of_inodes is not None:
+            all_inodes, free_inodes = of_inodes.quota.inodes_max, max(0, of_inodes.inodes)
+        return StatFs(BLOCK_SIZE, total, free, room, all_inodes, free_inodes, namespace.NAME_MAX)

@@ -21,6 +21,7 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.quotas import Quotas
 from aifs.files.transitions import alone
 from aifs.files.types import CallerLike
 from aifs.meta import clones, dooming, namespace
@@ -55,8 +56,10 @@ class Clones:
         kernel: Kernel,
         files: OpenFiles,
         options: ServeOptions,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
+        self._quotas = quotas
         self._ids = ids
         self._io = io
         self._drain = drain
@@ -113,9 +116,11 @@ class Clones:
     ) -> None:
         args = name_it, clones.clone_named, source.ino, parent, name, await self._ids.take(), terms
         if not source.is_file:
-            await self._engine.transact(*args)
+            async with self._quotas.granted(terms.project, 0, inodes=1):
+                await self._engine.transact(*args)
             return
-        async with self._io.inodes.held(source.ino) as file:
+        granted = self._quotas.granted(terms.project, source.size, inodes=1)
+        async with granted, self._io.inodes.held(source.ino) as file:
             if await self._share(file, *args) is None:
                 await self._drained([source.ino])
                 if await self._share(file, *args) is None:
@@ -166,6 +171,7 @@ class Clones:
                     args = directory, target, after, ids, ready, listed.xattrs, linked, terms
                     done = await self._engine.transact(clones.clone_slice, *args)
                 faults.reach(_SLICED)
+                await self._quotas.require_kept(terms.project)  # else the tree is given up
                 after, finished = done.after, done.finished
                 linked |= done.linked
                 left += done.left
@@ -176,6 +182,7 @@ class Clones:
         for each in left:
             with suppress(NotFound, Stale):  # it has been removed meanwhile
                 await self._clone_left(each, linked, terms)
+            await self._quotas.require_kept(terms.project)
         return subdirectories
 
     async def _clone_left(self, left: Unshared, linked: dict[int, int], terms: Terms) -> None:

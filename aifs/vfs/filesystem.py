@@ -24,6 +24,7 @@ from aifs.files.locks import Locks
 from aifs.files.mirror_host import MirrorHost
 from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
+from aifs.files.quotas import Quotas
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.together import Together
 from aifs.files.writeback import WriteBack
@@ -73,6 +74,7 @@ from aifs.vfs.policy_hints import PolicyHints
 from aifs.vfs.publishing.barrier import Barrier
 from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
@@ -126,7 +128,8 @@ class Filesystem:
         # What keeps the bytes of files, and gives up what nobody refers to.
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
-        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0)
+        self.quotas = quotas = Quotas(engine)
+        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0, quotas)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         homes = Homes(engine, servers, store.peers, config.host.home_wait_s)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
@@ -167,6 +170,7 @@ class Filesystem:
             homes,
             Mirrors(engine, peers),
             together,
+            quotas,
         )
         self.writeback = writeback = WriteBack(
             engine, tier, io, servers, config.data.writeback_interval_s
@@ -271,6 +275,7 @@ class Filesystem:
             options,
             virtual,
             recordings,
+            quotas,
         )
         self.home: Home | None = None
         """What is done here for other hosts."""
@@ -289,7 +294,8 @@ class Filesystem:
         self.locks = locks = Locks(engine, hosts or Alone())
         if store.peers is not None:
             store.peers.serve(SERVICE, locks.answer)
-        self.attributes = attributes = Attributes(engine, servers, io, files, virtual)
+        self.attributes = attributes = Attributes(engine, servers, io, files, virtual, quotas)
+        self.quota_trees = quota_trees = QuotaTrees(engine, io, attributes, quotas, upkeep)
         looked_up = LookedUp(engine)
         self.names = names = Names(
             engine,
@@ -307,6 +313,7 @@ class Filesystem:
             virtual,
             looked_up,
             recordings,
+            quotas,
         )
         burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
         self.publishing = publishing = Publishing(
@@ -331,7 +338,7 @@ class Filesystem:
             engine, io, handles, upkeep, kernel, files, names, publishing, recordings
         )
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
-        clones = Clones(engine, ids, io, drain, doomed, kernel, files, options)
+        clones = Clones(engine, ids, io, drain, doomed, kernel, files, options, quotas)
         self.trash_requests = trash_requests = TrashRequests(
             engine, ids, trash, names, kernel, options
         )
@@ -379,6 +386,7 @@ class Filesystem:
             names,
             kernel,
             looked_up,
+            quota_trees,
         )
         self.hints = Hints(
             store,
@@ -391,6 +399,7 @@ class Filesystem:
             groups,
             GroupHints(engine, table, groups, closing, refusals, attributes, options),
             retention,
+            quota_trees,
             aging,
             rules,
             trash_requests,
@@ -497,6 +506,7 @@ class Filesystem:
             Work.STRAYS: Job(self.rebuild.strays.work),
             Work.REBUILD: Job(self.rebuild.work),
             Work.AGING: Job(self.aging.work),
+            Work.QUOTAS: Job(self.quota_trees.work),
             Work.RETENTION: Job(self.retention.work),
             Work.SCRUB: Job(self.scrub.work),
         }

@@ -34,6 +34,7 @@ from aifs.vfs.groups.course import Course
 from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
 from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.quotas import QuotaTrees
 
 _log = logger(__name__)
 
@@ -84,6 +85,7 @@ class Following:
         names: Names,
         kernel: Kernel,
         looked_up: LookedUp,
+        quotas: QuotaTrees,
     ) -> None:
         self._engine = engine
         self._table = table
@@ -112,6 +114,8 @@ class Following:
             ord("q"): self._take_degraded,
             ord("s"): self._take_server,
             ord("j"): self._take_job,
+            ord("Q"): lambda *_: quotas.follow(),
+            ord("P"): lambda key, *_: quotas.follow_count(key),
         }
         """By the letter of keys (meta/keys.py). Other records are kept by nobody in core, or only
         by the host that has written them."""
@@ -209,7 +213,7 @@ class Following:
     def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         ino = keys.number(key)
         unshown.inodes.append(ino)
-        self._attributes.policy_changed(ino)
+        self._attributes.changed(ino)
         if record is None:
             self._names.erased(ino)
             return

@@ -29,6 +29,9 @@ files.
     user.aifs.trash          directory: get and set for how long what is removed below is kept, 7d
                              or off (upkeep/trash_rules.py)
     user.aifs.trashed[.N]    root: JSON, what of the caller's is in the trash (trash_requests.py)
+    user.aifs.quota          directory or file: JSON, what limits it, and how much of that is used;
+                             set 'size=1TiB,files=1M' on a directory (quotas.py)
+    user.aifs.quotas[.N]     root: JSON, the quotas, behind project N
     user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata
                              (Backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a
@@ -60,7 +63,7 @@ files.
 ``root`` is the mount's root directory. Who may read and set which of them is one table, rights.py.
 They are not listed, so that copying tools leave them alone. Policies (the first three, publish and
 mirror) are stored in the inode, and what is made in a directory inherits its. They, ``pending``,
-``keep``, ``age``, ``trash`` and ``group`` can be removed.
+``keep``, ``age``, ``quota``, ``trash`` and ``group`` can be removed.
 """
 
 import json
@@ -98,6 +101,7 @@ from aifs.vfs.policy_hints import PolicyHints
 from aifs.vfs.publishing import publish_hint
 from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.publishing.retention import Retention
+from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
@@ -125,6 +129,7 @@ class Hints:
         groups: Groups,
         group_hints: GroupHints,
         retention: Retention,
+        quotas: QuotaTrees,
         aging: Aging,
         rules: TrashRules,
         trash: TrashRequests,
@@ -149,6 +154,7 @@ class Hints:
         self._groups = groups
         self._group_hints = group_hints
         self._retention = retention
+        self._quotas = quotas
         self._aging = aging
         self._rules = rules
         self._trash = trash
@@ -174,6 +180,7 @@ class Hints:
             b"user.aifs.keep": retention.set_policy,
             b"user.aifs.age": lambda ino, text, _: aging.set_rule(ino, text),
             b"user.aifs.trash": lambda ino, text, _: rules.set(ino, text),
+            b"user.aifs.quota": lambda ino, text, _: quotas.set(ino, text),
             b"user.aifs.start": starts.order,
             b"user.aifs.order": self._order_epoch,
         }
@@ -218,6 +225,8 @@ class Hints:
             return refused
         if name == b"user.aifs.drain":
             return await self._burst.progress(ino)
+        if name == b"user.aifs.quota":
+            return await self._quotas.tell(ino)
         if name == b"user.aifs.status":
             return await self._status.tell(caller)
         if name == b"user.aifs.start" and (told := self._starts.tell(ino)):
@@ -236,9 +245,13 @@ class Hints:
             return await self._group_hints.tell_pending(ino, caller)
         if name == b"user.aifs.group":
             return await self._group_hints.tell(ino, caller)
+        if name == b"user.aifs.quotas":
+            return await self._quotas.list_all(caller)
         stem, _, number = name.rpartition(b".")
         if stem == b"user.aifs.group" and number.isdigit():
             return await self._group_hints.tell(ino, caller, int(number))
+        if stem == b"user.aifs.quotas" and number.isdigit():
+            return await self._quotas.list_all(caller, int(number))
         raise NoAttribute()
 
     async def _trace(self, start: int | None = None) -> bytes:
@@ -321,6 +334,8 @@ class Hints:
                 if not self._rules.text_of(ino):
                     raise NoAttribute()
                 await self._rules.set(ino, "")
+            elif name == b"user.aifs.quota":
+                await self._quotas.remove(ino)
             elif name in policy_hints.DEFAULTS:
                 await self._policies.remove(ino, name)
             else:

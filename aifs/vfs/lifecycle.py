@@ -125,6 +125,7 @@ async def _load(fs: Filesystem) -> None:
     await fs.containers.recover()
     await fs.trash_rules.load(fs.options.read_only)
     await _load_work(fs)
+    await fs.quotas.look()
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)

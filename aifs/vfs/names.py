@@ -13,6 +13,7 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
 from aifs.files.kernel import Kernel
+from aifs.files.quotas import Quotas
 from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
@@ -54,8 +55,10 @@ class Names:
         virtual: VirtualFiles,
         looked_up: LookedUp,
         recordings: StartRecordings,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
+        self._quotas = quotas
         self._virtual = virtual
         self._recordings = recordings
         self._ids = ids
@@ -104,7 +107,7 @@ class Names:
         await self._io.inodes.find_room()
         ino, copy, kin = await self._ids.take(), None, None
         if flags & os.O_ACCMODE:
-            policy = await self._attributes.policy_of(parent)
+            policy = (await self._attributes.heirlooms_of(parent)).policy
             expected = 0 if policy is None else policy.expected
             kin = None if name is None else kin_of(parent, name)
             # Where there are several hosts, what can be read has a home from its beginning on.
@@ -178,6 +181,17 @@ class Names:
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
+        if not self._quotas.are_set:
+            return await self._record(parent, name, new, caller)
+        project = (await self._attributes.heirlooms_of(parent)).project
+        if not project:
+            return await self._record(parent, name, new, caller)
+        async with self._quotas.granted(project, 0, inodes=1):
+            return await self._record(parent, name, new, caller)
+
+    async def _record(
+        self, parent: int, name: bytes | None, new: Inode, caller: CallerLike
+    ) -> Inode:
         if name is None:
             return await self._engine.transact(namespace.create_nameless, parent, new, caller.umask)
         return await self._engine.transact(namespace.create, parent, name, new, caller.umask)

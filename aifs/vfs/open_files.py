@@ -18,6 +18,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.quotas import Quotas
 from aifs.files.types import AHEAD, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
@@ -54,8 +55,10 @@ class OpenFiles:
         options: ServeOptions,
         virtual: VirtualFiles,
         recordings: StartRecordings,
+        quotas: Quotas,
     ) -> None:
         self._engine = engine
+        self._quotas = quotas
         self._virtual = virtual
         self._recordings = recordings
         self._tier = tier
@@ -342,7 +345,8 @@ class OpenFiles:
 
     async def fsync(self, handle: int, datasync: bool = False) -> None:
         """The file's bytes, size and name are on stable storage when this returns. Raises
-        Unavailable, NoSpace.
+        Unavailable, NoSpace; QuotaExceeded, though they are, if what was written past us is too
+        much.
         """
         if self._virtual.has(handle):
             return
@@ -353,6 +357,7 @@ class OpenFiles:
         lacks_mirror = file.inode.ino in self._io.mirrors.lacking
         if (self._drain_on_fsync or lacks_mirror) and file.inode.in_burst and not file.home:
             self._drain.request([file.inode.ino])
+        await self._quotas.require_within(file)
 
     def _correct_attributes(self, file: OpenInode) -> None:
         """Have the kernel ask again for attributes that were a guess, or that it could not see

@@ -51,6 +51,12 @@ def owner(inode: Inode, caller: CallerLike) -> None:
     require_owner(inode, caller)
 
 
+def administrator(inode: Inode, caller: CallerLike) -> None:
+    """The root user, on whatever: of what limits owners."""
+    if caller.uid != 0:
+        raise NotPermitted("it is for the root user")
+
+
 def root(inode: Inode, caller: CallerLike) -> None:
     """The root user, on the mount's root."""
     if inode.ino != ROOT_INO or caller.uid != 0:
@@ -107,6 +113,9 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.trash": Right(reader, owner),
     b"user.aifs.trashed": Right(top, unchangeable),  # each is told his own
     b"user.aifs.trashed.N": Right(top, unchangeable),
+    b"user.aifs.quota": Right(reader, administrator),
+    b"user.aifs.quotas": Right(top, unchangeable),  # of directories that the caller may read
+    b"user.aifs.quotas.N": Right(top, unchangeable),
     b"user.aifs.group": Right(reader, writer),  # pending=yes: as user.aifs.pending
     b"user.aifs.group.ID": Right(reader, unchangeable),
     b"user.aifs.group.commit": Right(unreadable, writer),
@@ -156,6 +165,7 @@ _NUMBERED = {
     b"user.aifs.trace": b"user.aifs.trace.N",
     b"user.aifs.trashed": b"user.aifs.trashed.N",
     b"user.aifs.places": b"user.aifs.places.N",
+    b"user.aifs.quotas": b"user.aifs.quotas.N",
 }
 """Hints that may end with a number."""
 

@@ -1,7 +1,9 @@
 """What looking at a mount costs: requests that are counted, with a reader of /metrics each second,
-against a daemon that counts nothing; and one reading of /metrics."""
+against a daemon that counts nothing; and one reading of /metrics. And what quotas cost: files that
+are made in a directory that has one, against another one of the same mount."""
 
 import http.client
+import os
 import socket
 import statistics
 import threading
@@ -14,6 +16,7 @@ from report import Row, rate
 from systems import HERE, Aifs
 
 RATIO = 0.99
+QUOTA_RATIO = 0.97
 SCRAPE_S, SCRAPE_BYTES = 5e-3, 60 << 10
 EACH_S = 1.0
 SCRAPES = 50
@@ -99,4 +102,30 @@ def operations_rows(base: Path, files: int, rounds: int) -> list[Row]:
     said = f"{scrape_s * 1e3:.2f} ms, {length / 1024:.0f} KiB"
     target = f"<= {SCRAPE_S * 1e3:.0f} ms, {SCRAPE_BYTES >> 10} KiB"
     passed = scrape_s <= SCRAPE_S and length <= SCRAPE_BYTES
-    return [*rows, Row("read /metrics", "", None, None, None, said, target, passed)]
+    rows.append(Row("read /metrics", "", None, None, None, said, target, passed))
+    return [*rows, _quota_row(base, files, rounds)]
+
+
+def _quota_row(base: Path, files: int, rounds: int) -> Row:
+    rates: dict[str, list[float]] = {"quota": [], "none": []}
+    with Aifs("quotas", base) as system:
+        (system.path / "quota").mkdir()
+        (system.path / "none").mkdir()
+        limits = b"size=1TiB,files=1G"
+        os.setxattr(system.path / "quota", "user.aifs.quota", limits)
+        for number in range(2 * rounds):
+            for directory in sorted(rates, reverse=number % 2 == 0):
+                took_s = system.run("create", f"{directory}/round{number}", count=files)
+                rates[directory].append(files / took_s)
+                system.remove(f"{directory}/round{number}")
+    counted, plain = max(rates["quota"]), max(rates["none"])
+    return Row(
+        "create, quota on",
+        f"without {rate(plain, 'files/s')}",
+        None,
+        None,
+        None,
+        rate(counted, "files/s"),
+        f"{counted / plain:.3f} of without >= {QUOTA_RATIO}",
+        counted / plain >= QUOTA_RATIO,
+    )

@@ -104,8 +104,13 @@ def test_looking_at_a_mount_is_measured(scratch: Path) -> None:
     import operations
 
     rows = operations.operations_rows(scratch, FILES, 1)
-    assert [row.work for row in rows] == ["create, metrics on", "stat, metrics on", "read /metrics"]
-    assert "KiB" in rows[-1].aifs
+    assert [row.work for row in rows] == [
+        "create, metrics on",
+        "stat, metrics on",
+        "read /metrics",
+        "create, quota on",
+    ]
+    assert "KiB" in rows[-2].aifs
 
 
 def test_hosts_that_start_at_once_are_measured() -> None:

@@ -141,14 +141,14 @@ async def numbers(fs: Filesystem, kind: bytes) -> list[int]:
 # --- hints ---
 
 
-async def get(fs: Filesystem, ino: int, name: str) -> str:
+async def get(fs: Filesystem, ino: int, name: str, caller: Caller = ROOT) -> str:
     """What the hint ``user.aifs.NAME`` tells."""
-    return (await fs.getxattr(ino, f"user.aifs.{name}".encode())).decode()
+    return (await fs.getxattr(ino, f"user.aifs.{name}".encode(), caller)).decode()
 
 
-async def ask(fs: Filesystem, ino: int, name: str) -> dict:
+async def ask(fs: Filesystem, ino: int, name: str, caller: Caller = ROOT) -> dict:
     """A hint that tells JSON."""
-    return json.loads(await get(fs, ino, name))
+    return json.loads(await get(fs, ino, name, caller))
 
 
 async def put(

@@ -84,7 +84,7 @@ MAY_CHANGE_FILES = {
     "core/log.py": {"fchmod", "makedirs", "open"},  # the log is no part of the store
     "cli/daemon.py": {"write", "open"},  # a pipe, and /dev/null
     "cli/main.py": {"open"},  # /dev/null
-    "cli/hints.py": {"setxattr"},  # of a mount
+    "cli/hints.py": {"removexattr", "setxattr"},  # of a mount
     "cli/clone.py": {"open"},  # a directory of a mount
     "cli/rm.py": {"link", "open", "unlink"},  # the same
     "cli/trash.py": {"open"},  # the same

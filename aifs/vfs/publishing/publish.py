@@ -237,7 +237,7 @@ class Publishing:
         if dentry.type == _DIRECTORY:
             await self._naming.require_complete(dentry.ino)
         synced = await self._barrier.sync_below(dentry, strict)
-        policy = await self._attributes.policy_of(new_parent) or DEFAULT_POLICY
+        policy = (await self._attributes.heirlooms_of(new_parent)).policy or DEFAULT_POLICY
         lacking = self._io.mirrors.lacking and await self._io.mirrors.find_lacking()
         if policy.publish == "capacity" or lacking:  # what has no mirror has to be somewhere else
             await self._burst.drain_below(dentry.ino)
