@@ -155,6 +155,14 @@ METRICS = (
     Metric("aifs_locks_waiting", GAUGE, "locks.waiting", "Locks of a cluster that are waited for."),
     Metric("aifs_collector_backlog", GAUGE, "collector_backlog", "Objects that are to be deleted."),
     Metric("aifs_doomed_trees", GAUGE, "doomed.trees", "Trees that are being removed."),
+    Metric("aifs_trash_entries", GAUGE, "trash.entries", "What can be restored."),
+    Metric("aifs_trash_bytes", GAUGE, "trash.bytes", "What it takes, as far as is known."),
+    Metric(
+        "aifs_trash_given_bytes_total",
+        COUNTER,
+        "trash.given_bytes",
+        "Bytes that went before their time, for lack of space.",
+    ),
     Metric("aifs_rebuild_left_bytes", GAUGE, "rebuild.left_bytes", "Bytes to be rebuilt or moved."),
     Metric(
         "aifs_rebuild_moved_bytes_total", COUNTER, "rebuild.moved_bytes", "Bytes rebuilt or moved."
