@@ -23,6 +23,7 @@ from aifs.burst.spares import Spares, remove_copies
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.core.upkeep import Upkeep, Work
+from aifs.core.waiting import ROOM, waits_for
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Space
@@ -204,7 +205,7 @@ class BurstTier:
             return
         self._waiting += 1
         try:
-            with trio.move_on_after(self.pause_s):
+            with waits_for(ROOM), trio.move_on_after(self.pause_s):
                 await self._relief.wait()
         finally:
             self._waiting -= 1
@@ -235,7 +236,7 @@ class BurstTier:
             try:
                 self._upkeep.wake(Work.DRAIN)
                 self._look_for_a_crowd()
-                with trio.move_on_at(until_s):
+                with waits_for(ROOM), trio.move_on_at(until_s):
                     await self._change.wait()
             finally:
                 self._lacking.remove(size)

@@ -33,6 +33,7 @@ STATUS = "user.aifs.status"
 TIER = "user.aifs.tier"
 TRACE = "user.aifs.trace"
 TRASHED = "user.aifs.trashed"
+WHY = "user.aifs.why"
 
 
 def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:

@@ -80,6 +80,7 @@ _COMMANDS = {
     "stats": "aifs.cli.stats:stats_command",
     "top": "aifs.cli.top:top_command",
     "trace": "aifs.cli.trace:trace_command",
+    "why": "aifs.cli.why:why_command",
     "profile": "aifs.cli.profile:profile_command",
     "drain": "aifs.cli.drain:drain_command",
     "warm": "aifs.cli.warm:warm_command",

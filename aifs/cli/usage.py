@@ -6,7 +6,10 @@ import os
 import pwd
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from aifs.core.processes import process_of
 
 DEPTH = 2
 """Components of a path that are told apart."""
@@ -56,9 +59,17 @@ def operation(record: dict[str, Any]) -> str:
 
 def process(record: dict[str, Any]) -> str:
     """Number and name; the name is known while it runs."""
-    pid = record["pid"]
-    if not pid:
-        return "the kernel" if pid == 0 else "not known"
+    thread = record["pid"]
+    if not thread:
+        return "the kernel" if thread == 0 else "not known"
+    return _process(thread)
+
+
+@lru_cache(maxsize=4096)
+def _process(thread: int) -> str:
+    """As it was at first sight: threads of one process are the same process, also when they have
+    ended."""
+    pid = process_of(thread)
     try:
         with open(f"/proc/{pid}/comm", errors="replace") as file:
             return f"{pid} {file.read().strip()}"

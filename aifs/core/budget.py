@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from aifs.core.waiting import MEMORY, waits_for
+
 GiveBack = Callable[[int], None]
 """Release about so many bytes of what can be had again, at once or, where it is in use, when its
 users let go. Does not block and reserves nothing."""
@@ -96,7 +98,8 @@ class Budget:
         self._waiting.append(request)
         try:
             self._admit()
-            await request[1].wait()
+            with waits_for(MEMORY):
+                await request[1].wait()
         except BaseException:
             if request[1].is_set():
                 self.release(size)

@@ -158,6 +158,7 @@ class KernelConfig(_Section):
     negative_timeout_s: Annotated[float, _TIMEOUT] = Field(alias="negative_timeout")
     read_ahead: Annotated[int, size(0, 256 << 20)]
     max_background: Annotated[int, integer(1, 1024)]
+    slow_request_s: Annotated[float, duration(0, 86400)] = Field(alias="slow_request")
     bridge: Annotated[str, choice("auto", "off", "require")]
 
 

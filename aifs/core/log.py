@@ -3,6 +3,7 @@
 Lines name their level, so that tests can find warnings. Configuration files are never logged whole.
 """
 
+import gc
 import logging
 import logging.handlers
 import os
@@ -13,7 +14,10 @@ import traceback
 from collections.abc import Iterator
 from io import TextIOWrapper
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import trio
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
@@ -98,7 +102,9 @@ def _thread_lines() -> Iterator[str]:
         yield from _frame_lines(list(traceback.walk_stack(frame))[::-1], "  ")
 
 
-def _task_lines() -> Iterator[str]:
+def running_tasks() -> "Iterator[tuple[trio.lowlevel.Task, int]]":
+    """The tasks of this thread's scheduler, if it runs one, each with how deep it stands in their
+    tree; parents first."""
     if "trio" not in sys.modules:
         return
     import trio
@@ -107,13 +113,37 @@ def _task_lines() -> Iterator[str]:
         root = trio.lowlevel.current_root_task()
     except RuntimeError:  # this thread does not run trio
         return
-    tasks = [(root, "")] if root else []
+    tasks = [(root, 0)] if root else []
     while tasks:
-        task, indent = tasks.pop()
-        yield f"{indent}task {task.name}"
-        yield from _frame_lines(list(task.iter_await_frames()), f"{indent}  ")
+        task, depth = tasks.pop()
+        yield task, depth
         children = [child for nursery in task.child_nurseries for child in nursery.child_tasks]
-        tasks += [(child, f"{indent}    ") for child in children]
+        tasks += [(child, depth + 1) for child in children]
+
+
+def _task_lines() -> Iterator[str]:
+    for task, depth in running_tasks():
+        yield from stack_lines(task, "    " * depth)
+
+
+def stack_lines(task: "trio.lowlevel.Task", indent: str = "") -> Iterator[str]:
+    """The name of a task, and where it stands."""
+    yield f"{indent}task {task.name}"
+    yield from _frame_lines(list(_await_frames(task.coro)), f"{indent}  ")
+
+
+def _await_frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a coroutine and of what it awaits. Unlike trio's own it does not end at what
+    pyfuse3 has compiled: its wrapper tells nothing, but refers to the coroutine inside."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            yield frame, frame.f_lineno
+        following = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+        if following is None and not hasattr(awaited, "cr_await"):
+            inside = [one for one in gc.get_referents(awaited) if hasattr(one, "cr_await")]
+            following = inside[0] if len(inside) == 1 else None
+        awaited = following
 
 
 def _frame_lines(frames: list[tuple[FrameType, int]], indent: str) -> Iterator[str]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from aifs.core.errors import Unavailable
+from aifs.core.waiting import waits_for
 from aifs.data import naming
 from aifs.data.health import Health
 
@@ -310,9 +311,11 @@ class _Holding:
 
 async def until_answered(servers: "Iterable[Workers]") -> None:
     """Wait until none of them hangs; not in the background, where that is an error of each call."""
-    patiences = [workers.patience for workers in servers]
-    while not gives_up() and (hanging := [patience for patience in patiences if patience.hangs]):
-        await hanging[0].answered.wait()
+    asked = [(workers.name, workers.patience) for workers in servers]
+    while not gives_up() and (hanging := [each for each in asked if each[1].hangs]):
+        name, patience = hanging[0]
+        with waits_for(name):
+            await patience.answered.wait()
 
 
 def ask_all(
@@ -361,12 +364,15 @@ async def outcomes_in_time(
     """
     results: list[Any] = [None] * len(calls)
     waiting: dict[int, tuple[Workers, Call]] = {}
-    running = 0
+    running, last = 0, ""
     answered = trio.Event()
 
-    def told(place: int, patience: Patience, result: Any) -> None:
-        nonlocal running
-        running -= 1
+    def slowest() -> str:
+        return next((workers.name for workers, _ in waiting.values()), last)
+
+    def told(place: int, name: str, patience: Patience, result: Any) -> None:
+        nonlocal running, last
+        running, last = running - 1, name
         if not patience.hangs:
             patience.answered.set()
         if waiting.pop(place, None) is not None:
@@ -383,7 +389,7 @@ async def outcomes_in_time(
             call = Call(workers.patience, function, args)
             waiting[place] = workers, call
             running += 1
-            workers.start(partial(told, place, workers.patience), call)
+            workers.start(partial(told, place, workers.name, workers.patience), call)
     if not running:
         on_end()
         await trio.lowlevel.cancel_shielded_checkpoint()
@@ -392,7 +398,7 @@ async def outcomes_in_time(
             workers.patience.due_s(call, workers.answered_s) for workers, call in waiting.values()
         )
         until = trio.current_time() + max(due_s - time.monotonic(), _LEAST_S)
-        with trio.CancelScope(deadline=until, shield=not abandonable):
+        with waits_for(slowest), trio.CancelScope(deadline=until, shield=not abandonable):
             await answered.wait()
         now = time.monotonic()
         for place, (workers, call) in list(waiting.items()):

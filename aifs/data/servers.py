@@ -106,11 +106,11 @@ class Servers:
     def _new(self, number: int, path: str) -> DataServer:
         if number >= BURST_FIRST:
             workers = Workers(
-                f"aifs-burst-{number - BURST_FIRST}", self._threads, self._completions
+                f"burst directory {number - BURST_FIRST}", self._threads, self._completions
             )
         else:
             workers = Workers(
-                f"aifs-data-{number}", self._limit, self._completions, self.patience_s
+                f"data server {number}", self._limit, self._completions, self.patience_s
             )
         tell = self._burst_changed if number >= BURST_FIRST else lambda: None
         return DataServer(number, storage_at(path), self._store, workers, tell)

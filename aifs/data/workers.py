@@ -19,24 +19,41 @@ from typing import Any
 
 import trio
 
+from aifs.core.waiting import waits_for
 from aifs.data.patience import FOR_EVER, Patience, gives_up, outcomes_in_time
 
 _log = logging.getLogger(__name__)
 
 
+_PENDING = object()
+"""In place of a result."""
+
+
 class _Batch:
     """Calls that one task waits for; ``results`` holds what each returned or raised."""
 
-    __slots__ = ("abandonable", "on_end", "remaining", "results", "task")
+    __slots__ = ("abandonable", "calls", "last", "on_end", "remaining", "results", "task")
 
-    def __init__(self, count: int, on_end: Callable[[], None] | None, abandonable: bool) -> None:
+    def __init__(
+        self, calls: Sequence["Call"], on_end: Callable[[], None] | None, abandonable: bool
+    ) -> None:
         self.task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        self.calls: Sequence[Call] = calls
         self.on_end = on_end
         self.abandonable = abandonable
-        self.remaining = count
-        self.results: list[Any] = [None] * count
+        self.remaining = len(calls)
+        self.results: list[Any] = [_PENDING] * len(calls)
+        self.last: Workers | None = None  # of them, which has ended last; None before
 
-    def finished(self) -> None:
+    def cause(self) -> str:
+        """What the task waits for, or has waited for last."""
+        if self.last is not None:
+            return self.last.name
+        pending = (workers for (workers, *_), it in zip(self.calls, self.results) if it is _PENDING)
+        return next(pending, self.calls[0][0]).name
+
+    def finished(self, last: "Workers") -> None:
+        self.last = last
         if self.on_end is not None:
             self.on_end()
         if self.task is not None:
@@ -59,7 +76,7 @@ class _Notice:
         self.remaining = 1
         self.results: list[Any] = [None]
 
-    def finished(self) -> None:
+    def finished(self, last: "Workers") -> None:
         self.tell(self.results[0])
 
 
@@ -97,7 +114,7 @@ class Completions:
             if batch is not None:
                 batch.remaining -= 1
                 if batch.remaining == 0:
-                    batch.finished()
+                    batch.finished(workers)
 
 
 class Workers:
@@ -106,12 +123,13 @@ class Workers:
     def __init__(
         self, name: str, limit: int, completions: Completions, patience_s: float = FOR_EVER
     ) -> None:
-        """``patience_s``: how long a call may run that is made in the background."""
+        """``name``: whose they are; ``patience_s``: how long a call may run that is made in the
+        background."""
+        self.name = name
         self.outstanding = 0
         self.patience = Patience(patience_s)
         self.answered_s = 0.0
         """When a call has last ended, of time.monotonic()."""
-        self._name = name
         self._limit = limit
         self._completions = completions
         self._queue: SimpleQueue[Any] = SimpleQueue()
@@ -123,7 +141,7 @@ class Workers:
         if len(self._threads) <= self.outstanding and len(self._threads) < self._allowed:
             self._completions.bind()
             thread = threading.Thread(
-                target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+                target=self._work, name=f"{self.name}, {len(self._threads)}", daemon=True
             )
             thread.start()  # may fail: nothing has been handed over yet that would be told of later
             self._threads.append(thread)
@@ -186,9 +204,7 @@ class Workers:
             except BaseException as error:  # noqa: BLE001 (raised again where the call is waited for)
                 result = error
                 if batch is None:
-                    _log.error(
-                        "%s: a call that nobody waits for failed", self._name, exc_info=error
-                    )
+                    _log.error("%s: a call that nobody waits for failed", self.name, exc_info=error)
             if batch is not None:
                 batch.results[place] = result
             self.answered_s = time.monotonic()
@@ -225,10 +241,11 @@ async def outcomes(
     """
     if gives_up() and any(workers.patience.is_limited for workers, _, _ in calls):
         return await outcomes_in_time(calls, on_end or _nothing, abandonable)
-    batch = _Batch(len(calls), on_end, abandonable)
+    batch = _Batch(calls, on_end, abandonable)
     for place, (workers, function, args) in enumerate(calls):
         workers.submit(batch, place, function, args)
-    await trio.lowlevel.wait_task_rescheduled(batch.abort)
+    with waits_for(batch.cause):
+        await trio.lowlevel.wait_task_rescheduled(batch.abort)
     return batch.results
 
 

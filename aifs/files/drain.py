@@ -15,6 +15,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
+from aifs.core.waiting import DRAIN, Ended, doing, waits_for
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
@@ -61,9 +62,12 @@ class Drain:
         containers: Containers,
         handles: Handles,
         upkeep: Upkeep,
+        ended: Ended,
     ) -> None:
+        """``ended`` is told of drains."""
         burst = config.burst
         self._servers = servers
+        self._ended = ended
         self._tier = tier
         self._handles = handles
         self._upkeep = upkeep
@@ -208,7 +212,8 @@ class Drain:
         waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
         self._waiters.append(waiter)
         try:
-            await waiter.wait()
+            with waits_for(DRAIN):
+                await waiter.wait()
         finally:
             self._waiters.remove(waiter)
 
@@ -228,7 +233,8 @@ class Drain:
                 self._upkeep.wake(Work.DRAIN)  # another worker
             self._active += len(batch)
             try:
-                await self.drainer.drain(batch)
+                with doing(self._ended, "drain", [draining.ino for draining in batch]):
+                    await self.drainer.drain(batch)
             finally:
                 self._active -= len(batch)
                 with trio.CancelScope(shield=True):

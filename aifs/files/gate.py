@@ -2,6 +2,8 @@
 
 import trio
 
+from aifs.core.waiting import LOCK, waits_for
+
 
 class Gate:
     """Guards the bytes of one file: reads and writes enter together, changes of its form enter
@@ -59,4 +61,5 @@ class Gate:
     async def _park(self) -> None:
         if self._queue is None:
             self._queue = trio.lowlevel.ParkingLot()
-        await self._queue.park()
+        with waits_for(LOCK):
+            await self._queue.park()

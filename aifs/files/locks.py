@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.core.errors import Deadlock, Unavailable, WouldBlock
+from aifs.core.waiting import LOCK, waits_for
 from aifs.files.lock_circles import Circles
 from aifs.files.lock_homes import (
     FCNTL,
@@ -178,7 +179,8 @@ class Locks:
         of_fcntl = request.space == FCNTL
         owner, is_granted = request.lock.owner, False
         try:
-            with self._circles.watched(ino, owner, request.ticket) if of_fcntl else nullcontext():
+            circles = self._circles.watched(ino, owner, request.ticket)
+            with waits_for(LOCK), circles if of_fcntl else nullcontext():
                 is_granted = await self._obtain(ino, inode, request, True)
         except trio.Cancelled:
             if not await self._settle(ino, inode, request):

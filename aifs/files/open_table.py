@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import trio
 
+from aifs.core.waiting import LOCK, waits_for
 from aifs.files.collector import Collector
 from aifs.files.handles import Handles
 from aifs.files.open_inode import LostBytes, OpenInode
@@ -223,7 +224,8 @@ class Opening:
         """Wait for its end."""
         if self._ended is None:
             self._ended = trio.Event()
-        await self._ended.wait()
+        with waits_for(LOCK):
+            await self._ended.wait()
 
     def end(self) -> None:
         if self._ended is not None:

@@ -25,14 +25,16 @@ from pyfuse3 import (
     SetattrFields,
 )
 
+from aifs.core import waiting
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
+from aifs.core.waiting import Activity
 from aifs.files.types import Opened, SetAttr
 from aifs.fuse.bridge import HANDLE_BITS, PREFERRED_IO
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
-from aifs.vfs import operation_log
+from aifs.vfs import operation_log, why
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.operation_log import Request
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
@@ -47,6 +49,8 @@ LAST_DOT = 2
 ``cookie + 1``.
 """
 
+LONG_NS = round(operation_log.LONG_S * 1e9)
+
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
@@ -55,25 +59,30 @@ def answers(handler: Handler) -> Handler:
     with EIO.
 
     It also counts the requests that are being answered, so that whoever else runs meanwhile sees
-    those that wait, and those that have been, with what they took; and it puts them into the
-    operation log if somebody reads that.
+    those that wait, and those that have been, with what they took. Each is an activity, which can
+    be asked what it waits for (core/waiting.py); the operation log has it if somebody reads that,
+    or it took long.
     """
     operation = handler.__name__
     parameters = [*inspect.signature(handler).parameters][1:]
+    names_caller = "ctx" in parameters or "caller" in parameters
     moves_bytes = operation in ("read", "write")
+    describe = functools.partial(asked, operation, parameters if names_caller else None)
+    begin, clock_ns = waiting.begin, time.perf_counter_ns
 
     @functools.wraps(handler)
     async def answer(self: Any, *args: Any) -> Any:
         scheduler, noted = self._scheduler, self._fs.operation_log
         scheduler.waiting_requests += 1
-        request, begin_ns = None, time.perf_counter_ns()
+        begin_ns = clock_ns()
+        told = args if names_caller else (self.last_request(), *args)  # before anything is awaited
+        activity = Activity(describe, told, begin_ns)
+        begin(activity)
         number, missing, moved = errno.EINTR, 0, 0  # unless it ends in another way
         try:
-            if noted.is_on:
-                request = asked(operation, dict(zip(parameters, args, strict=True)), self)
             answered = await handler(self, *args)
             number = 0
-            if moves_bytes or request is not None:
+            if moves_bytes or noted.is_on:
                 missing, moved = outcome(operation, answered)
             return answered
         except FsError as error:
@@ -85,27 +94,30 @@ def answers(handler: Handler) -> Handler:
             raise FUSEError(number) from None
         finally:
             scheduler.waiting_requests -= 1
-            self._fs.served[operation].add(time.perf_counter_ns() - begin_ns, number, moved)
-            if request is not None:
-                noted.put(request, begin_ns, number or missing, moved)
+            duration_ns = clock_ns() - begin_ns
+            self._fs.served[operation].add(duration_ns, number, moved)
+            if noted.is_on or duration_ns >= LONG_NS:
+                noted.ended(activity, duration_ns, number or missing, moved)
+            activity.args = None
 
     return answer  # type: ignore[return-value]
 
 
-def asked(operation: str, arguments: dict[str, Any], edge: Any) -> Request | None:
-    """What the operation log says of a request to ``edge``, which knows its ``last_request``.
-    Called before anything is awaited. None if the log itself is being read.
+def asked(operation: str, parameters: Sequence[str] | None, *args: Any) -> Request | None:
+    """What the operation log says of a request, given the names and values of its arguments; None:
+    they do not tell whose it is, which is the first value. None if somebody asks for just that.
     """
+    if parameters is None:
+        ino, uid, pid = args[0]
+        return Request(operation, ino, uid=uid, pid=pid)
+    arguments = dict(zip(parameters, args, strict=True))
     name: bytes = arguments.get("name", b"")
-    caller = arguments.get("ctx", arguments.get("caller"))
-    if caller is None:
-        ino, uid, pid = edge.last_request()
-    else:
-        ino = next((arguments[key] for key in ("ino", "parent", "nodeid") if key in arguments), 0)
-        uid, pid = caller.uid, caller.pid
+    caller: Any = arguments.get("ctx", arguments.get("caller"))
+    ino = next((arguments[key] for key in ("ino", "parent", "nodeid") if key in arguments), 0)
+    uid, pid = caller.uid, caller.pid
     if "parent" in arguments:
         return Request(operation, ino, name, b"", uid, pid)
-    if name.startswith(operation_log.ATTRIBUTE):
+    if name.startswith((operation_log.ATTRIBUTE, why.ATTRIBUTE)):
         return None
     return Request(operation, ino, b"", name, uid, pid)
 

@@ -38,6 +38,7 @@ from aifs.fuse.options import MountOptions
 from aifs.store.right import StoreRight
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.why import watch_slow
 from aifs.watch.server import WatchServer
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ async def _serve(
                 handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
                 nursery.start_soon(_handle_signals, mountpoint)
+                nursery.start_soon(watch_slow, fs.store.engine, config.kernel.slow_request_s)
                 if config.metrics.listen:
                     nursery.start_soon(_show, fs)
                 nursery.start_soon(

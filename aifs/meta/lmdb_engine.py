@@ -19,6 +19,7 @@ import trio
 
 from aifs.core import faults, files, filesystems
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
+from aifs.core.waiting import JOURNAL, waits_for
 from aifs.meta import journal
 from aifs.meta.kv import Engine, Result, Tap
 from aifs.meta.lmdb_database import CHECK_PAGES, BrokenDatabase, Database, DatabaseError, MapFull
@@ -217,12 +218,12 @@ class LmdbEngine(Engine):
         while self.durable_seq < target:
             if self._failure:
                 raise Unavailable(self._failure)
-            if self._syncing is not None:
-                await (
-                    self._syncing.wait()
-                )  # perhaps begun too early for us; then the next one is shared
-            else:
-                await self._sync()
+            with waits_for(JOURNAL):
+                if self._syncing is not None:
+                    # Perhaps begun too early for us; then the next one is shared.
+                    await self._syncing.wait()
+                else:
+                    await self._sync()
 
     async def _sync(self) -> None:
         covered = self.seq

@@ -32,6 +32,7 @@ import trio
 from aifs.burst.making import MakingTools
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.core.waiting import MOVER, waits_for
 from aifs.data.patience import Call, gives_up
 from aifs.data.server import Moved
 from aifs.data.servers import Servers
@@ -430,7 +431,8 @@ class _Child:
             self._channel.send("work", number, job.work, order)
             self.look()
             try:
-                await job.ended.wait()
+                with waits_for(MOVER):
+                    await job.ended.wait()
             except trio.Cancelled:
                 job.is_stopped = True
                 self.look()

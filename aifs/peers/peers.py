@@ -14,6 +14,7 @@ import trio
 
 from aifs.core.errors import ConfigError, Unavailable
 from aifs.core.kinds import split_endpoint
+from aifs.core.waiting import HOST, waits_for
 from aifs.peers.transport import (
     SILENCE_S,
     Answer,
@@ -141,7 +142,7 @@ class Peers:
         Raises what the service has raised; Unavailable, with the host's name, if it does not
         answer: then it may have carried out the request, once, or does so yet.
         """
-        with trio.move_on_after(timeout_s):
+        with waits_for(f"{HOST} {host}"), trio.move_on_after(timeout_s):
             link = await self._link(host, session)
             return await link.request(name, arguments, body, into)
         raise Unavailable(f"host {host} has not answered for {timeout_s:g} s")

@@ -176,8 +176,9 @@ class Filesystem:
             engine, tier, io, servers, config.data.writeback_interval_s
         )
         self.stager = stager = io.stager
+        ended = operation_log.ended
         self.drain = drain = Drain(
-            config, servers, tier, io, ids, collector, containers, handles, upkeep
+            config, servers, tier, io, ids, collector, containers, handles, upkeep, ended
         )
 
         # Groups of ranks.
@@ -190,7 +191,7 @@ class Filesystem:
         joint = Joint(engine, parts, members, group_drain.storing, config.host.bandwidth)
         self.group_table = table = GroupTable(engine, upkeep)
         part_host = PartHost(engine, table, members, drain, parts, joint, store.peers)
-        course = Course(engine, table, members, parts, joint, part_host)
+        course = Course(engine, table, members, parts, joint, part_host, ended)
         closing = Closing(engine, io, writeback, drain, table, members, parts, course)
         naming = Naming(engine, io, table)
         living = Living(engine, table, parts, course)

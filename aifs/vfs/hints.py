@@ -52,6 +52,8 @@ files.
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
                              answered (operation_log.tell)
+    user.aifs.why[.PID]      any: JSON, what requests there and below, of a process, wait for now,
+                             and how their seconds were spent (why.py)
     user.aifs.scrub          root: JSON, what a scrub has done and found; set
                              start[,no-repair][,bandwidth=SIZE] or stop
     user.aifs.hosts          root: JSON, the hosts that have the store mounted (cluster.py)
@@ -88,6 +90,7 @@ from aifs.vfs import (
     rights,
     server_hints,
     trash_requests,
+    why,
 )
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
@@ -200,6 +203,9 @@ class Hints:
             return await self._trace(int(number))
         if name == operation_log.ATTRIBUTE:
             return await self._trace()
+        if name == why.ATTRIBUTE or (stem == why.ATTRIBUTE and number.isdigit()):
+            log, pid = self._operation_log, 0 if name == why.ATTRIBUTE else int(number)
+            return _json(await why.tell(log, self._store.engine, ino, caller, pid))
         if stem == places.ATTRIBUTE and number.isdigit():
             return await places.tell(self._store.engine, self._io, ino, int(number))
         if name in policy_hints.DEFAULTS:

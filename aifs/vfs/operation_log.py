@@ -1,16 +1,20 @@
 """The last requests that the kernel has sent, for who asks for them (``user.aifs.trace``): one ring
 of records in memory, which any number of readers follow.
 
-Records are kept while somebody reads; else a request costs the look at ``is_on``. What the kernel
-does by itself is no request: cached lookups and pages, reads and writes that are passed through.
+Records are kept while somebody reads; else a request costs the look at ``is_on``. Only those that
+have taken long are always kept, for a while, apart (why.py). What the kernel does by itself is no
+request: cached lookups and pages, reads and writes that are passed through.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
+from aifs.core.processes import process_of
+from aifs.core.waiting import Activity, Request
 from aifs.meta import paths
 from aifs.meta.kv import Engine, ReadTransaction
 
@@ -20,25 +24,15 @@ _RECORDS = 1 << 16
 _KEPT_S = 5.0
 """How long after the last reader records are kept."""
 
+LONG_S = 0.01
+"""Who takes so long has waited for something, or for very many others."""
+
+LONG_KEPT = 8192  # some 4 MiB
+LONG_KEPT_S = 600.0
+"""How long those are kept, at most."""
+
 _READ_AT_ONCE = 256
 _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
-
-
-class Request(NamedTuple):
-    """What is asked for."""
-
-    operation: str
-    """Its name, as in FUSE."""
-    ino: int
-    """The inode; 0 if that is not known."""
-    name: bytes
-    """An entry of the directory ``ino``, or b""."""
-    attribute: bytes
-    """An extended attribute, or b""."""
-    uid: int
-    """-1, as ``pid``, if it is not known."""
-    pid: int
-    """The process; -1 if that is not known."""
 
 
 class Record(NamedTuple):
@@ -52,6 +46,9 @@ class Record(NamedTuple):
     """0: it succeeded."""
     bytes: int
     """That were read or written."""
+    waited_us: dict[str, int]
+    """For what it has waited (core/waiting.py), and how long; what is left of its time is the
+    daemon's own."""
 
 
 class OperationLog:
@@ -63,24 +60,47 @@ class OperationLog:
         self.is_on = False
         """Whether what is answered is to be put here."""
         self._ring: list[Record | None] = []
+        """The newest, each at its number modulo its length; empty while nobody reads."""
         self._next = 0
         """The number that the next record gets."""
         self._first = 0
         """That of the first record since the log was switched on."""
         self._until_s = 0.0
         """When the log is switched off if nobody reads any more, on the monotonic clock."""
+        self._long: deque[Record] = deque(maxlen=LONG_KEPT)
+        """Those that took ``LONG_S``, in the order of their ends."""
+        self._began_s = time.time()
+        """Since when these are kept."""
 
-    def put(self, request: Request, begin_ns: int, errno: int, moved: int) -> None:
-        """A request has been answered that came at ``begin_ns`` (``time.perf_counter_ns``)."""
-        if time.monotonic() > self._until_s:
+    def ended(self, activity: Activity, duration_ns: int, errno: int = 0, moved: int = 0) -> None:
+        """An activity has ended, which ``Request`` describes, or None: it is not shown. To be
+        called if it took ``LONG_S``, or the log is on."""
+        if self.is_on and time.monotonic() > self._until_s:
             self.is_on, self._ring = False, []
             self._switched(False)
-        if not self.is_on:
+        is_long = duration_ns >= LONG_S * 1e9
+        if not (self.is_on or is_long):
             return
-        duration_ns = time.perf_counter_ns() - begin_ns
-        record = Record(request, time.time_ns() - duration_ns, duration_ns // 1000, errno, moved)
-        self._ring[self._next % _RECORDS] = record
-        self._next += 1
+        request = activity.about
+        if request is None:
+            return
+        waited_us = {cause: ns // 1000 for cause, ns in activity.spent_ns().items()}
+        at_ns, duration_us = time.time_ns() - duration_ns, duration_ns // 1000
+        record = Record(request, at_ns, duration_us, errno, moved, waited_us)
+        if is_long:  # its thread may be gone when somebody asks
+            whose = request._replace(pid=process_of(request.pid))
+            self._long.append(record._replace(request=whose))
+        if self.is_on:
+            self._ring[self._next % _RECORDS] = record
+            self._next += 1
+
+    def long(self) -> tuple[float, list[Record]]:
+        """All that took ``LONG_S`` and ended since a time (of the epoch), at most ``LONG_KEPT_S``
+        ago."""
+        since_s = max(self._began_s, time.time() - LONG_KEPT_S)
+        if len(self._long) == LONG_KEPT:
+            since_s = max(since_s, _end_s(self._long[0]))
+        return since_s, [record for record in self._long if _end_s(record) >= since_s]
 
     def follow(self) -> None:
         """Somebody reads, and will come again."""
@@ -112,11 +132,11 @@ async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> b
     if start > log.next:
         raise Invalid(f"the next record is number {log.next}")
     first, records = log.records(start)
-    names = await engine.view(_paths, {record.request.ino for record in records})
+    names = await engine.view(paths_of, {record.request.ino for record in records})
     told: list[str] = []
     length = 0
     for record in records:
-        text = json.dumps(_describe(record, names))
+        text = json.dumps(described(record, names))
         length += len(text) + 2
         if length > _LENGTH_MAX:
             break
@@ -125,11 +145,13 @@ async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> b
     return f'{head[:-1]}, "records": [{", ".join(told)}]}}'.encode()
 
 
-def _paths(tx: ReadTransaction, inos: set[int]) -> dict[int, bytes | None]:
+def paths_of(tx: ReadTransaction, inos: set[int]) -> dict[int, bytes | None]:
+    """The path of each inode, or None."""
     return {ino: paths.find_path(tx, ino) if ino else None for ino in inos}
 
 
-def _describe(record: Record, names: dict[int, bytes | None]) -> dict[str, Any]:
+def described(record: Record, names: Mapping[int, bytes | None]) -> dict[str, Any]:
+    """A record for JSON. ``names``: paths by inode number."""
     return dict(_fields(record, names.get(record.request.ino)))
 
 
@@ -148,3 +170,8 @@ def _fields(record: Record, path: bytes | None) -> Iterator[tuple[str, Any]]:
     yield "bytes", record.bytes
     yield "errno", record.errno
     yield "duration_us", record.duration_us
+    yield "waited_us", record.waited_us
+
+
+def _end_s(record: Record) -> float:
+    return record.at_ns / 1e9 + record.duration_us / 1e6

@@ -130,6 +130,8 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.fence": Right(unreadable, root),
     b"user.aifs.trace": Right(server, unchangeable),
     b"user.aifs.trace.N": Right(server, unchangeable),
+    b"user.aifs.why": Right(reader, unchangeable),  # each is told his own, and drains
+    b"user.aifs.why.PID": Right(reader, unchangeable),
     b"user.aifs.scrub": Right(top, root),
     b"user.aifs.atime": Right(unreadable, root),
     b"user.aifs.backup": Right(unreadable, root),
@@ -166,6 +168,7 @@ _NUMBERED = {
     b"user.aifs.trashed": b"user.aifs.trashed.N",
     b"user.aifs.places": b"user.aifs.places.N",
     b"user.aifs.quotas": b"user.aifs.quotas.N",
+    b"user.aifs.why": b"user.aifs.why.PID",
 }
 """Hints that may end with a number."""
 

@@ -284,7 +284,7 @@ async def test_a_chunk_that_reads_by_way_of_the_cache_takes_none_of_its_own_memo
 class Object:
     """An object that is there at once."""
 
-    name, block, busy = "object", 64 << 10, False
+    name, cause, block, busy = "object", "data server 0", 64 << 10, False
 
     def __init__(self) -> None:
         self.requests: list[int] = []

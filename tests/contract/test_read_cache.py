@@ -33,6 +33,7 @@ class Source:
         delay: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.name = name
+        self.cause = "data server 0"
         self.block = UNIT
         self.busy = False
         self.data = bytearray(data)

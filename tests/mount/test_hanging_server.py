@@ -4,8 +4,10 @@ daemon is stopped.
 
 import json
 import os
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +75,50 @@ def test_a_forced_umount_ends_at_once_and_loses_nothing(pair: Pair) -> None:
     outer.mount()
     assert (outer.path / "kept").read_bytes() == content
     assert len((outer.path / "file").read_bytes()) == len(content)
+
+
+def _look_why(outer: Mounted, program: subprocess.Popen) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while "data/workers.py" not in outer.log.read_text():
+        assert program.poll() is None and time.monotonic() < until_s, outer.log.read_text()
+    assert "and waits for data server 1\n" in outer.log.read_text()
+    for words in ([outer.path / "file"], [str(program.pid)], [str(program.pid), outer.path]):
+        told = json.loads(aifs("why", *words, "--json").stdout)
+        if "mounts" in told:
+            told = told["mounts"][str(outer.path)]
+        (one,) = [each for each in told["now"] if each["operation"] == "write"]
+        assert one["pid"] == program.pid and one["path"] == "/file"
+        assert one["waits_for"] == ["data server 1"] and told["waited_s"]["data server 1"] > 0.5
+    assert f"{program.pid} dd" in aifs("why", outer.path).stdout
+
+
+def test_why_it_hangs(pair: Pair) -> None:
+    """`aifs why` names the server, for the file, the process and all; the log has the stack."""
+    outer = pair.outer
+    (outer.path / "file").write_bytes(bytes(3 << 20))
+    outer.unmount()
+    outer.options += ("kernel.slow_request=500ms",)
+    outer.mount()
+    outer.expected.append("of /file .* has not been answered")
+    pair.stop()
+    command = [
+        "dd",
+        f"of={outer.path / 'file'}",
+        "if=/dev/zero",
+        "bs=1M",
+        "count=3",
+        "conv=notrunc",
+    ]
+    with subprocess.Popen([*command, "oflag=direct"], stderr=subprocess.DEVNULL) as program:
+        try:
+            _look_why(outer, program)
+        finally:
+            pair.go_on()
+        assert program.wait(TIMEOUT_S) == 0
+    lines = aifs("why", outer.path / "file").stdout
+    assert "nothing is being asked for now" in lines
+    assert re.search(r" s +\d+% +data server 1 ", lines), lines
+    assert aifs("why", "4194304", outer.path).stderr.startswith("aifs: there is no process")
 
 
 def test_a_mount_beside_a_server_that_hangs_is_refused_in_time(pair: Pair) -> None:

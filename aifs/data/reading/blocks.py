@@ -5,6 +5,7 @@ from typing import Protocol
 
 import trio
 
+from aifs.core.waiting import waits_for
 from aifs.data.server import DataServer
 from aifs.data.storage import Key
 
@@ -17,6 +18,8 @@ class BlockSource(Protocol):
 
     name: Hashable
     """What it is invalidated by: the same for all sources of an object."""
+    cause: str
+    """Of waits for it (core/waiting.py)."""
     block: int
     """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an
     object.
@@ -47,7 +50,7 @@ class ObjectSource:
     thread.
     """
 
-    __slots__ = ("_in_use", "_read", "_workers", "block", "name")
+    __slots__ = ("_in_use", "_read", "_workers", "block", "cause", "name")
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class ObjectSource:
         in_use: Callable[[int], None] = lambda change: None,
     ) -> None:
         self.name = object_name(server, key)
+        self.cause = server.workers.name
         self.block = block
         self._workers = server.workers
         self._read = read
@@ -88,6 +92,8 @@ class FilledSource:
 
     ``in_use`` is told +1 when that begins and -1 when it has ended.
     """
+
+    cause = "data servers"
 
     def __init__(
         self,
@@ -132,6 +138,7 @@ class Block:
         "age",
         "ahead",
         "answered",
+        "cause",
         "error",
         "hedged",
         "index",
@@ -143,9 +150,10 @@ class Block:
     )
 
     def __init__(
-        self, name: Hashable, index: int, size: int, kept: bool, ahead: bool, age: int
+        self, source: BlockSource, index: int, size: int, kept: bool, ahead: bool, age: int
     ) -> None:
-        self.name = name
+        self.name = source.name
+        self.cause = source.cause
         self.index = index
         self.size = size
         self.kept = kept
@@ -176,7 +184,8 @@ class Block:
         if self.loading:
             if self._ready is None:
                 self._ready = trio.Event()
-            await self._ready.wait()
+            with waits_for(self.cause):
+                await self._ready.wait()
         if self.error is not None:
             raise self.error.with_traceback(None)
         assert self.view is not None

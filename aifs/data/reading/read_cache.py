@@ -236,7 +236,7 @@ class ReadCache:
         kept: bool = True,
         ahead: bool = False,
     ) -> Block:
-        block = Block(source.name, index, len(memory), kept, ahead, self._keeping.fetched)
+        block = Block(source, index, len(memory), kept, ahead, self._keeping.fetched)
         self._objects.setdefault(block.name, {})[index] = block
         if (block.name, index) in self._gone:
             del self._gone[block.name, index]

@@ -25,6 +25,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
+from aifs.core.waiting import HOST, JOURNAL, waits_for
 from aifs.meta import keys
 from aifs.meta.delegations import Delegate, decode_delegate, find_covered
 from aifs.meta.kv import Engine, Follower, Result, Tap, Transaction
@@ -250,7 +251,8 @@ class ReplicatedEngine(Engine):
                 break
             self._behind += 1
             try:
-                await self._take_turn(call)
+                with waits_for(JOURNAL):
+                    await self._take_turn(call)
             finally:
                 self._behind -= 1
             if not call.foreign:
@@ -666,10 +668,11 @@ class ReplicatedEngine(Engine):
         """Wait until the lease is sure. Raises Unavailable."""
         while clock_s() >= self.session.sure_until_s:
             self._check()
-            async with self._renewing:
-                if clock_s() >= self.session.sure_until_s:
-                    with suppress(AnswerLost):
-                        await self._beat()
+            with waits_for(JOURNAL):
+                async with self._renewing:
+                    if clock_s() >= self.session.sure_until_s:
+                        with suppress(AnswerLost):
+                            await self._beat()
 
     async def _keep_renewed(self) -> None:
         if self._failure:  # nobody may wait for a host that hears no more
@@ -702,6 +705,11 @@ class ReplicatedEngine(Engine):
 
     async def barrier(self, seq: int | None = None) -> None:
         target = self.seq if seq is None else seq
+        if self.durable_seq < target:
+            with waits_for(JOURNAL):
+                await self._reach(target)
+
+    async def _reach(self, target: int) -> None:
         while self.durable_seq < target:
             self._check()
             if self._ahead and self._ahead.first_seq <= target:
@@ -721,7 +729,8 @@ class ReplicatedEngine(Engine):
         self._check()
         if self._ahead:
             await self._ship()
-        await self.session.wait_shown(self.session.cursor if of_all else self._own_row)
+        with waits_for(HOST, "until it has heard of a change"):
+            await self.session.wait_shown(self.session.cursor if of_all else self._own_row)
 
     async def _recover(self) -> None:
         """The database has crashed, and may have lost its last commits: put back those that we

@@ -16,6 +16,7 @@ from aifs.core import faults
 from aifs.core.errors import Busy, FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.core.waiting import PUBLISH, Ended, doing, waits_for
 from aifs.data.patience import giving_up
 from aifs.files.types import CallerLike
 from aifs.meta import groups
@@ -56,8 +57,11 @@ class Course:
         parts: Parts,
         joint: Joint,
         part_host: PartHost,
+        ended: Ended,
     ) -> None:
+        """``ended`` is told of drains and publishes."""
         self._engine = engine
+        self._ended = ended
         self._table = table
         self._members = members
         self._parts = parts
@@ -171,7 +175,8 @@ class Course:
     async def _publish(self, group: DirectoryGroup) -> None:
         assert self._show is not None  # it is ``run`` that publishes
         try:
-            await self._show(group.ino, group.record.options.publish, group.record.asker)
+            with doing(self._ended, "publish", [group.ino]):
+                await self._show(group.ino, group.record.options.publish, group.record.asker)
             faults.reach(_PUBLISHED)
             record = group.record._replace(published=True)
         except FsError as error:
@@ -183,12 +188,14 @@ class Course:
     async def _store(self, group: DirectoryGroup) -> None:
         """Returns when it is durable."""
         lost: list[str] = []
-        if self._engine.host:
-            lost = await self._store_all(group)
-        else:
-            await self._part_host.store(group)
-        while not group.is_settled:
-            await group.event.wait()
+        with doing(self._ended, "drain", [group.ino]):
+            if self._engine.host:
+                lost = await self._store_all(group)
+            else:
+                await self._part_host.store(group)
+            while not group.is_settled:
+                with waits_for(PUBLISH):
+                    await group.event.wait()
         if group.is_live and lost:
             names = ", ".join(lost)
             why = f"its files on host {names} were not on the data servers when that one ended"

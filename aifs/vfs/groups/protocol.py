@@ -12,6 +12,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, TimedOut
+from aifs.core.waiting import DRAIN, PUBLISH, RANK, waits_for
 from aifs.files import permissions
 from aifs.files.file_io import FileIO
 from aifs.files.types import ROOT, CallerLike
@@ -283,7 +284,8 @@ class Groups:
         """
         while group.is_complete and not group.is_buffered:
             group.require_success()
-            await group.event.wait()
+            with waits_for(PUBLISH):
+                await group.event.wait()
         if group.is_complete:
             group.require_success()
             if group.publish_failure is not None:
@@ -299,7 +301,8 @@ class Groups:
             if durable and not group.shares:
                 raise Invalid("the directory is pending, and its files are drained as usual")
             while not (group.state == "durable" or (group.is_buffered and not durable)):
-                await group.event.wait()
+                with waits_for(DRAIN) if group.is_complete else waits_for(RANK, group.lacking):
+                    await group.event.wait()
                 group.require_success()
         if scope.cancelled_caught:
             raise TimedOut(f"the group is {group.state} after {timeout_s} s")

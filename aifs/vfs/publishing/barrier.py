@@ -87,7 +87,7 @@ class Barrier:
         unsynced = [ino for ino in self._io.table.open if self._io.table.is_unsynced(ino)]
         unsynced += [ino for ino in self._io.table.unsynced if ino not in self._io.table.open]
         return await self._writeback.sync_bytes(
-            await _those_below(self._engine, unsynced, dentry.ino)
+            await those_below(self._engine, unsynced, dentry.ino)
         )
 
     async def _sync_elsewhere(self, dentry: Dentry, strict: bool) -> None:
@@ -207,9 +207,9 @@ def _undrained_on(records: list[tuple[bytes, bytes]], servers: set[int]) -> dict
     return {copy.ino: copy.server for copy in copies if copy.undrained and copy.server in servers}
 
 
-async def _those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
-    """Others run between slices of it. What moves below ``top`` meanwhile has been synced by its
-    own rename."""
+async def those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
+    """Which of these are ``top`` or lie below it. Others run between slices of it: what moves below
+    ``top`` meanwhile has been synced by its own rename."""
     known: dict[int, bool] = {}
     found: list[int] = []
     for start in range(0, len(inos), _SLICE):

@@ -1,0 +1,144 @@
+"""Why something takes long: what the requests about a file, or of a process, wait for now, and how
+their seconds were spent in the last minutes (``user.aifs.why``); and the log line of who waits too
+long.
+
+What they wait for is known of each activity (core/waiting.py), and what has ended is kept by the
+operation log, if it took long. Users are told of their own requests, and of drains of what they may
+read; root and who has mounted of all.
+"""
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import trio
+
+from aifs.core.log import logger, stack_lines
+from aifs.core.processes import process_of
+from aifs.core.waiting import Activity, Request, under_way
+from aifs.files.types import CallerLike
+from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import Engine
+from aifs.vfs.operation_log import LONG_S, OperationLog, Record, described, paths_of
+from aifs.vfs.publishing.barrier import those_below
+
+_log = logger(__name__)
+
+ATTRIBUTE = b"user.aifs.why"
+
+_SHOWN_MAX = 64  # of each list
+_LENGTH_MAX = 24_000  # of each list; an extended attribute has up to 64 KiB
+
+_LOOK_S = 1.0
+_PATIENT = ("setlkw", "drain")
+"""Who waits for others by intention, or for whom nobody waits."""
+
+
+async def tell(
+    log: OperationLog, engine: Engine, ino: int, caller: CallerLike, pid: int = 0
+) -> dict[str, Any]:
+    """For JSON: ``now``, what has not ended, the longest first, with ``seconds``, ``waits_for``
+    (the newest wait first; []: the daemon works on it) and ``waited_us`` so far; ``since_s`` (of
+    the epoch), and of those which have ended since then and took ``long_s`` at least: how many
+    ``requests``, and the ``slowest``, as in the trace. ``seconds`` and ``waited_s`` by cause are
+    the sums of both. Of ``ino`` and what lies below; with ``pid`` of that process alone."""
+    running = [(about, activity) for activity, _ in under_way() if (about := activity.about)]
+    since_s, ended = log.long()
+
+    async def wanted(requests: Iterable[Request]) -> set[Request]:
+        told = {one for one in requests if _may_know(one, caller)}
+        if pid:
+            told = {one for one in told if one.pid > 0 and pid in (one.pid, process_of(one.pid))}
+        if ino == ROOT_INO:
+            return told
+        inos = {each for one in told for each in (one.ino, *one.others)}
+        below = set(await those_below(engine, list(inos), ino))
+        return {one for one in told if not below.isdisjoint((one.ino, *one.others))}
+
+    of_now = await wanted(about for about, _ in running)
+    of_ended = await wanted(record.request for record in ended)
+    now = [_so_far(about, activity) for about, activity in running if about in of_now]
+    ended = [record for record in ended if record.request in of_ended]
+    waited_us = Counter[str]()
+    for record in (*ended, *(record for record, _ in now)):
+        waited_us.update(record.waited_us)
+    now.sort(key=lambda one: -one[0].duration_us)
+    slowest = sorted(ended, key=lambda record: -record.duration_us)[:_SHOWN_MAX]
+    shown = {record.request.ino for record in (*slowest, *(record for record, _ in now))}
+    names = await engine.view(paths_of, shown) if _sees_all(caller) else {}
+    return {
+        "since_s": round(since_s, 3),
+        "long_s": LONG_S,
+        "requests": len(ended),
+        "seconds": sum(r.duration_us for r in (*ended, *(r for r, _ in now))) / 1e6,
+        "waited_s": {cause: us / 1e6 for cause, us in waited_us.most_common()},
+        "now": _fitting(
+            [
+                described(record, names) | {"seconds": record.duration_us / 1e6, "waits_for": waits}
+                for record, waits in now[:_SHOWN_MAX]
+            ]
+        ),
+        "slowest": _fitting([described(record, names) for record in slowest]),
+    }
+
+
+def _sees_all(caller: CallerLike) -> bool:
+    return caller.uid in (0, os.geteuid())
+
+
+def _may_know(request: Request, caller: CallerLike) -> bool:
+    return _sees_all(caller) or request.uid in (caller.uid, -1)
+
+
+def _so_far(about: Request, activity: Activity) -> tuple[Record, list[str]]:
+    """As if it ended now, and what it waits for. The process is that of the thread which asks."""
+    duration_ns = time.perf_counter_ns() - activity.began_ns
+    waited_us = {cause: ns // 1000 for cause, ns in activity.spent_ns().items()}
+    about = about._replace(pid=process_of(about.pid))
+    at_ns = time.time_ns() - duration_ns
+    return Record(about, at_ns, duration_ns // 1000, 0, 0, waited_us), activity.waits
+
+
+def _fitting(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of them."""
+    length, found = 0, []
+    for one in told:
+        length += len(json.dumps(one))
+        if length > _LENGTH_MAX:
+            break
+        found.append(one)
+    return found
+
+
+async def watch_slow(engine: Engine, slow_s: float) -> None:
+    """Log each request once that has not been answered for ``slow_s`` (0: none), with the stacks of
+    its tasks. Runs until cancelled."""
+    said: set[Activity] = set()
+    while True:
+        await trio.sleep(_LOOK_S if slow_s else math.inf)
+        late_ns = time.perf_counter_ns() - slow_s * 1e9
+        late = [(one, tasks) for one, tasks in under_way() if one.began_ns <= late_ns]
+        said &= {one for one, _ in late}
+        for activity, tasks in late:
+            about = activity.about
+            if activity in said or about is None or about.operation in _PATIENT:
+                continue
+            said.add(activity)
+            names = await engine.view(paths_of, {about.ino})
+            record, waits = _so_far(about, activity)
+            told = described(record, names)
+            _log.warning(
+                "%s of %s (inode %d) by process %d has not been answered for %.0f s, and waits for "
+                "%s\n%s",
+                about.operation,
+                told["path"] or about.name or "?",
+                about.ino,
+                record.request.pid,
+                record.duration_us / 1e6,
+                ", for ".join(waits) or "the daemon itself",
+                "\n".join(line for task in tasks for line in stack_lines(task)),
+            )
