@@ -74,7 +74,7 @@ class Queue:
         """Bytes of all files in it."""
         self.held = 0
         """How many files are held."""
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._deadline_s = deadline_s
         self._placements = 0
         """Counts what has been put into the heaps."""
@@ -122,7 +122,7 @@ class Queue:
         """Nobody has the file open for writing any more. Returns when it may be drained."""
         entry = self._entries.get(ino)
         if entry is None:
-            entry = QueueEntry(ino, size, now, now + self._delay_s)
+            entry = QueueEntry(ino, size, now, now + self.delay_s)
             self._insert(entry)
             return entry.ready_at
         self.size += size - entry.size
@@ -280,7 +280,7 @@ class Queue:
 
     def _delay_of(self, entry: QueueEntry, now: float) -> float:
         urgent = entry.rank is Rank.REQUESTED or now - entry.since > self._deadline_s
-        return 0.0 if urgent else self._delay_s
+        return 0.0 if urgent else self.delay_s
 
     def _insert(self, entry: QueueEntry) -> None:
         self._entries[entry.ino] = entry

@@ -50,6 +50,10 @@ class Limiter:
         self._is_lifted = is_lifted
         self._free_at = 0.0
 
+    def set_rate(self, rate: int) -> None:
+        """From now on; who waits already does so no longer than before."""
+        self.rate, self._free_at = rate, 0.0
+
     @property
     def counts(self) -> bool:
         """Whether somebody may have to wait just now."""

@@ -31,9 +31,21 @@ def doctor_command(place: str | None, as_json: bool) -> int:
     Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the
     speed, else 1.
     """
+    from aifs.cli.output import print_json, print_table
+
+    checks = checks_of(place)
+    if as_json:
+        print_json(checks)
+    else:
+        rows = [(check["name"], _word(check), check["why"], check["fix"]) for check in checks]
+        print_table(("check", "state", "why", "what to change"), rows)
+    return 1 if any(_limits(check) for check in checks) else 0
+
+
+def checks_of(place: str | None) -> list[dict[str, Any]]:
+    """What is checked of a mount, a store, or this machine, and what came out."""
     from aifs.cli.cluster_checks import cluster_checks
     from aifs.cli.mounts import read_status
-    from aifs.cli.output import print_json, print_table
     from aifs.core import config
     from aifs.fuse.probe import probe
 
@@ -50,12 +62,7 @@ def doctor_command(place: str | None, as_json: bool) -> int:
         checks = [check._asdict() for check in probe(loaded)]
     if loaded.is_cluster:
         checks += [_check(*check) for check in cluster_checks(loaded)]
-    if as_json:
-        print_json(checks)
-    else:
-        rows = [(check["name"], _word(check), check["why"], check["fix"]) for check in checks]
-        print_table(("check", "state", "why", "what to change"), rows)
-    return 1 if any(_limits(check) for check in checks) else 0
+    return checks
 
 
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:

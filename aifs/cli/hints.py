@@ -11,6 +11,7 @@ from aifs.core.refusals import explained
 
 ATIME = "user.aifs.atime"
 BACKUP = "user.aifs.backup"
+CONFIG = "user.aifs.config"
 DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"
 FENCE = "user.aifs.fence"

@@ -205,10 +205,30 @@ class Config(_Section):
         """The directories of the data servers."""
         return tuple(place.path for place in self.places)
 
+    @property
+    def file(self) -> str:
+        """Where its user writes what is not to be as usual."""
+        is_directory = is_directory_source(self.source)
+        return os.path.join(self.source, DIRECTORY_FILE) if is_directory else self.source
+
     def settings(self) -> Iterator[tuple[str, str, str]]:
         """Every key as (dotted key, its value as one would write it, origin)."""
         for key, kind, value in _leaves(self):
             yield key, kind.format(value), self.origins[key]
+
+    def changed(self, key: str, text: str, origin: str) -> tuple["Config", Any]:
+        """The same with another value for a key of a section, and that value. Raises ValueError,
+        which says what is allowed."""
+        section_name, _, leaf = key.partition(".")
+        section: BaseModel = getattr(self, section_name)
+        fields = type(section).model_fields.items()
+        name, kind = next((n, f.metadata[0]) for n, f in fields if (f.alias or n) == leaf)
+        value = kind.check(Setting(text, origin, os.sep))
+        changes = {
+            section_name: section.model_copy(update={name: value}),
+            "origins": {**self.origins, key: origin},
+        }
+        return self.model_copy(update=changes), value
 
 
 def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Kind, Any]]:

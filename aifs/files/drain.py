@@ -73,11 +73,12 @@ class Drain:
         self._upkeep = upkeep
         self.workers = burst.drain_workers
         """How many tasks drain at a time."""
-        self._limiter = Limiter(burst.drain_bandwidth, self._is_late)
+        self.limiter = Limiter(burst.drain_bandwidth, self._is_late)
+        """Of all drains."""
         self.movers = io.sets.movers(
             Mover(
                 servers.budget,
-                self._limiter,
+                self.limiter,
                 burst.ioprio,
                 self._is_in_the_way,
                 is_urgent=self._is_waited_for,
@@ -130,6 +131,10 @@ class Drain:
         return bool(self._requested) or self._is_urgent()
 
     # --- what is to be done ---
+
+    def set_delay(self, delay_s: float) -> None:
+        """How long files that are closed from now on wait to be drained."""
+        self._queue.delay_s = delay_s
 
     def load(self, undrained: Sequence[Undrained]) -> None:
         """What an earlier mount has left."""
@@ -300,7 +305,7 @@ class Drain:
         withheld = queue.withheld
         return {
             "workers": self.workers,
-            "bandwidth": self._limiter.rate,
+            "bandwidth": self.limiter.rate,
             "files": len(queue),
             "bytes": queue.size,
             "active_files": self._active,

@@ -55,8 +55,8 @@ class Stager:
         inodes: OpenInodes,
         by_home: ByHome,
     ) -> None:
-        self._on_read = config.burst.stage_on_read
-        self._for_write = config.burst.stage_for_write
+        self.on_read = config.burst.stage_on_read
+        self.for_write = config.burst.stage_for_write
         self._remembered = servers.budget.total // _REMEMBERED_SHARE
         """Bytes of files that are followed at most."""
         self._tier = tier
@@ -134,7 +134,7 @@ class Stager:
         if file.copy is not None or file.on_object:
             return
         is_protected = objects is not None and objects.is_protected  # or it would not be any more
-        if inode.layout is None or not (must or is_protected or inode.size <= self._for_write):
+        if inode.layout is None or not (must or is_protected or inode.size <= self.for_write):
             return
         if await self.stage(inode.ino, must=must) or opened or not must:
             return
@@ -227,10 +227,10 @@ class Stager:
         """
         inode = file.inode
         tier = (inode.policy or DEFAULT_POLICY).tier
-        wanted = inode.size <= self._on_read or tier in ("burst", "pinned")
+        wanted = inode.size <= self.on_read or tier in ("burst", "pinned")
         if not (
             wanted
-            and self._on_read
+            and self.on_read
             and tier != "capacity"
             and not file.marked
             and self._tier.has_devices

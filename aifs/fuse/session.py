@@ -140,7 +140,7 @@ async def _serve(
                 handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
                 nursery.start_soon(_handle_signals, mountpoint)
-                nursery.start_soon(watch_slow, fs.store.engine, config.kernel.slow_request_s)
+                nursery.start_soon(watch_slow, fs.store.engine, lambda: fs.slow_request_s)
                 if config.metrics.listen:
                     nursery.start_soon(_show, fs)
                 nursery.start_soon(

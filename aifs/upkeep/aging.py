@@ -63,8 +63,9 @@ class Aging:
         self._servers = servers
         self._io = io
         self._upkeep = upkeep
-        limiter = Limiter(config.rebuild.bandwidth)
-        self._mover = Mover(servers.budget, limiter, config.burst.ioprio)
+        self.limiter = Limiter(config.rebuild.bandwidth)
+        """Of all moves."""
+        self._mover = Mover(servers.budget, self.limiter, config.burst.ioprio)
         movers = io.sets.movers(self._mover)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
         self._left = 0

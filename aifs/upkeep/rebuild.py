@@ -98,12 +98,12 @@ class Rebuild:
         self._containers = containers
         self._handles = handles
         self._workers = config.rebuild.workers
-        self._limiter = Limiter(config.rebuild.bandwidth)
+        self.limiter = Limiter(config.rebuild.bandwidth)
         self.strays = Strays(engine, servers, backup, upkeep, self._swept)
         priority = config.burst.ioprio
         self.mover = Mover(
             servers.budget,
-            self._limiter,
+            self.limiter,
             priority,
             make_way=self._make_way,
             is_urgent=lambda: True,  # what lacks protection should not wait for an idle processor
@@ -405,7 +405,7 @@ class Rebuild:
         rate = (self.mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0
         return {
             "workers": self._workers,
-            "bandwidth": self._limiter.rate,
+            "bandwidth": self.limiter.rate,
             "left_objects": left.objects,
             "left_bytes": left.length,
             "active_objects": len(self._active),

@@ -339,6 +339,11 @@ class Scrub:
             if lost.ino not in restored
         ]
 
+    def set_bandwidth(self, bandwidth: int) -> None:
+        """Of scrubs that nobody has started with another one."""
+        self._bandwidth = bandwidth
+        self._limit()
+
     def _limit(self) -> None:
         asked = self.state.bandwidth
         self._limiter = Limiter(self._bandwidth if asked is None else asked)

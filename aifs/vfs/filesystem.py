@@ -2,6 +2,8 @@
 operations.
 """
 
+from functools import partial
+
 from aifs.burst.mirrors import Mirrors
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
@@ -79,6 +81,7 @@ from aifs.vfs.recovery import Recovered
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.settings import Settings, set_log_level
 from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.starts.starts import Starts
 from aifs.vfs.trash_requests import TrashRequests
@@ -389,6 +392,22 @@ class Filesystem:
             looked_up,
             quota_trees,
         )
+        self.slow_request_s = config.kernel.slow_request_s
+        """After how long a request is logged; 0: never."""
+        settings = Settings(
+            config,
+            {
+                "burst.drain_bandwidth": drain.limiter.set_rate,
+                "burst.drain_delay": drain.set_delay,
+                "burst.drain_on_fsync": partial(setattr, files, "drain_on_fsync"),
+                "burst.stage_on_read": partial(setattr, stager, "on_read"),
+                "burst.stage_for_write": partial(setattr, stager, "for_write"),
+                "rebuild.bandwidth": self._set_rebuild_bandwidth,
+                "scrub.bandwidth": scrub.set_bandwidth,
+                "kernel.slow_request": partial(setattr, self, "slow_request_s"),
+                "log.level": set_log_level,
+            },
+        )
         self.hints = Hints(
             store,
             io,
@@ -413,6 +432,7 @@ class Filesystem:
             self.status,
             refusals,
             operation_log,
+            settings,
             options,
         )
         xattrs = ExtendedAttributes(engine, io, attributes, self.hints)
@@ -468,6 +488,10 @@ class Filesystem:
         self.order = ioctls.order
         self.restore = trash_requests.restore
         self.empty_trash = trash_requests.empty
+
+    def _set_rebuild_bandwidth(self, bandwidth: int) -> None:
+        self.rebuild.limiter.set_rate(bandwidth)
+        self.aging.limiter.set_rate(bandwidth)
 
     def jobs(self) -> dict[Work, Job]:
         """The background work of every host, for as long as the store is served."""

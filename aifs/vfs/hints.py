@@ -56,6 +56,8 @@ files.
                              and how their seconds were spent (why.py)
     user.aifs.scrub          root: JSON, what a scrub has done and found; set
                              start[,no-repair][,bandwidth=SIZE] or stop
+    user.aifs.config         root, the root user and the daemon's: JSON, the configuration; set
+                             KEY=VALUE, until the next mount (settings.py)
     user.aifs.hosts          root: JSON, the hosts that have the store mounted (cluster.py)
     user.aifs.fence          root, write only, root user: the name of a host, whose session ends
     user.aifs.servers        root: JSON, the data servers and burst directories
@@ -108,6 +110,7 @@ from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.settings import Settings
 from aifs.vfs.starts.starts import Starts
 from aifs.vfs.trash_requests import TrashRequests
 
@@ -145,6 +148,7 @@ class Hints:
         status: MountStatus,
         refusals: Refusals,
         operation_log: OperationLog,
+        settings: Settings,
         options: ServeOptions,
     ) -> None:
         self._store = store
@@ -170,6 +174,7 @@ class Hints:
         self._status = status
         self._refusals = refusals
         self._operation_log = operation_log
+        self._settings = settings
         self._options = options
         self._statements: dict[bytes, Statement] = {
             b"user.aifs.atime": self._set_atime,
@@ -186,6 +191,7 @@ class Hints:
             b"user.aifs.quota": lambda ino, text, _: quotas.set(ino, text),
             b"user.aifs.start": starts.order,
             b"user.aifs.order": self._order_epoch,
+            b"user.aifs.config": settings.put,
         }
         self._requests: dict[bytes, Request] = {
             b"user.aifs.drain": burst.request_drain,
@@ -241,6 +247,8 @@ class Hints:
             return told
         if name == trash_requests.ATTRIBUTE:
             return await self._trash.tell(caller)
+        if name == b"user.aifs.config":
+            return self._settings.tell()
         if name == b"user.aifs.hosts":
             return await self._cluster.tell()
         if name == b"user.aifs.servers":

@@ -66,7 +66,7 @@ class OpenFiles:
         self._io = io
         self._writeback = writeback
         self._drain = drain
-        self._drain_on_fsync = drain_on_fsync
+        self.drain_on_fsync = drain_on_fsync
         self._closing = closing
         self._kernel = kernel
         self._options = options
@@ -355,7 +355,7 @@ class OpenFiles:
         await self._io.fsync(file)
         self._correct_attributes(file)
         lacks_mirror = file.inode.ino in self._io.mirrors.lacking
-        if (self._drain_on_fsync or lacks_mirror) and file.inode.in_burst and not file.home:
+        if (self.drain_on_fsync or lacks_mirror) and file.inode.in_burst and not file.home:
             self._drain.request([file.inode.ino])
         await self._quotas.require_within(file)
 

@@ -71,6 +71,14 @@ def server(inode: Inode, caller: CallerLike) -> None:
         raise AccessDenied("it is for the root user, and for who has mounted")
 
 
+def mounter(inode: Inode, caller: CallerLike) -> None:
+    """The same, of what changes the mount."""
+    if inode.ino != ROOT_INO or caller.uid not in (0, os.geteuid()):
+        raise NotPermitted(
+            "it is for the root user and who has mounted, on the mount's root directory"
+        )
+
+
 def top(inode: Inode, caller: CallerLike) -> None:
     """Readers of the mount's root; it is there alone."""
     if inode.ino != ROOT_INO:
@@ -127,6 +135,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.status": Right(top, unchangeable),
     b"user.aifs.servers": Right(top, unchangeable),
     b"user.aifs.hosts": Right(top, unchangeable),
+    b"user.aifs.config": Right(server, mounter),
     b"user.aifs.fence": Right(unreadable, root),
     b"user.aifs.trace": Right(server, unchangeable),
     b"user.aifs.trace.N": Right(server, unchangeable),

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import trio
@@ -114,13 +114,13 @@ def _fitting(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-async def watch_slow(engine: Engine, slow_s: float) -> None:
-    """Log each request once that has not been answered for ``slow_s`` (0: none), with the stacks of
-    its tasks. Runs until cancelled."""
+async def watch_slow(engine: Engine, after_s: Callable[[], float]) -> None:
+    """Log each request once that has not been answered for ``after_s()`` (0: none), with the stacks
+    of its tasks. Runs until cancelled."""
     said: set[Activity] = set()
     while True:
-        await trio.sleep(_LOOK_S if slow_s else math.inf)
-        late_ns = time.perf_counter_ns() - slow_s * 1e9
+        await trio.sleep(_LOOK_S)
+        late_ns = time.perf_counter_ns() - (after_s() or math.inf) * 1e9
         late = [(one, tasks) for one, tasks in under_way() if one.began_ns <= late_ns]
         said &= {one for one, _ in late}
         for activity, tasks in late:

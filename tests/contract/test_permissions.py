@@ -82,6 +82,9 @@ MAY_SET = {
     "trace": NOBODY,
     "trace.N": NOBODY,
     "places.N": NOBODY,
+    "why": NOBODY,
+    "why.PID": NOBODY,
+    "config": ADMIN,  # and who has mounted
     "scrub": ADMIN,
     "atime": ADMIN,
     "backup": ADMIN,

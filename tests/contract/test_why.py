@@ -165,7 +165,7 @@ async def test_a_slow_request_is_logged_once_with_its_stack(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(asked, fs, "setlkw", ino, trio.sleep_forever)  # by intention
             nursery.start_soon(asked, fs, "fsync", ino, stuck_here)
-            nursery.start_soon(watch_slow, fs.store.engine, 0.01)
+            nursery.start_soon(watch_slow, fs.store.engine, lambda: 0.01)
             await until(lambda: caplog.records)
             looks = len(looked)
             await until(lambda: len(looked) > looks + 1)

@@ -417,14 +417,14 @@ async def test_moves_are_throttled_and_make_way(directory):
     ) as fs:
         await files.write(fs, [UNIT * 3] * 4)
         taken: list[int] = []
-        take = fs.rebuild._limiter.take
+        take = fs.rebuild.limiter.take
 
         async def counted(size: int) -> None:
             taken.append(size)
             await take(0)
 
-        fs.rebuild._limiter.take = counted
-        assert fs.rebuild._limiter.rate == 1 << 20
+        fs.rebuild.limiter.take = counted
+        assert fs.rebuild.limiter.rate == 1 << 20
         await change(fs, 1, DRAINING)
         await left(fs, 1)
         await whole(fs)

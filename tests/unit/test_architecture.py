@@ -509,7 +509,6 @@ def reached_into(path: Path) -> set[str]:
 
 STILL_REACHED = {
     "contract/test_group_drain.py": {"_flip", "_hasher", "_lanes"},
-    "fault/test_rebuild.py": {"_limiter"},
     "fault/test_review_columns.py": {"_hand_out"},
     "fault/test_review_races.py": {"_discard"},
 }
