@@ -17,6 +17,7 @@ EVICT = "user.aifs.evict"
 FENCE = "user.aifs.fence"
 GROUP = "user.aifs.group"
 HOSTS = "user.aifs.hosts"
+LAYOUT = "user.aifs.layout"
 NONE = "user.aifs"  # which nothing has
 INFO = "user.aifs.info"
 QUOTA = "user.aifs.quota"
@@ -57,3 +58,9 @@ def put(path: str, name: str, value: str = "") -> None:
     """Set the hint. Raises OSError, which says why the mount has refused it."""
     with explained(path, name):
         os.setxattr(path, name, os.fsencode(value))
+
+
+def remove(path: str, name: str) -> None:
+    """Take the hint back. Raises OSError, as ``put``."""
+    with explained(path, name):
+        os.removexattr(path, name)

@@ -106,6 +106,7 @@ _COMMANDS = {
     "dataset": "aifs.cli.dataset:dataset_group",
     "start": "aifs.cli.start:start_group",
     "hints": "aifs.cli.hint_table:hints_command",
+    "layout": "aifs.cli.layout:layout_group",
     "bench": "aifs.cli.bench:bench_command",
     "completion": "aifs.cli.completion:completion_command",
     "manual": "aifs.cli.manual:manual_command",

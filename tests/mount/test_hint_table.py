@@ -6,8 +6,14 @@ import os
 from aifs.vfs import rights
 from tests.support.mounts import Mounted, aifs
 
-ELSEWHERE = {b"user.aifs.info", b"user.aifs.group.ID", b"user.aifs.places.N"}
-"""``aifs info``, ``aifs group show``; for the client alone."""
+ELSEWHERE = {
+    b"user.aifs.info",
+    b"user.aifs.group.ID",
+    b"user.aifs.places.N",
+    b"user.aifs.why",
+    b"user.aifs.why.PID",
+}
+"""``aifs info``, ``aifs group show``; for the client alone; ``aifs why``."""
 
 
 def test_each_hint_that_says_something_of_a_directory_is_there(mounted: Mounted):
@@ -38,3 +44,18 @@ def test_elsewhere_there_are_none(mounted: Mounted):
     said = aifs("hints", "/proc", check=False)
     assert said.returncode == 6
     assert said.stderr.startswith("aifs: /proc: ")
+
+
+def test_a_layout_is_set_shown_and_taken_back(mounted: Mounted):
+    directory = mounted.path / "models"
+    directory.mkdir()
+    assert aifs("layout", "get", directory).stdout == "count=0\n"
+    said = aifs("layout", "set", directory, "ec=2+1").stdout
+    assert said == f"{directory}: count=0,ec=2+1, and was count=0\n"
+    assert os.getxattr(directory, "user.aifs.layout") == b"count=0,ec=2+1"
+    assert "Any 1 of its servers may be lost" in aifs("layout", "explain", directory).stdout
+    wrong = aifs("layout", "set", directory, "ec=8+4", check=False)
+    assert wrong.returncode == 1 and "data servers are needed" in wrong.stderr
+    for _ in range(2):
+        aifs("layout", "set", directory, "none")
+    assert json.loads(aifs("layout", "get", directory, "--json").stdout) == {"layout": "count=0"}
