@@ -109,6 +109,10 @@ class Activity:
         """What it waits for now, the newest wait first; none: it is being worked on."""
         return [f"{wait.cause} {wait.detail}".rstrip() for wait in reversed(self._waits or [])]
 
+    @property
+    def has_waited(self) -> bool:
+        return self._waits is not None
+
     def spent_ns(self) -> dict[str, int]:
         """How long it has waited so far, by cause."""
         if self._waits is None:

@@ -96,7 +96,7 @@ def answers(handler: Handler) -> Handler:
             scheduler.waiting_requests -= 1
             duration_ns = clock_ns() - begin_ns
             self._fs.served[operation].add(duration_ns, number, moved)
-            if noted.is_on or duration_ns >= LONG_NS:
+            if activity.has_waited or noted.is_on or duration_ns >= LONG_NS:
                 noted.ended(activity, duration_ns, number or missing, moved)
             activity.args = None
 

@@ -266,6 +266,11 @@ class Engine(ABC):
         """
         return
 
+    def status(self) -> dict[str, int]:
+        """What has been written to the journal of this host since the store was opened:
+        ``transactions``, ``bytes``, ``syncs``."""
+        return {}
+
     @abstractmethod
     def listen(self, tap: Tap) -> None:
         """From now on ``tap`` is called with the changes of each transaction. It must not keep the

@@ -97,6 +97,7 @@ class LmdbEngine(Engine):
         """Who is told of all changes."""
         self._operations = 0
         """Counts transactions and views, so that memory is given back now and then."""
+        self._appended_bytes = self._syncs = 0  # since it was opened
         self._failure = ""  # why the engine takes no more changes
         self.commit_error = ""  # why LMDB takes no changes at present
         self.short_of_space = False
@@ -157,6 +158,13 @@ class LmdbEngine(Engine):
             log.info("metadata: %d transactions replayed from the journal", replayed)
         return replayed
 
+    def status(self) -> dict[str, int]:
+        return {
+            "transactions": self.seq - self.opened_seq,
+            "bytes": self._appended_bytes,
+            "syncs": self._syncs,
+        }
+
     def listen(self, tap: Tap) -> None:
         self._taps.append(tap)
 
@@ -182,6 +190,7 @@ class LmdbEngine(Engine):
         except OSError as error:
             raise from_oserror(error, "metadata journal") from error
         self.seq = seq
+        self._appended_bytes += self._journal.last_bytes
         self._changed.set()
         if not self._memtable.entries:
             self._wake.set()
@@ -235,6 +244,7 @@ class LmdbEngine(Engine):
             else:
                 await trio.to_thread.run_sync(_sync_files, descriptors, limiter=self._threads)
             self.durable_seq = covered
+            self._syncs += 1
         except OSError as error:
             self._fail(error)
         finally:

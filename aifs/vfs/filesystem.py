@@ -359,6 +359,9 @@ class Filesystem:
             trash,
             {
                 "requests": served.status,
+                "waits": operation_log.waited.status,
+                "journal": engine.status,
+                "publishes": lambda: {"count": publishing.published},
                 "background": share.status,
                 "doomed": doomed.status,
                 "aging": aging.status,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
 from aifs.core.processes import process_of
+from aifs.core.served import AllServed
 from aifs.core.waiting import Activity, Request
 from aifs.meta import paths
 from aifs.meta.kv import Engine, ReadTransaction
@@ -67,14 +68,19 @@ class OperationLog:
         """That of the first record since the log was switched on."""
         self._until_s = 0.0
         """When the log is switched off if nobody reads any more, on the monotonic clock."""
+        self.waited = AllServed()
+        """By cause (core/waiting.py), how long those have waited for it that have."""
         self._long: deque[Record] = deque(maxlen=LONG_KEPT)
         """Those that took ``LONG_S``, in the order of their ends."""
         self._began_s = time.time()
         """Since when these are kept."""
 
     def ended(self, activity: Activity, duration_ns: int, errno: int = 0, moved: int = 0) -> None:
-        """An activity has ended, which ``Request`` describes, or None: it is not shown. To be
-        called if it took ``LONG_S``, or the log is on."""
+        """An activity has ended. To be called if it has waited, took ``LONG_S``, or the log is
+        on."""
+        spent_ns = activity.spent_ns()
+        for cause, ns in spent_ns.items():
+            self.waited[cause].add(ns)
         if self.is_on and time.monotonic() > self._until_s:
             self.is_on, self._ring = False, []
             self._switched(False)
@@ -84,7 +90,7 @@ class OperationLog:
         request = activity.about
         if request is None:
             return
-        waited_us = {cause: ns // 1000 for cause, ns in activity.spent_ns().items()}
+        waited_us = {cause: ns // 1000 for cause, ns in spent_ns.items()}
         at_ns, duration_us = time.time_ns() - duration_ns, duration_ns // 1000
         record = Record(request, at_ns, duration_us, errno, moved, waited_us)
         if is_long:  # its thread may be gone when somebody asks

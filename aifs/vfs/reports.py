@@ -193,12 +193,13 @@ class MountStatus:
         self._started_s = time.monotonic()
 
     async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
-        """A dictionary that can be JSON. Others than root are told no paths of files."""
+        """A dictionary that can be JSON. Others than root, and who has mounted, are told no paths
+        of files, nor why a server fails, which may name one."""
         store = self._store
         servers = await store.servers.status()
         edge = self._kernel.status()
         edge["passthrough"] = self._kernel.passthrough is not None and not edge.get("missing")
-        return {
+        told: dict[str, Any] = {
             "pid": os.getpid(),
             "mountpoint": self._options.mountpoint,
             "source": store.config.source,
@@ -223,6 +224,10 @@ class MountStatus:
             },
             "bridge": edge,
         }
+        if caller.uid not in (0, os.geteuid()):
+            for part in (*told["servers"], told["drain"], told["backup"]):
+                part["last_error"] = part["last_error"] and "root is told why"
+        return told
 
 
 def _resident_bytes() -> int:

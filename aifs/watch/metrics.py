@@ -52,9 +52,42 @@ _BY_OPERATION = (
     ),
 )
 
+_WAITS = (
+    Metric(
+        "aifs_wait_duration_seconds",
+        HISTOGRAM,
+        "waits{}",
+        "How long requests, drains and publishes that waited for a server, the journal, a lock, "
+        "another rank or host, and so on, have done so.",
+        "cause",
+    ),
+    Metric(
+        "aifs_journal_transactions_total",
+        COUNTER,
+        "journal.transactions",
+        "Transactions of this host's metadata journal.",
+    ),
+    Metric("aifs_journal_bytes_total", COUNTER, "journal.bytes", "Bytes appended to it."),
+    Metric(
+        "aifs_journal_syncs_total", COUNTER, "journal.syncs", "Barriers: how often it was synced."
+    ),
+    Metric(
+        "aifs_publishes_total",
+        COUNTER,
+        "publishes.count",
+        "Directories that have got their final name.",
+    ),
+    Metric("aifs_hosts_live", GAUGE, "cluster.hosts", "Hosts with a lease; 0: the store has one."),
+    Metric(
+        "aifs_hosts_connected", GAUGE, "cluster.connected", "Those of them that this one reaches."
+    ),
+    Metric("aifs_host_has_role", GAUGE, "cluster.has_role", "1: this one does what is for all."),
+)
+
 METRICS = (
     Metric("aifs_uptime_seconds", GAUGE, "uptime_s", "Since the store was mounted."),
     *_BY_OPERATION,
+    *_WAITS,
     Metric(
         "aifs_kernel_requests_total",
         COUNTER,

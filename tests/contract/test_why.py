@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from aifs.core.waiting import Activity, Request, begin, under_way
+from aifs.data.server import DataServer
 from aifs.vfs import Caller, Filesystem, operation_log
 from aifs.vfs import why as why_module
 from aifs.vfs.why import watch_slow
@@ -173,3 +174,16 @@ async def test_a_slow_request_is_logged_once_with_its_stack(
         (record,) = caplog.records
         assert "fsync of /file" in record.message and "stuck_here" in record.message
         assert "waits for the daemon itself" in record.message
+
+
+async def test_users_are_not_told_how_a_server_fails(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of an error may name a file on it."""
+    async with opened(directory, base=STRIPED) as fs:
+        reason = "write /srv/disk/objects/1234: Input/output error"
+        monkeypatch.setattr(DataServer, "last_error", reason)
+        for caller, said in ((ROOT, reason), (OTHER, "root is told why")):
+            status = await fs.status.tell(caller)
+            assert {server["last_error"] for server in status["servers"]} == {said}
+            assert status["drain"]["last_error"] == ""

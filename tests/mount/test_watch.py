@@ -1,6 +1,7 @@
 """Metrics of a real mount: programs do something, and it shows."""
 
 import html
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,8 @@ MAX_BYTES = 60 << 10
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
+PICTURE = os.environ.get("AIFS_PICTURE_OF_PAGE")
+"""Where the picture of the page goes that the README shows; made anew by the test."""
 ASKED_MS = 6000  # of the page's own time, in which it asks once a second
 
 
@@ -58,6 +61,16 @@ def test_what_programs_do_is_counted(scratch: Path, mount_store: Callable[..., M
     assert after["aifs_request_errors_total", "rmdir", "ENOTEMPTY"] == 1
     assert after["aifs_burst_dirty_bytes", "0"] >= 9 * 5000
     assert after["aifs_drain_queue_files",] >= 9
+    assert (
+        after["aifs_journal_transactions_total",] - before["aifs_journal_transactions_total",] >= 10
+    )
+    os.sync()
+    (mount.path / "directory").rename(mount.path / "published")  # a barrier
+    published = read()
+    for name in ("aifs_journal_syncs_total", "aifs_journal_bytes_total"):
+        assert published[name,] > before[name,]
+    waits = "aifs_wait_duration_seconds_count"
+    assert published[waits, "burst directory 0"] > before.get((waits, "burst directory 0"), 0)
     status = json.loads(get(place, "/status.json"))
     assert status["requests"]["create"]["count"] == 9 and status["pid"] == mount.pid
     assert get(place, "/healthz") == "ok\n"
@@ -103,6 +116,27 @@ def look_at(address: str, scratch: Path) -> str:
     return html.unescape(re.sub(r"<[^>]*>", " ", body))
 
 
+def picture(address: str, scratch: Path) -> Path:
+    """The page as a browser shows it after a while."""
+    file = PICTURE if PICTURE else scratch / "page.png"
+    options = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars")
+    subprocess.run(
+        [
+            BROWSER or "",
+            *(f"--{option}" for option in options),
+            f"--user-data-dir={scratch / 'browser'}",
+            f"--virtual-time-budget={ASKED_MS}",
+            "--window-size=1280,1500",
+            f"--screenshot={file}",
+            address,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    return Path(file)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
@@ -116,20 +150,29 @@ def test_the_page_shows_what_programs_do(
     ended = threading.Event()
 
     def work() -> None:
-        while not ended.is_set():
-            (mount.path / "<b>x").write_bytes(b"x")
-            (mount.path / "<b>x").unlink()
+        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            with open(mount.path / "<b>x", "wb") as file:
+                file.write(bytes(100_000))
+                if number % 32 == 0:
+                    os.fsync(file.fileno())
+            if number % 32 == 0:
+                (mount.path / "<b>x").rename(mount.path / f"<b>{number % 1024}")
+            else:
+                (mount.path / "<b>x").unlink()
 
     worker = threading.Thread(target=work)
     worker.start()
     try:
         seen = look_at(f"http://127.0.0.1:{port}/", scratch)
+        drawn = picture(f"http://127.0.0.1:{port}/", scratch).read_bytes()
     finally:
         ended.set()
         worker.join()
     assert "all is well" in seen and f"AIFS {mount.path}" in seen
     rate = re.search(r"create\s+([0-9.,]+)\s+[0-9.]+ [mµ]?s", seen)
     assert rate and float(rate[1].replace(",", "")) > 0, seen
+    assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000  # more than an empty page
+    assert "What requests, drains and publishes wait for" in seen
     assert "the last 3 minutes" in seen  # a chart was drawn, so the page has asked more than once
 
 

@@ -220,6 +220,9 @@ class ReplicatedEngine(Engine):
     def is_sure(self) -> bool:
         return not self._failure and self.session.is_sure
 
+    def status(self) -> dict[str, int]:
+        return self.local.status()
+
     def tell_sure(self, tell: Callable[[float], None]) -> None:
         self._tell_sure = tell
         tell(self.session.sure_until_s)

@@ -84,6 +84,8 @@ class Publishing:
         self._refusals = refusals
         self._options = options
         self._looked_up = looked_up
+        self.published = 0
+        """How many directories ``publish`` has shown since the mount."""
         self.pointers: set[tuple[int, bytes]] = set()
         """Names (parent, name) that publishing changes together with others. The kernel does not
         keep what they lead to: it would forget them one after the other, and programs see one new
@@ -209,6 +211,7 @@ class Publishing:
         faults.reach(_SHOWN)
         try:
             await self._engine.barrier()
+            self.published += 1
             self._drain.published(synced)
             names = [
                 (what.parent, what.name),
