@@ -39,7 +39,7 @@ class Announced(NamedTuple):
     row: int | None
     """Up to which row each of their shares has been read; None: they read no more."""
     ahead: int
-    """Bytes that may be kept for them before they come to them; 0: as is usual."""
+    """Bytes that may be kept for them before they come to them; 0: as many as can be."""
 
     def text(self) -> str:
         """What ``parse`` reads."""

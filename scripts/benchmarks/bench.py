@@ -17,6 +17,7 @@ from dataset_rates import QUICK as QUICK_DATA
 from dataset_rates import data_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
+from epochs import epoch_rows
 from grouped import grouped_rows
 from hosts import NORMAL as NORMAL_HOSTS
 from hosts import QUICK as QUICK_HOSTS
@@ -163,7 +164,8 @@ def bench(
                 rows += hosts_rows(base, *(QUICK_HOSTS if quick else NORMAL_HOSTS))
         if "data" in chosen and not quality:
             with log.status("data"):
-                rows += data_rows(base, QUICK_DATA if quick else NORMAL_DATA, rounds)
+                amount = QUICK_DATA if quick else NORMAL_DATA
+                rows += data_rows(base, amount, rounds) + epoch_rows(base, amount, rounds)
         if "data" in chosen and peers:
             from peers import peer_rows  # needs torch
 

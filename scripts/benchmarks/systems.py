@@ -180,8 +180,8 @@ class Aifs(MountedSystem):
 class DelayedAifs(Aifs):
     """AIFS with 1 ms added to every request to a data server."""
 
-    def __init__(self, name: str, base: Path) -> None:
-        super().__init__(name, base, (HERE / "delayed.py",))
+    def __init__(self, name: str, base: Path, *options: str) -> None:
+        super().__init__(name, base, (HERE / "delayed.py",), *options)
 
     def forget(self) -> None:
         drop_caches()

@@ -112,10 +112,10 @@ async def test_files_are_there_in_the_order_in_which_the_epoch_reads_them(direct
         for done in (100, 300):  # of 400 rows
             await data.order(f"{text},done={done}")
             row = done // 4
-            kept = [need for need in needs if need.last > row][:10]
-            await data.until_more({need.file for need in kept})
+            following = [need for need in needs if need.first >= row][:6]
+            await data.until_more({need.file for need in following})
         status = (await ask(fs, ROOT, "status"))["epochs"]
-        assert (status["epochs"], status["kept_files"]) == (1, 10)
+        assert status["epochs"] == 1 and 6 <= status["kept_files"] <= 10
 
 
 async def test_what_is_used_stays_as_long_as_there_is_room_and_goes_first(

@@ -15,7 +15,7 @@ from aifs.core.ioctl import AIFS_IOC_ORDER
 from aifs.datasets.ahead import Announced
 from aifs.datasets.sequence import Epoch
 
-EVERY_S = 1.0
+EVERY_S = 0.25
 """How often it is told how far a reader is. The mount forgets who says nothing for a minute."""
 
 

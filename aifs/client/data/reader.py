@@ -118,6 +118,7 @@ class Reader:
         self._waiting: dict[int, deque[Any]] = {share: deque() for share in self._shares}
         # The shares that give the next rows, before any gives two.
         self._following = self._turns()
+        self._tell()
 
     def __len__(self) -> int:
         return self._rows
@@ -132,7 +133,6 @@ class Reader:
             self._end()
             raise StopIteration
         if not self._given:
-            self._tell()
             self._groups.begin(self._counts)
         share = self._following[0]
         row = self._next_of(share)

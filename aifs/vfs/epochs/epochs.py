@@ -11,8 +11,8 @@ ever worse off for it than if the reader had opened the files by himself:
   writer is refused any; clean copies give way as they do to any staging, the least recently used
   first, but before these what an epoch has used up;
 - what is kept for readers that have not come to it is bounded: all epochs together have what is
-  below the low mark (``BurstTier.kept_ahead``), each its part of it, half of that if it does not
-  ask for more, and no more than it asks for.
+  below the low mark (``BurstTier.kept_ahead``), each an equal part of it, and no more than it asks
+  for.
 """
 
 from typing import Any

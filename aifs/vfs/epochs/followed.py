@@ -198,7 +198,7 @@ class FollowedEpoch:
 
     def room(self, limit: int) -> int:
         """Of ``limit`` bytes that it may have kept for it, how many it has kept."""
-        return min(self._wanted or limit // 2, limit)
+        return min(self._wanted or limit, limit)
 
     async def take(self, limit: int) -> FileNeed | None:
         """The next file that is to be brought, which counts as kept from now on: all together are
@@ -232,8 +232,9 @@ class FollowedEpoch:
         return need
 
     def _is_settled(self, epoch: Epoch, need: FileNeed, most: int) -> bool:
-        """Whether nothing is to be done for it, or can be."""
-        is_past = need.last <= self.row or need.file in self._kept
+        """Whether nothing is to be done for it, or can be. What has been read by half was read from
+        the servers: it would be fetched twice."""
+        is_past = need.first + need.last <= 2 * self.row or need.file in self._kept
         return is_past or not self._inos[need.file] or epoch.index.sizes[need.file] > most
 
     def _may_plan(self, epoch: Epoch, most: int) -> bool:
