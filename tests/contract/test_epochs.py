@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import trio
@@ -241,6 +242,34 @@ async def test_two_epochs_of_one_dataset_share_the_room(directory: Path) -> None
         await data.until_more(wanted)
         limits = [told["limit_bytes"] for told in (await ask(fs, data.ino, "order"))["epochs"]]
         assert all(29 * SIZE < limit <= 30 * SIZE for limit in limits)
+
+
+async def test_what_another_epoch_still_needs_is_not_used_up(directory: Path) -> None:
+    async with opened(directory, SMALL) as fs:
+        data = await dataset(fs, 20)
+        for seed in (7, 8):
+            await data.order(f"seed={seed},shares=4")
+        await data.until(set(range(20)))
+        while [it["kept_files"] for it in (await ask(fs, data.ino, "order"))["epochs"]] != [20, 20]:
+            await trio.sleep(0.01)
+        used_up: list[int] = []
+        with patch.object(fs.tier, "used_up", used_up.append):
+            await data.order("seed=7,shares=4,done=200")
+            while fs.epochs.status()["kept_files"] != 20:
+                await trio.sleep(0.01)
+            assert not used_up
+            await data.order("seed=8,shares=4,done=200")
+            while len(used_up) < 20:
+                await trio.sleep(0.01)
+
+
+async def test_readers_that_begin_at_once_are_those_of_one_epoch(directory: Path) -> None:
+    async with opened(directory) as fs:
+        data = await dataset(fs, 4)
+        async with trio.open_nursery() as nursery:
+            for rank in range(8):
+                nursery.start_soon(data.order, f"seed=7,world=8,rank={rank}")
+        assert (await data.told())["readers"] == [*range(8)]
 
 
 async def test_a_reader_that_begins_anew_gets_its_files_again(directory: Path) -> None:

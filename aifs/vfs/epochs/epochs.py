@@ -80,14 +80,14 @@ class Epochs:
                 del self._epochs[key]
             return
         said = parse(text)
+        if not self._tier.has_devices:
+            raise NotSupported("the store has no burst tier")
+        await self._engine.view(_require_index, ino)
         key = (ino, caller.uid, said.order, said.world)
-        epoch = self._epochs.get(key)
+        epoch = self._epochs.get(key)  # after all waiting: others begin the same one
         if epoch is None:
             if said.row is None:
                 return
-            if not self._tier.has_devices:
-                raise NotSupported("the store has no burst tier")
-            await self._engine.view(_require_index, ino)
             self._require_few(caller.uid)
             epoch = self._epochs[key] = FollowedEpoch(ino, asker_of(caller), said)
         epoch.hear(said, trio.current_time())
@@ -172,7 +172,8 @@ class Epochs:
         if used:
             self._io.inodes.hear_of_uses()  # these were before
             for copy_id in used:
-                self._tier.used_up(copy_id)
+                if not any(copy_id in each.copies for each in self._epochs.values()):
+                    self._tier.used_up(copy_id)
 
     async def _bring(self, epoch: FollowedEpoch, need: FileNeed) -> bool:
         """Have a file in the burst tier; False: there is no room for it as yet."""
