@@ -28,8 +28,8 @@ def clone_command(source: str, new: str) -> None:
     clone(source, new)
 
 
-def clone(source: str, new: str) -> None:
-    """Raises MountError, OSError."""
+def clone(source: str, new: str, flags: int = 0) -> None:
+    """``flags``: see AIFS_IOC_CLONE. Raises MountError, OSError."""
     import fcntl
     import os
 
@@ -50,7 +50,7 @@ def clone(source: str, new: str) -> None:
     fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         with explained(fd, command.name, new):
-            fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, place.st_ino, *names))
+            fcntl.ioctl(fd, command.request, command.argument.pack(flags, 0, place.st_ino, *names))
     except OSError as error:
         raise OSError(error.errno, error.strerror, new) from None
     finally:

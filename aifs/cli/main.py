@@ -92,6 +92,7 @@ _COMMANDS = {
     "rm": "aifs.cli.rm:rm_command",
     "clone": "aifs.cli.clone:clone_command",
     "trash": "aifs.cli.trash:trash_group",
+    "snapshot": "aifs.cli.snapshot:snapshot_group",
     "publish": "aifs.cli.publish:publish_command",
     "checkpoints": "aifs.cli.checkpoints:checkpoints_group",
     "fsck": "aifs.cli.fsck:fsck_command",

@@ -225,6 +225,8 @@ AIFS_IOC_ORDER = Command(
     "no burst tier.",
 )
 
+SNAPSHOT = 1
+
 AIFS_IOC_CLONE = Command(
     "AIFS_IOC_CLONE",
     _WRITE,
@@ -233,8 +235,9 @@ AIFS_IOC_CLONE = Command(
     "On a directory: makes a clone of what has the name in it (. is the directory itself), with "
     "all that lies below, under the name clone in the directory parent, by inode number. It "
     "appears when it is complete, and is durable on return; no bytes are copied but of files that "
-    "are open for writing. flags and reserved: 0; names end with a zero byte. EACCES: not all may "
-    "be read, or no name made there; EEXIST; EBUSY: a single file is open for writing.",
+    "are open for writing. flags: AIFS_SNAPSHOT (of a directory: it stays as it is, and can only "
+    "be removed as a whole); reserved: 0; names end with a zero byte. EACCES: not all may be read, "
+    "or no name made there; EEXIST; EBUSY: a single file is open for writing.",
 )
 
 AIFS_IOC_RESTORE = Command(
@@ -288,6 +291,7 @@ _CONSTANTS = {
     "AIFS_REPLACE": REPLACE,
     "AIFS_EXCLUSIVE": EXCLUSIVE,
     "AIFS_AGAIN": AGAIN,
+    "AIFS_SNAPSHOT": SNAPSHOT,
     "AIFS_GROUP_EXPLICIT": GROUP_EXPLICIT,
     "AIFS_GROUP_PENDING": GROUP_PENDING,
     "AIFS_GROUP_SAME_SIZE": GROUP_SAME_SIZE,

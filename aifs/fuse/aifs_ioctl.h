@@ -11,6 +11,7 @@
 #define AIFS_REPLACE 0x1
 #define AIFS_EXCLUSIVE 0x2
 #define AIFS_AGAIN 0x1
+#define AIFS_SNAPSHOT 0x1
 #define AIFS_GROUP_EXPLICIT 0x1
 #define AIFS_GROUP_PENDING 0x2
 #define AIFS_GROUP_SAME_SIZE 0x4
@@ -205,9 +206,9 @@ struct aifs_order {
 /*
  * On a directory: makes a clone of what has the name in it (. is the directory itself), with all that lies
  * below, under the name clone in the directory parent, by inode number. It appears when it is complete, and is
- * durable on return; no bytes are copied but of files that are open for writing. flags and reserved: 0; names
- * end with a zero byte. EACCES: not all may be read, or no name made there; EEXIST; EBUSY: a single file is open
- * for writing.
+ * durable on return; no bytes are copied but of files that are open for writing. flags: AIFS_SNAPSHOT (of a
+ * directory: it stays as it is, and can only be removed as a whole); reserved: 0; names end with a zero byte.
+ * EACCES: not all may be read, or no name made there; EEXIST; EBUSY: a single file is open for writing.
  */
 struct aifs_clone {
 	__u32 flags;

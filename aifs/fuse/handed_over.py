@@ -26,7 +26,7 @@ from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.keys import entry_numbers
 from aifs.meta.publishing import Publication
-from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, TRASHED
+from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, SNAPSHOT, TRASHED
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.groups.group_text import Wanted, make_options
 from aifs.vfs.trash_requests import Restoring
@@ -258,7 +258,7 @@ class HandedOver:
         inode = await self._fs.getattr(ino)
         xflags = sum(xflag for flag, xflag in _XFLAGS.items() if inode.flags & flag)
         if request == _GETFLAGS:
-            return _FLAGS.pack(inode.flags & ~TRASHED)
+            return _FLAGS.pack(inode.flags & ~(TRASHED | SNAPSHOT))
         if request == _FSGETXATTR:
             return _FSXATTR.pack(xflags, inode.project)
         project = inode.project
@@ -330,8 +330,9 @@ class HandedOver:
 
     async def _clone(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
         flags, reserved, parent, name, clone = argument
-        _refuse_unknown(flags | reserved)
-        await self._fs.clone(ino, ioctl.text(name), parent, ioctl.text(clone), caller)
+        _refuse_unknown(flags & ~ioctl.SNAPSHOT | reserved)
+        names = ioctl.text(name), parent, ioctl.text(clone)
+        await self._fs.clone(ino, *names, caller, bool(flags & ioctl.SNAPSHOT))
         return b""
 
     async def _commit(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:

@@ -14,7 +14,12 @@ from typing import NamedTuple
 from aifs.core.errors import Stale
 from aifs.meta import dooming, keys, namespace, sharing
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.records import INHERITS_PROJECT, Inode, decode_entry
+from aifs.meta.records import IMMUTABLE, INHERITS_PROJECT, SNAPSHOT, Inode, decode_entry
+
+SNAPSHOTS = b".snapshots"
+"""The directory that holds the snapshots of the one that it lies in. Clones have none."""
+
+_FROZEN = SNAPSHOT | IMMUTABLE
 
 Xattrs = Mapping[int, Sequence[tuple[bytes, bytes]]]
 """By inode number, keys and values of extended attributes."""
@@ -35,6 +40,8 @@ class Terms(NamedTuple):
     """INHERITS_PROJECT, if the directory of the new name has it."""
     project: int = 0
     """The project of that directory, if new names inherit it."""
+    is_snapshot: bool = False
+    """Nothing of the clones can be changed: the tree can only be removed as a whole."""
 
     def below(self, directory: Inode) -> "Terms":
         """These, for clones in this directory."""
@@ -54,7 +61,7 @@ class Terms(NamedTuple):
             layout=None,
             copy=None,
             named=0,
-            flags=self.flags if source.is_dir else 0,
+            flags=(self.flags if source.is_dir else 0) | self.is_snapshot * _FROZEN,
             project=self.project,
         )
         if self.uid:
@@ -220,6 +227,8 @@ def clone_slice(
         original = namespace.find_inode(tx, child)
         if original is None:
             continue  # damage, which fsck names
+        if name == SNAPSHOTS and original.is_dir:
+            continue
         terms.require_readable(original)
         known = linked.get(child) or done.linked.get(child)
         if known:
@@ -267,6 +276,8 @@ def show_tree(
     inode = namespace.get_inode(tx, ino)
     namespace.require_same_project(tx, directory, inode)  # it may have another one by now
     inode.nlink, inode.parent, inode.ctime_ns = 2 + subdirectories, parent, now
+    if inode.flags & SNAPSHOT:
+        tx.add(keys.COUNTER_GUARDED, 1)
     namespace.put_inode(tx, inode)
     namespace.put_name(tx, parent, name, inode, cookie)
     namespace.touch(tx, directory, now, links=1)

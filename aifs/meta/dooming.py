@@ -24,7 +24,7 @@ from typing import NamedTuple
 from aifs.core.errors import NotADirectory, NotPermitted, Unavailable
 from aifs.meta import keys, namespace, trash
 from aifs.meta.kv import ReadTransaction, Transaction
-from aifs.meta.records import Inode, decode_entry
+from aifs.meta.records import SNAPSHOT, Inode, decode_entry
 from aifs.meta.trash import Remover
 
 FORMAT = 1
@@ -85,15 +85,22 @@ def doom(
     if not inode.is_dir:
         raise NotADirectory()
     directory = namespace.get_directory_loosely(tx, parent)
-    namespace.require_removable(directory, inode)
-    if tx.counter(keys.COUNTER_GUARDED):
-        _require_removable_below(tx, inode.ino)
+    if inode.flags & SNAPSHOT and not directory.flags & SNAPSHOT:
+        directory.require_unguarded()  # a snapshot, which goes as a whole
+    else:
+        _require_removable(tx, directory, inode)
     namespace.remove_name(tx, parent, name, dentry)
     namespace.touch(tx, directory, now, links=-1)
     if by and trash.put(tx, inode, parent, name, now, by, is_dead=False):
         namespace.put_inode(tx, inode)
         return inode
     return put_doomed(tx, inode, now, uid)
+
+
+def _require_removable(tx: Transaction, directory: Inode, inode: Inode) -> None:
+    namespace.require_removable(directory, inode)
+    if tx.counter(keys.COUNTER_GUARDED):
+        _require_removable_below(tx, inode.ino)
 
 
 def _require_removable_below(tx: ReadTransaction, ino: int) -> None:

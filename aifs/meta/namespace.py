@@ -634,7 +634,7 @@ def require_removable(directory: Inode, inode: Inode) -> None:
 
 def _require_not_immutable(directory: Inode) -> None:
     if directory.flags & IMMUTABLE:
-        raise NotPermitted("the directory is immutable (chattr)")
+        directory.require_unguarded()
 
 
 def require_same_project(tx: ReadTransaction, directory: Inode, inode: Inode) -> None:

@@ -14,7 +14,7 @@ inode
     brackets), 5 interleaved as an extent list; plus 128: there is a burst copy; plus 64: ``named``
     is there, as clones share the bytes (meta/sharing.py). flags: 16 immutable, 32 append only, 2^29
     what is made in the directory belongs to its project (those of chattr(1)); 2 in the
-    trash (meta/trash.py)
+    trash (meta/trash.py); 2^31 part of a snapshot, beside immutable
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -45,7 +45,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from aifs.core.errors import NotPermitted, Unavailable
+from aifs.core.errors import NotPermitted, ReadOnly, Unavailable
 from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.kinds import chunks_of, objects_of
@@ -55,7 +55,7 @@ FORMAT = 1
 EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
 _HAS_COPY, _IS_SHARED = 128, 64
 
-IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT = 0x10, 0x20, 0x20000000
+IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT, SNAPSHOT = 0x10, 0x20, 0x20000000, 0x80000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
 TRASHED = 0x2
 
@@ -148,7 +148,7 @@ class Inode:
     birth_ns: int = 0
     """When it was made; 0 where that is not known."""
     flags: int = 0
-    """IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT and TRASHED."""
+    """IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT, TRASHED and SNAPSHOT."""
     project: int = 0
     """Its project id, as of quotas; 0: none."""
     acl: bytes = b""
@@ -214,9 +214,11 @@ class Inode:
         return 0 if self.flags & TRASHED else self.nlink
 
     def require_unguarded(self) -> None:
-        """Raises NotPermitted if it is immutable or append-only: its names and attributes stay as
-        they are.
+        """Raises NotPermitted if it is immutable or append-only, ReadOnly if it is part of a
+        snapshot: its names and attributes stay as they are.
         """
+        if self.flags & SNAPSHOT:
+            raise ReadOnly("it is part of a snapshot")
         if self.flags & _GUARDED:
             raise NotPermitted("it is immutable or append-only (chattr)")
 

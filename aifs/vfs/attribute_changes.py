@@ -9,7 +9,14 @@ from aifs.files.types import SetAttr
 from aifs.meta import acl, keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.quotas import FIRST_PROJECT
-from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, TRASHED, Inode
+from aifs.meta.records import (
+    APPEND_ONLY,
+    IMMUTABLE,
+    INHERITS_PROJECT,
+    SNAPSHOT,
+    TRASHED,
+    Inode,
+)
 
 CAPABILITIES = b"security.capability"
 
@@ -68,8 +75,10 @@ def apply_acl(inode: Inode, change: AclChange) -> None:
 
 
 def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
-    """What chattr(1) does: flags, and project. Raises NotSupported, NotPermitted."""
+    """What chattr(1) does: flags, and project. Raises NotSupported, NotPermitted, ReadOnly."""
     flags, project = change
+    if inode.flags & SNAPSHOT:
+        inode.require_unguarded()
     known = IMMUTABLE | APPEND_ONLY | (INHERITS_PROJECT if inode.is_dir else 0)
     if flags & ~known:
         raise NotSupported("there are the flags i, a and, of directories, P")

@@ -15,7 +15,16 @@ from typing import Any
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NameTooLong, NotFound, Stale
+from aifs.core.errors import (
+    AccessDenied,
+    Busy,
+    Exists,
+    Invalid,
+    NameTooLong,
+    NotADirectory,
+    NotFound,
+    Stale,
+)
 from aifs.files import permissions, ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
@@ -69,11 +78,20 @@ class Clones:
         self._options = options
 
     async def clone(
-        self, directory: int, name: bytes, parent: int, new_name: bytes, caller: CallerLike
+        self,
+        directory: int,
+        name: bytes,
+        parent: int,
+        new_name: bytes,
+        caller: CallerLike,
+        is_snapshot: bool = False,
     ) -> None:
         """Make ``new_name`` in the directory ``parent`` a clone of ``name`` in ``directory``, which
         may be ``.``, with all that lies below. It appears when all of it is there, and is durable
         on return.
+
+        A snapshot, which is of a directory, is read-only. Directories called ``.snapshots`` are
+        left out.
 
         Its bytes are those of the original, without being copied, until one of both is changed.
         Who may: who may read all of it, and make names in ``parent``. Root's clones have the owners
@@ -95,10 +113,13 @@ class Clones:
             caller.uid,
             [caller.gid, *groups],
             partial(_require_readable, caller=caller),
+            is_snapshot=is_snapshot,
         ).below(target)
         name_it = grows(partial(_allowed, parent, caller))
         if source.is_dir:
             await self._clone_tree(source.ino, parent, new_name, terms, name_it)
+        elif is_snapshot:
+            raise NotADirectory()
         else:
             await self._clone_file(source, parent, new_name, terms, name_it)
         faults.reach(_SHOWN)

@@ -263,7 +263,7 @@ class OpenFiles:
         as others made them.
         """
         if file.inode.flags & IMMUTABLE:
-            raise NotPermitted("the file is immutable (chattr)")
+            file.inode.require_unguarded()
         if kill_privileges and file.inode.is_privileged:
             await self._kill_privileges(file)
 
@@ -384,4 +384,4 @@ def _require_may_open(inode: Inode, flags: int) -> None:
     if inode.flags & APPEND_ONLY and (not flags & os.O_APPEND or flags & os.O_TRUNC):
         raise NotPermitted("the file is append-only (chattr)")
     if inode.flags & IMMUTABLE:
-        raise NotPermitted("the file is immutable (chattr)")
+        inode.require_unguarded()

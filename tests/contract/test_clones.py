@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from aifs.core.errors import (
     Busy,
     Exists,
     Invalid,
+    NotADirectory,
     NotFound,
     ReadOnly,
 )
@@ -342,6 +343,73 @@ async def test_the_whole_filesystem_can_be_cloned_into_itself(directory: Path) -
         await fs.clone(ROOT, b".", ROOT, b"all", ROOT_USER)
         assert await read(fs, await find(fs, b"all", b"file")) == b"x" * SIZE
         assert [name for name, _, _ in await fs.readdir(await find(fs, b"all"), 0)] == [b"file"]
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+async def test_nothing_of_a_snapshot_can_be_changed(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+        await make_tree(fs, top, 1, 1)
+        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+        await fs.clone(ROOT, b"top", shelf, b"one", ROOT_USER, True)
+        snapshot = await find(fs, b"one", top=shelf)
+        before = await listing(fs, snapshot)
+        assert b".snapshots" not in before
+        file, below = await find(fs, b"burst0", top=snapshot), await find(fs, b"dir0", top=snapshot)
+        attempts: list[Callable[[], Awaitable[object]]] = [
+            lambda: fs.open(file, os.O_RDWR),
+            lambda: fs.open(file, os.O_WRONLY | os.O_TRUNC),
+            lambda: fs.setattr(file, SetAttr(size=1), ROOT_USER),
+            lambda: fs.setattr(file, SetAttr(mode=0o600), ROOT_USER),
+            lambda: fs.setattr(snapshot, SetAttr(uid=3), ROOT_USER),
+            lambda: fs.setxattr(file, b"user.x", b"z"),
+            lambda: fs.removexattr(file, b"user.x"),
+            lambda: fs.set_flags(file, 0, 0),
+            lambda: fs.link(file, ROOT, b"link"),
+            lambda: fs.unlink(below, b"empty0"),
+            lambda: fs.rmdir(snapshot, b"dir0"),
+            lambda: fs.mkdir(snapshot, b"new", 0o755, ROOT_USER),
+            lambda: fs.create(below, b"new", 0o644, os.O_RDWR, ROOT_USER),
+            lambda: fs.rename(shelf, b"one", ROOT, b"two", 0),
+            lambda: fs.rename(below, b"empty0", ROOT, b"two", 0),
+            lambda: fs.remove_tree(snapshot, b"dir0"),
+            lambda: fs.remove_tree(ROOT, b"top"),
+        ]
+        for number, attempt in enumerate(attempts):
+            with pytest.raises(ReadOnly):
+                await attempt()
+                pytest.fail(f"attempt {number} was carried out")
+        assert await listing(fs, snapshot) == before
+        with pytest.raises(NotADirectory):
+            await fs.clone(top, b"burst0", shelf, b"two", OWNER, True)
+
+
+async def test_a_snapshot_outlives_changes_is_cloned_and_goes_as_a_whole(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+        (handle, *_), log = await fs.create(top, b"log", 0o644, os.O_RDWR, OWNER)
+        await fs.write(handle, 0, b"so far")
+        await make(fs, top, b"file", b"x" * SIZE)
+        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+        await fs.clone(ROOT, b"top", shelf, b"one", OWNER, True)
+        await fs.write(handle, 0, b"later ")
+        await fs.release(handle)
+        await fs.unlink(top, b"file")
+        await fs.clone(shelf, b"one", ROOT, b"again", ROOT_USER)
+        again = await find(fs, b"again")
+        await change(fs, await find(fs, b"file", top=again), 0, b"new")
+        await make(fs, again, b"more", b"x")
+        snapshot = await find(fs, b"one", top=shelf)
+        assert await read(fs, await find(fs, b"log", top=snapshot)) == b"so far"
+        assert await read(fs, await find(fs, b"file", top=snapshot)) == b"x" * SIZE
+        await fs.remove_tree(shelf, b"one", OWNER)
+        await emptied(fs)
+        assert await read(fs, await find(fs, b"file", top=again)) == b"new" + b"x" * (SIZE - 3)
+        await fs.remove_tree(ROOT, b"top")
+        await emptied(fs)
+        assert await read(fs, await find(fs, b"log", top=again)) == b"so far"
 
 
 # --- who may, and what is refused -----------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Clones on a real mount: what tools and torch see of them, who may, what is refused."""
 
 import errno
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -111,6 +112,40 @@ def test_what_is_open_goes_on(mounted: Mounted) -> None:
     assert (mounted.path / "new" / "log").read_bytes() == b"one"
     assert (top / "log").read_bytes() == b"onetwo"
     assert (mounted.path / "new" / "read").read_bytes() == data
+
+
+def test_cp_copies_unless_it_is_told_to_share(mounted: Mounted) -> None:
+    """The kernel has no FICLONE for FUSE."""
+    source, target = mounted.path / "file", mounted.path / "copy"
+    source.write_bytes(data := os.urandom(MIB))
+    always = ["cp", "--reflink=always", source, target]
+    done = subprocess.run(always, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Operation not supported" in done.stderr
+    target.unlink(missing_ok=True)
+    subprocess.run(["cp", "--reflink=auto", source, target], check=True)
+    assert target.read_bytes() == data
+
+
+def test_snapshots_by_command(mounted: Mounted) -> None:
+    top, kept = mounted.path / "top", mounted.path / "top" / ".snapshots" / "before"
+    make_tree(top)
+    before = (top / "large").read_bytes()
+    aifs("snapshot", top, "before")
+    (top / "large").write_bytes(b"risky")
+    aifs("snapshot", top, "after")
+    assert (kept / "large").read_bytes() == before
+    told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
+    assert [each["name"] for each in told] == ["before", "after"]
+    assert "before" in aifs("snapshot", "ls", top).stdout
+    read_only = errno.EROFS
+    assert errno_of((kept / "large").write_bytes, b"x") == read_only
+    assert errno_of((kept / "small").unlink) == read_only
+    assert errno_of((kept / "new").touch) == read_only
+    assert errno_of(os.chmod, kept / "small", 0o600) == read_only
+    assert errno_of(kept.rename, mounted.path / "elsewhere") == read_only
+    aifs("snapshot", "rm", top, "before", "after")
+    assert os.listdir(top / ".snapshots") == []
+    assert (top / "large").read_bytes() == b"risky"
 
 
 def test_wrong_use_is_one_line(

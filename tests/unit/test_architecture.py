@@ -86,6 +86,7 @@ MAY_CHANGE_FILES = {
     "cli/main.py": {"open"},  # /dev/null
     "cli/hints.py": {"removexattr", "setxattr"},  # of a mount
     "cli/clone.py": {"open"},  # a directory of a mount
+    "cli/snapshot.py": {"mkdir"},  # the same
     "cli/rm.py": {"link", "open", "unlink"},  # the same
     "cli/trash.py": {"open"},  # the same
     "core/connections.py": {"open", "write"},  # of fusectl

@@ -58,6 +58,8 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
         "evict",
         "pin",
         "unpin",
+        "clone",
+        "snapshot",
         "fsck",
         "config",
         "meta serve",
