@@ -18,7 +18,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import groups, keys
 from aifs.meta.records import decode_garbage, decode_inode, has_copy
 
-KEPT = frozenset(b"CRTUcdefhkloqrtuxz")
+KEPT = frozenset(b"CPQRTUcdefhkloqrtuxz")
 """Kinds of records that stay as they are, of ``o`` the orphans' own: they name no host."""
 
 DROPPED = frozenset(b"DLabpvw")
