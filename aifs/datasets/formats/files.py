@@ -2,9 +2,10 @@
 
 What stands for the one "file" of the dataset is its *catalogue*: of each file its path below the
 directory, a zero byte, its size and the number of its label (-1: it has none), a zero byte. Blocks
-are runs of it. On a mount of AIFS files are in the order in which containers hold them
-(user.aifs.places), so the files of a block lie together. Elsewhere they are in the order of their
-paths.
+are runs of it. On a mount of AIFS files are in the order of their inode numbers: that in which they
+were made, and drained, so the files of a block lie together in few containers; unlike their places,
+which draining and compaction change, it is the same for all ranks, and when a job goes on.
+Elsewhere they are in the order of their paths.
 """
 
 import os
@@ -74,11 +75,10 @@ def entries(part: bytes) -> Iterator[SmallFile]:
         yield SmallFile(path, size, label)
 
 
-def _found(root: bytes, below: bytes) -> Iterator[tuple[tuple[int, int], bytes, int]]:
-    """Of each file its container and its offset there (both 0: it lies in none), its path, its
-    size."""
+def _found(root: bytes, below: bytes) -> Iterator[tuple[int, bytes, int]]:
+    """Of each file its inode number (0: this is no mount of AIFS), its path, its size."""
     directory = os.path.join(root, below) if below else root
-    places = _places(directory)
+    sizes = _sizes(directory)
     folders = []
     with os.scandir(directory) as listing:
         for entry in listing:
@@ -87,28 +87,31 @@ def _found(root: bytes, below: bytes) -> Iterator[tuple[tuple[int, int], bytes, 
             path = below + b"/" + entry.name if below else entry.name
             if entry.is_dir(follow_symlinks=False):
                 folders.append(path)
-            elif placed := places.get(entry.inode()):
-                yield placed[1:], path, placed[0]
+                continue
+            number = 0 if sizes is None else entry.inode()
+            if sizes and number in sizes:
+                yield number, path, sizes[number]
             elif entry.is_file():
-                yield (0, 0), path, entry.stat().st_size
+                yield number, path, entry.stat().st_size
     for folder in folders:
         yield from _found(root, folder)
 
 
-def _places(directory: bytes) -> dict[int, tuple[int, int, int]]:
-    """Of each file by its inode its size, container and offset; {} elsewhere than on a mount."""
-    places = {}
+def _sizes(directory: bytes) -> dict[int, int] | None:
+    """Of files in containers their sizes, by inode number, many at a time; None elsewhere than on a
+    mount."""
+    sizes = {}
     following = 0
     while True:
         try:
             told = os.getxattr(directory, f"{_PLACES}.{following}")
         except OSError:
-            return {}
-        for inode, size, _, container, offset in _PLACED.iter_unpack(told[_NEXT.size :]):
-            places[inode] = (size, container, offset)
+            return None
+        for inode, size, *_ in _PLACED.iter_unpack(told[_NEXT.size :]):
+            sizes[inode] = size
         (following,) = _NEXT.unpack_from(told)
         if not following:
-            return places
+            return sizes
 
 
 def _labels(paths: list[bytes]) -> dict[bytes, int]:
