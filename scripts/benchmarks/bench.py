@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from background import Extent, background_rows
 from checkpoint import checkpoint_rows
+from clones import clones_rows
 from dataset_rates import NORMAL as NORMAL_DATA
 from dataset_rates import QUICK as QUICK_DATA
 from dataset_rates import data_rows
@@ -187,6 +188,7 @@ def bench(
             with log.status("operations"):
                 rows += operations_rows(base, size.files, rounds)
                 rows += trash_rows(base, size.files, size.entries, rounds)
+                rows += clones_rows(base, size.files, size.entries, rounds)
         if "start" in chosen:
             with log.status("start"):
                 rows += start_rows(base, QUICK_START if quick else NORMAL_START, rounds, wheels)

@@ -113,6 +113,17 @@ def test_looking_at_a_mount_is_measured(scratch: Path) -> None:
     assert "KiB" in rows[-2].aifs
 
 
+@pytest.mark.long
+def test_a_trash_and_clones_are_measured(scratch: Path) -> None:
+    import clones
+    import trash
+
+    rows = [*trash.trash_rows(scratch, FILES, FILES, 1)]
+    rows += clones.clones_rows(scratch, FILES, FILES, 1)
+    assert [row.work.split()[0] for row in rows] == ["unlink,", "restore", "clone", "create"]
+    assert rows[2].aifs.endswith(" 0 bytes")
+
+
 def test_hosts_that_start_at_once_are_measured() -> None:
     """How even they are depends on the machine; that each has told its stage does not."""
     import start_hosts
