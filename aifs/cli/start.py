@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ import click
 from aifs.cli.arguments import PATH
 
 if TYPE_CHECKING:
+    from aifs.client.startup.marks import MarkedOutput
     from aifs.core.start_record import StartRecord
 
 _PASSED_ON = (
@@ -49,6 +51,7 @@ Examples:
   aifs start run --job llama -- python train.py
   srun aifs start run --job llama --key 64gpu -- torchrun train.py
   aifs start run --dir /mnt/store/start --job eval -- ./evaluate.sh
+  aifs start run --job llama --marks -- sh -c 'echo AIFS-STAGE begin data; ./data.sh'
 """
 
 
@@ -66,20 +69,30 @@ Examples:
     metavar="RUN",
     help="Name of this start, the same on all hosts; otherwise SLURM_JOB_ID, or the time.",
 )
+@click.option(
+    "--marks",
+    is_flag=True,
+    help="Lines of COMMAND's output that are AIFS-STAGE begin NAME, or end NAME, are stages of "
+    "aifs start report.",
+)
 @_DIR
 def run_command(
-    command: tuple[str, ...], job: str, key: str, run: str | None, top: str | None
+    command: tuple[str, ...], job: str, key: str, run: str | None, marks: bool, top: str | None
 ) -> int:
     """Run COMMAND once on each host. The first time what it reads on the mount in its first 2
     minutes is recorded; from then on that is prefetched while it runs, and recorded anew.
 
     COMMAND starts at once, gets the signals that this command gets, and its exit code is that of
-    this command. What cannot be recorded is said once; COMMAND runs all the same.
+    this command. What cannot be recorded is said once; COMMAND runs all the same. With --marks this
+    command passes its output on, and ends when nobody can write to that any more.
     """
     from aifs.cli.output import print_error
     from aifs.client import startup
     from aifs.client.startup import stages
+    from aifs.client.startup.marks import MarkedOutput
 
+    if marks and sys.stdout is None:
+        raise click.UsageError("--marks: standard output is closed")
     begun = None
     try:
         directory = startup.directory_of(_top(top), job, key)
@@ -88,30 +101,37 @@ def run_command(
         begun = startup.JobStart(directory, run, print_error)
     except startup.StartUnknown as error:
         print_error(f"the start is not recorded: {error}")
+    output = MarkedOutput(sys.stdout.fileno()) if marks else None
     try:
-        return _run(command)
+        return _run(command, output)
     finally:
         if begun is not None:
             begun.end()
 
 
-def _run(command: tuple[str, ...]) -> int:
-    """The exit code of ``command``, which gets our signals. Raises click's UsageError if it cannot
-    be started.
+def _run(command: tuple[str, ...], output: "MarkedOutput | None") -> int:
+    """The exit code of ``command``, which gets our signals, and writes to ``output``, or where we
+    do. Raises click's UsageError if it cannot be started.
     """
     waited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
         running = subprocess.Popen(
-            command, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            command,
+            stdout=None if output is None else output.stdout,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
+    if output is not None:
+        output.begin()
     while running.poll() is None:
         got = signal.sigwaitinfo(waited)
         if got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
             running.send_signal(got.si_signo)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if output is not None:
+        output.end()
     code = running.returncode
     return code if code >= 0 else 128 - code
 

@@ -31,19 +31,20 @@ _SUFFIX = ".jsonl"
 def stage(name: str) -> Iterator[None]:
     """What is done in the block is the stage ``name`` of this process's rank (``RANK``, or 0). It
     has ended when the block has, with an error, too."""
-    _note("begin", name)
+    note("begin", name, time.time())
     try:
         yield
     finally:
-        _note("end", name)
+        note("end", name, time.time())
 
 
-def _note(event: str, name: str) -> None:
+def note(event: str, name: str, at_s: float) -> None:
+    """Note that the stage ``name`` begins or ends."""
     directory, run = os.environ.get(DIRECTORY, ""), os.environ.get(RUN, "")
     if not directory or not JOB.fullmatch(run):
         return
     rank = os.environ.get("RANK", "0")
-    value = {"event": event, "stage": name, "rank": rank, "at_s": time.time()}
+    value = {"event": event, "stage": name, "rank": rank, "at_s": at_s}
     path = os.path.join(directory, run, socket.gethostname() + _SUFFIX)
     with suppress(OSError):
         trees.make_dir(os.path.dirname(path))
