@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from aifs.cli import usage
 from aifs.cli.arguments import DURATION, PATH
-from aifs.cli.usage import Usage
+from aifs.watch import usage
+from aifs.watch.usage import Usage
 
 EPILOG = """
 \b

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli import trace, usage
+from aifs.cli import trace
 from aifs.cli.arguments import DURATION, PATH
-from aifs.cli.usage import Usage
+from aifs.watch import usage
+from aifs.watch.usage import Usage
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -133,7 +133,7 @@ def _threads(pid: int) -> list[dict[str, Any]]:
 
 def _print(told: dict[str, Any]) -> None:
     from aifs.cli.output import print_table
-    from aifs.cli.usage import process
+    from aifs.watch.usage import process
 
     if told["now"]:
         running = [

@@ -22,7 +22,7 @@ import trio
 
 from aifs.core import files, loop_share
 from aifs.core.config import Config, KernelConfig
-from aifs.core.errors import MountError
+from aifs.core.errors import AccessDenied, MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
@@ -36,8 +36,10 @@ from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
 from aifs.store.right import StoreRight
+from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
+from aifs.vfs.rights import sees_all
 from aifs.vfs.why import watch_slow
 from aifs.watch.server import WatchServer
 
@@ -180,9 +182,17 @@ async def _show(fs: Filesystem) -> None:
     async def tell(uid: int) -> dict[str, Any]:
         return await fs.status.tell(Caller(uid))
 
+    async def follow(uid: int, start: int | None) -> tuple[int, list[dict[str, Any]]]:
+        if not sees_all(Caller(uid)):
+            raise AccessDenied(
+                "only root and who has mounted are told who uses the mount: through a socket at "
+                "metrics.listen, or with metrics.secret"
+            )
+        return await operation_log.follow(fs.operation_log, fs.store.engine, start)
+
     metrics = fs.store.config.metrics
     with loop_share.background():
-        await WatchServer(metrics.listen, metrics.secret, tell).run()
+        await WatchServer(metrics.listen, metrics.secret, tell, follow).run()
 
 
 async def _read_requests() -> None:

@@ -128,26 +128,37 @@ class OperationLog:
         return self._next
 
 
-async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> bytes:
-    """What ``user.aifs.trace`` says, JSON: {"next": N, "lost": K, "records": [...]}; with ``start``
-    what ``user.aifs.trace.START`` says: the records from that number on, some at a time, and how
-    many of them are not here any more. ``next`` is where to go on. Raises Invalid."""
+async def follow(
+    log: OperationLog, engine: Engine, start: int | None = None
+) -> tuple[int, list[dict[str, Any]]]:
+    """For who will come again within ``_KEPT_S``: the records from the number ``start`` on that are
+    still here, some at a time, and the number of the first one; None: none yet, and the number of
+    the next one. Raises Invalid for a number that is not reached yet."""
     log.follow()
     if start is None:
-        return json.dumps({"next": log.next, "lost": 0, "records": []}).encode()
+        return log.next, []
     if start > log.next:
         raise Invalid(f"the next record is number {log.next}")
     first, records = log.records(start)
     names = await engine.view(paths_of, {record.request.ino for record in records})
+    return first, [described(record, names) for record in records]
+
+
+async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> bytes:
+    """What ``user.aifs.trace`` says, JSON: {"next": N, "lost": K, "records": [...]}; with ``start``
+    what ``user.aifs.trace.START`` says: the records from that number on, some at a time, and how
+    many of them are not here any more. ``next`` is where to go on. Raises Invalid."""
+    first, records = await follow(log, engine, start)
     told: list[str] = []
     length = 0
     for record in records:
-        text = json.dumps(described(record, names))
+        text = json.dumps(record)
         length += len(text) + 2
         if length > _LENGTH_MAX:
             break
         told.append(text)
-    head = json.dumps({"next": first + len(told), "lost": first - start})
+    lost = 0 if start is None else first - start
+    head = json.dumps({"next": first + len(told), "lost": lost})
     return f'{head[:-1]}, "records": [{", ".join(told)}]}}'.encode()
 
 

@@ -24,6 +24,11 @@ Rule = Callable[[Inode, CallerLike], None]
 """Raises AccessDenied, NotPermitted or NoAttribute for who may not."""
 
 
+def sees_all(caller: CallerLike) -> bool:
+    """Root, and who has mounted: they may be told about everybody's files."""
+    return caller.uid in (0, os.geteuid())
+
+
 def anybody(inode: Inode, caller: CallerLike) -> None:
     """Who has it open, for whatever."""
 
@@ -64,16 +69,16 @@ def root(inode: Inode, caller: CallerLike) -> None:
 
 
 def server(inode: Inode, caller: CallerLike) -> None:
-    """The root user, and who has mounted: what they are told is about everybody's files."""
+    """Of what is about everybody's files."""
     if inode.ino != ROOT_INO:
         raise NoAttribute()
-    if caller.uid not in (0, os.geteuid()):
+    if not sees_all(caller):
         raise AccessDenied("it is for the root user, and for who has mounted")
 
 
 def mounter(inode: Inode, caller: CallerLike) -> None:
-    """The same, of what changes the mount."""
-    if inode.ino != ROOT_INO or caller.uid not in (0, os.geteuid()):
+    """The root user, and who has mounted: of what changes the mount."""
+    if inode.ino != ROOT_INO or not sees_all(caller):
         raise NotPermitted(
             "it is for the root user and who has mounted, on the mount's root directory"
         )

@@ -9,7 +9,6 @@ read; root and who has mounted of all.
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine
 from aifs.vfs.operation_log import LONG_S, OperationLog, Record, described, paths_of
 from aifs.vfs.publishing.barrier import those_below
+from aifs.vfs.rights import sees_all
 
 _log = logger(__name__)
 
@@ -69,7 +69,7 @@ async def tell(
     now.sort(key=lambda one: -one[0].duration_us)
     slowest = sorted(ended, key=lambda record: -record.duration_us)[:_SHOWN_MAX]
     shown = {record.request.ino for record in (*slowest, *(record for record, _ in now))}
-    names = await engine.view(paths_of, shown) if _sees_all(caller) else {}
+    names = await engine.view(paths_of, shown) if sees_all(caller) else {}
     return {
         "since_s": round(since_s, 3),
         "long_s": LONG_S,
@@ -86,12 +86,8 @@ async def tell(
     }
 
 
-def _sees_all(caller: CallerLike) -> bool:
-    return caller.uid in (0, os.geteuid())
-
-
 def _may_know(request: Request, caller: CallerLike) -> bool:
-    return _sees_all(caller) or request.uid in (caller.uid, -1)
+    return sees_all(caller) or request.uid in (caller.uid, -1)
 
 
 def _so_far(about: Request, activity: Activity) -> tuple[Record, list[str]]:

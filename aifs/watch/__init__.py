@@ -1,3 +1,3 @@
 """What a mount shows of itself over HTTP: metrics, a health probe, a page. Made of what ``aifs
-status`` is told, and of nothing else.
+status`` and ``aifs trace`` are told, and of nothing else.
 """

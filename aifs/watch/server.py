@@ -9,6 +9,8 @@ ADDRESS:PORT is told what any user is told, or, with the secret, what root is.
     GET /              the page: page.html
     GET /metrics       Prometheus's text format
     GET /status.json   what ``aifs status --json`` prints
+    GET /top.json      who uses the mount, for whom the trace is: by=process, user, path, operation;
+                       since=N, the ``next`` of the answer before, else from now on
     GET /healthz       200 and "ok", or 503 and a line for each thing that is wrong
 """
 
@@ -19,24 +21,31 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import h11
 import trio
 
 from aifs.core import files
-from aifs.core.errors import AifsError
+from aifs.core.errors import AccessDenied, AifsError
 from aifs.core.kinds import split_endpoint
 from aifs.core.log import logger
 from aifs.core.secret import read_secret
+from aifs.watch import usage
 from aifs.watch.metrics import CONTENT_TYPE, expose, problems
+from aifs.watch.usage import Usage
 
 _log = logger(__name__)
 
 CONNECTIONS = 16
 TIMEOUT_S = 10.0
+USERS_MAX = 32
+"""How many of those who use the mount are told, at most."""
 _HEAD_MAX = 16 << 10
 _BACKLOG = 16
 _PEER = struct.Struct("=iII")  # pid, uid, gid, as SO_PEERCRED tells
@@ -55,6 +64,9 @@ _HEADERS = [
 
 Tell = Callable[[int], Awaitable[dict[str, Any]]]
 """What a mount tells the user with that number of itself."""
+Follow = Callable[[int, int | None], Awaitable[tuple[int, list[dict[str, Any]]]]]
+"""The records of the trace that a mount tells a user, from a number on, some at a time, and the
+number of the first one; None: none, and the number of the next one. Raises AccessDenied."""
 
 
 class Reply(NamedTuple):
@@ -68,11 +80,13 @@ class Reply(NamedTuple):
 class WatchServer:
     """Shows a mount at ``listen``: an ADDRESS:PORT, or the path of a socket."""
 
-    def __init__(self, listen: str, secret_file: str, tell: Tell) -> None:
+    def __init__(self, listen: str, secret_file: str, tell: Tell, follow: Follow) -> None:
         self._listen = listen
         self._secret_file = secret_file
         self._secret = b""
         self._tell = tell
+        self._follow = follow
+        self._summing = trio.CapacityLimiter(1)
         self._open = 0
         self._has_failed = False
 
@@ -156,20 +170,22 @@ class WatchServer:
 
     async def _answer(self, request: h11.Request, uid: int) -> Reply:
         headers = {bytes(name): bytes(value) for name, value in request.headers}
-        path = request.target.partition(b"?")[0]
+        path, _, query = request.target.partition(b"?")
         if request.method not in (b"GET", b"HEAD"):
             return _say(405, "only GET is understood")
         if not self._is_socket and not self._secret and not _is_address(headers.get(b"host", b"")):
             return _say(403, "ask by address, such as 127.0.0.1, or as localhost")
         if path == b"/":
             return Reply(200, "text/html; charset=utf-8", _page())
-        if path not in (b"/metrics", b"/status.json", b"/healthz"):
-            return _say(404, "there are /, /metrics, /status.json and /healthz")
+        if path not in (b"/metrics", b"/status.json", b"/top.json", b"/healthz"):
+            return _say(404, "there are /, /metrics, /status.json, /top.json and /healthz")
         if self._secret and not self._is_socket:
             said = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(said, self._secret):
                 return _say(401, "send Authorization: Bearer TEXT, as metrics.secret says")
             uid = 0
+        if path == b"/top.json":
+            return await self._top(dict(parse_qsl(query.decode("ascii", "replace"))), uid)
         status = await self._tell(uid)
         if path == b"/metrics":
             return Reply(200, CONTENT_TYPE, expose(status).encode())
@@ -177,6 +193,40 @@ class WatchServer:
             return Reply(200, "application/json", json.dumps(status).encode())
         wrong = problems(status)
         return _say(503 if wrong else 200, "\n".join(wrong) or "ok")
+
+    async def _top(self, asked: dict[str, str], uid: int) -> Reply:
+        """Sums of the requests since a number until now, the longest first. The mount is traced
+        while somebody comes again and again. Nothing is kept between."""
+        by, since = asked.get("by", "process"), asked.get("since", "")
+        try:
+            end, _ = await self._follow(uid, None)
+            number = int(since) if since else end
+        except AccessDenied as error:
+            return _say(403, str(error))
+        except ValueError:
+            return _say(400, "since is a number")
+        if by not in usage.GROUPS or not 0 <= number <= end:
+            return _say(400, f"by is one of {', '.join(usage.GROUPS)}; since is at most {end}")
+        sums: dict[str, Usage] = {}
+        at_s, lost = time.time(), 0
+        while number < end:
+            first, records = await self._follow(uid, number)
+            lost += first - number
+            number = first + len(records)
+            await trio.to_thread.run_sync(  # it may have to ask for the names of users
+                partial(usage.summed, records, by, sums),
+                abandon_on_cancel=True,
+                limiter=self._summing,
+            )
+        found = usage.ordered(sums, "time")
+        told = {
+            "at_s": at_s,
+            "next": number,
+            "lost": lost,
+            by: [{by: key, **one.told()} for key, one in found[:USERS_MAX]],
+            "more": len(found[USERS_MAX:]),
+        }
+        return Reply(200, "application/json", json.dumps(told).encode())
 
 
 def _say(status: int, text: str) -> Reply:

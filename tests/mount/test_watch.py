@@ -9,7 +9,8 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ BROWSER = (
 PICTURE = os.environ.get("AIFS_PICTURE_OF_PAGE")
 """Where the picture of the page goes that the README shows; made anew by the test."""
 ASKED_MS = 6000  # of the page's own time, in which it asks once a second
+LOOKS_MAX = 5
+"""That time runs faster than ours, so programs may have done nothing in the last second of it."""
 
 
 def get(place: Path, path: str) -> str:
@@ -142,38 +145,91 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+@contextmanager
+def working(does: Callable[[int], object]) -> Iterator[None]:
+    """Meanwhile something is done again and again; it is told how often before."""
+    ended = threading.Event()
+
+    def work() -> None:
+        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            does(number)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        worker.join()
+
+
 def test_the_page_shows_what_programs_do(
     scratch: Path, mount_store: Callable[..., Mounted]
 ) -> None:
     port = free_port()
     mount = mount_store(f"metrics.listen=127.0.0.1:{port}")
-    ended = threading.Event()
 
-    def work() -> None:
-        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
-            with open(mount.path / "<b>x", "wb") as file:
-                file.write(bytes(100_000))
-                if number % 32 == 0:
-                    os.fsync(file.fileno())
+    def work(number: int) -> None:
+        with open(mount.path / "<b>x", "wb") as file:
+            file.write(bytes(100_000))
             if number % 32 == 0:
-                (mount.path / "<b>x").rename(mount.path / f"<b>{number % 1024}")
-            else:
-                (mount.path / "<b>x").unlink()
+                os.fsync(file.fileno())
+        if number % 32 == 0:
+            (mount.path / "<b>x").rename(mount.path / f"<b>{number % 1024}")
+        else:
+            (mount.path / "<b>x").unlink()
 
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        seen = look_at(f"http://127.0.0.1:{port}/", scratch)
+    with working(work):
+        seen = look_at(f"http://127.0.0.1:{port}/#who=user", scratch)
         drawn = picture(f"http://127.0.0.1:{port}/", scratch).read_bytes()
-    finally:
-        ended.set()
-        worker.join()
     assert "all is well" in seen and f"AIFS {mount.path}" in seen
     rate = re.search(r"create\s+([0-9.,]+)\s+[0-9.]+ [mµ]?s", seen)
     assert rate and float(rate[1].replace(",", "")) > 0, seen
     assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000  # more than an empty page
     assert "What requests, drains and publishes wait for" in seen
+    assert "only root and who has mounted are told who uses the mount" in seen  # and nothing more
     assert "the last 3 minutes" in seen  # a chart was drawn, so the page has asked more than once
+
+
+def test_the_page_shows_who_uses_the_mount(
+    scratch: Path, mount_store: Callable[..., Mounted]
+) -> None:
+    port = free_port()
+    secret = scratch / "secret"
+    secret.write_text("a secret\n")
+    secret.chmod(0o600)
+    mount = mount_store(f"metrics.listen=127.0.0.1:{port}", f"metrics.secret={secret}")
+    file = mount.path / "job" / "<i>files" / "x"
+    file.parent.mkdir(parents=True)
+
+    def work(_: int) -> None:
+        file.touch()
+        file.unlink()
+
+    page = f"http://127.0.0.1:{port}/#token=a%20secret"
+    comm = Path("/proc/self/comm").read_text().strip()
+    with working(work):
+        for by, name in (("process", f"{os.getpid()} {comm}"), ("path", "/job/<i>files")):
+            line = re.escape(name) + r"\s+[0-9.,]+\s+[0-9–]+\s+[0-9]+ %\s+[0-9.]+ [mµ]?s"
+            for _ in range(LOOKS_MAX):
+                seen = look_at(f"{page}&who={by}", scratch)
+                if re.search(line, seen):
+                    break
+            else:
+                pytest.fail(seen)
+            assert "Traced while this is open" in seen
+
+
+def test_a_mount_is_traced_while_somebody_asks(
+    scratch: Path, mount_store: Callable[..., Mounted]
+) -> None:
+    place = scratch / "socket"
+    mount = mount_store(f"metrics.listen={place}")
+    begun = json.loads(get(place, "/top.json?by=path"))
+    (mount.path / "job").mkdir()
+    (mount.path / "job" / "x").write_bytes(b"x")
+    told = json.loads(get(place, f"/top.json?by=path&since={begun['next']}"))
+    assert "/job" in {one["path"] for one in told["path"]}
 
 
 def test_the_page_says_what_is_wrong(scratch: Path, mount_store: Callable[..., Mounted]) -> None:

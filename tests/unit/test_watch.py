@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ import trio
 import trio.testing
 import yaml
 
+from aifs.core.errors import AccessDenied
 from aifs.watch import metrics, server
 from aifs.watch.server import WatchServer
 
 SECRET = "the text of it"
+NOBODY = 65534
+LOST = 1
+"""The first records of a trace that are not there any more."""
 
 
 def status(**changed: Any) -> dict[str, Any]:
@@ -119,7 +123,10 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def served(
-    listen: str, tell: Callable[[int], Any] | None = None, secret_file: str = ""
+    listen: str,
+    tell: Callable[[int], Any] | None = None,
+    secret_file: str = "",
+    traced: Sequence[dict[str, Any]] = (),
 ) -> AsyncIterator[list[int]]:
     """Serves a status; gives the users that were told."""
     uids: list[int] = []
@@ -128,8 +135,14 @@ async def served(
         uids.append(uid)
         return tell(uid) if tell else status()
 
+    async def follow(uid: int, start: int | None) -> tuple[int, list[dict[str, Any]]]:
+        if uid == NOBODY:
+            raise AccessDenied("not you")
+        first = len(traced) if start is None else max(start, LOST)
+        return first, list(traced[first : first + 2])
+
     async with trio.open_nursery() as nursery:
-        await nursery.start(WatchServer(listen, secret_file, answer).run)
+        await nursery.start(WatchServer(listen, secret_file, answer, follow).run)
         yield uids
         nursery.cancel_scope.cancel()
 
@@ -173,7 +186,48 @@ async def test_what_is_served() -> None:
             assert (await ask(listen, "/metrics", f"Host: {host}"))[0] == 403
         for host in ("[::1]:1", "127.0.0.1", "localhost"):
             assert (await ask(listen, "/metrics", f"Host: {host}"))[0] == 200
-        assert set(uids) == {65534}  # what any user is told
+        assert set(uids) == {NOBODY}  # what any user is told
+
+
+def traced(duration_us: int, **changed: Any) -> dict[str, Any]:
+    said = {"operation": "open", "path": "/a/b", "uid": 0, "pid": 0, "bytes": 0, "errno": 0}
+    return said | {"duration_us": duration_us} | changed
+
+
+async def test_who_uses_the_mount_is_summed_up(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    records = [traced(9, uid=7), traced(2), traced(5, path="/"), traced(4, errno=5), traced(1)]
+    async with served(path, traced=records):
+        code, begun = await ask(path, "/top.json")
+        assert code == 200 and json.loads(begun)["next"] == 5
+        assert json.loads(begun)["process"] == []
+        told = json.loads((await ask(path, "/top.json?by=operation&since=0"))[1])
+        assert (told["next"], told["lost"], told["more"]) == (5, LOST, 0)
+        (one,) = told["operation"]
+        assert (one["operation"], one["requests"], one["errors"]) == ("open", 4, 1)
+        told = json.loads((await ask(path, "/top.json?by=path&since=2"))[1])
+        assert [(each["path"], each["slowest_s"]) for each in told["path"]] == [
+            ("/", 5e-6),
+            ("/a", 4e-6),
+        ]
+        for wrong in ("by=x", "since=6", "since=-1", "since=x", f"since={'9' * 5000}", "since=%B2"):
+            assert (await ask(path, f"/top.json?{wrong}"))[0] == 400
+
+
+async def test_of_many_the_busiest_are_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    records = [traced(number, path=f"/{number}/x") for number in range(server.USERS_MAX + 3)]
+    async with served(path, traced=records):
+        told = json.loads((await ask(path, "/top.json?by=path&since=1"))[1])
+    assert len(told["path"]) == server.USERS_MAX and told["more"] == 2
+    assert told["path"][0]["path"] == f"/{server.USERS_MAX + 2}"
+
+
+async def test_who_uses_it_is_not_for_all() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with served(listen):
+        for query in ("", "?by=user", "?since=0"):
+            assert await ask(listen, f"/top.json{query}") == (403, "not you\n")
 
 
 async def test_a_probe_fails_when_something_is_wrong() -> None:
@@ -215,6 +269,9 @@ async def test_a_socket_knows_who_asks_and_is_gone_afterwards(tmp_path: Path) ->
 async def test_who_cannot_serve_says_so_and_harms_nobody(
     tmp_path: Path, taken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    async def never(*_: object) -> Any:
+        raise AssertionError
+
     listen, secret = str(tmp_path / "place"), ""
     async with AsyncExitStack() as stack:
         if taken == "port":
@@ -226,7 +283,7 @@ async def test_who_cannot_serve_says_so_and_harms_nobody(
         else:
             await stack.enter_async_context(served(listen))
         with caplog.at_level(logging.WARNING), trio.fail_after(60):
-            await WatchServer(listen, secret, lambda uid: trio.sleep_forever()).run()
+            await WatchServer(listen, secret, never, never).run()
     (record,) = caplog.records
     assert record.getMessage().startswith(f"nothing is served at metrics.listen {listen}: ")
     if taken == "file":

@@ -1,9 +1,11 @@
-"""Who uses a mount: sums of the requests that ``aifs trace`` tells, for ``aifs top`` and ``aifs
-profile``. Reads /proc and the names of users.
+"""Who uses a mount: sums of the requests that ``aifs trace`` tells, for ``aifs top``, ``aifs
+profile`` and the page. Reads /proc and the names of users, which may take long where a directory
+service knows them.
 """
 
 import os
 import pwd
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +15,9 @@ from aifs.core.processes import process_of
 
 DEPTH = 2
 """Components of a path that are told apart."""
+
+_KNOWN_S = 60
+"""For how long a name is not looked up again: a number may be given to another process."""
 
 
 @dataclass(slots=True)
@@ -62,13 +67,13 @@ def process(record: dict[str, Any]) -> str:
     thread = record["pid"]
     if not thread:
         return "the kernel" if thread == 0 else "not known"
-    return _process(thread)
+    return _process(thread, time.monotonic() // _KNOWN_S)
 
 
 @lru_cache(maxsize=4096)
-def _process(thread: int) -> str:
-    """As it was at first sight: threads of one process are the same process, also when they have
-    ended."""
+def _process(thread: int, period: float) -> str:
+    """As it was at first sight in this period: threads of one process are the same process, also
+    when they have ended."""
     pid = process_of(thread)
     try:
         with open(f"/proc/{pid}/comm", errors="replace") as file:
@@ -81,6 +86,11 @@ def user(record: dict[str, Any]) -> str:
     uid = record["uid"]
     if uid is None:
         return "not known"
+    return _user(uid, time.monotonic() // _KNOWN_S)
+
+
+@lru_cache(maxsize=4096)
+def _user(uid: int, period: float) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
