@@ -23,8 +23,9 @@ Job = list["subprocess.Popen[str]"]
 
 
 @contextmanager
-def torchrun(hosts: Sequence[Host], last: int) -> Iterator[Job]:
-    """A job with one rank at each host; whatever of it still runs afterwards is killed."""
+def torchrun(hosts: Sequence[Host], last: int, how: str) -> Iterator[Job]:
+    """A job with one rank at each host, which saves as ``how`` says (hosts_rank.py); whatever of it
+    still runs afterwards is killed."""
     running: Job = []
     try:
         for number, host in enumerate(hosts):
@@ -32,7 +33,7 @@ def torchrun(hosts: Sequence[Host], last: int) -> Iterator[Job]:
             words += ["--master-addr", hosts[0].namespace.address, "--master-port", PORT]
             words += ["--local-addr", host.namespace.address, ROOT / "tests/support/hosts_rank.py"]
             command = [*host.inside, sys.executable, "-m", "torch.distributed.run"]
-            command += [*map(str, words), str(host.path / "run"), str(last)]
+            command += [*map(str, words), str(host.path / "run"), str(last), how]
             running.append(
                 subprocess.Popen(
                     command,
@@ -76,15 +77,16 @@ def read_until(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("how", ["shards", "dcp"])
 def test_a_host_dies_and_the_others_go_on_from_the_newest_checkpoint(
-    scratch: Path, a_postgres: Postgres
+    scratch: Path, a_postgres: Postgres, how: str
 ) -> None:
     with many_hosts(scratch, a_postgres, 3) as hosts:
         a, b, c = hosts
         (a.path / "run").mkdir()
         os.setxattr(a.path / "run", "user.aifs.mirror", b"1")  # else it waits for the dead host
         require_same(hosts.paths)
-        with torchrun([a, b, c], 1_000_000) as job:
+        with torchrun([a, b, c], 1_000_000, how) as job:
             read_until(job[1], "saved 3")
             os.killpg(job[2].pid, signal.SIGKILL)
             c.kill()
@@ -92,7 +94,7 @@ def test_a_host_dies_and_the_others_go_on_from_the_newest_checkpoint(
         assert newest is not None
         step = int(newest.name.removeprefix("step-"))
         assert step >= 3
-        with torchrun([a, b], step + 3) as job:
+        with torchrun([a, b], step + 3, how) as job:
             read_until(job[0], f"resumed {step}")
             read_until(job[0], f"saved {step + 3}")
             assert [process.wait(TIMEOUT_S) for process in job] == [0, 0]
