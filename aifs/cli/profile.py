@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -17,6 +17,7 @@ Examples:
   aifs profile /mnt/store --for 10s
   aifs trace /mnt/store --for 1min --json > job.trace; aifs profile job.trace
   aifs profile job.trace --by path --sort bytes --json
+  aifs profile job.trace --by cause
 
 \b
 Columns:
@@ -25,13 +26,24 @@ Columns:
   share      of the time of all
   mean, slowest, bytes
 
+By cause, the time of each request is divided among what it has waited for: data servers, burst
+directories, the journal, locks, other hosts (aifs why --help lists them), and the daemon itself,
+which is its own work, and its queue. Requests and bytes are those that have waited for it, so they
+count once for each cause.
+
 A mount is traced meanwhile, so opens take longer. For root, and for who has mounted.
 """
+
+_CAUSE = "cause"
+_GROUPS = [*usage.GROUPS, _CAUSE]
+
+_Rows = Sequence[tuple[tuple[str, ...], Usage]]
+"""What each is called, and its sums."""
 
 
 @click.command("profile", epilog=EPILOG, short_help="Show where the time of requests went.")
 @click.argument("source", metavar="FILE|MNT", type=PATH)
-@click.option("--by", type=click.Choice(list(usage.GROUPS)), help="Only these sums; else all four.")
+@click.option("--by", type=click.Choice(_GROUPS), help="Only these sums; else all five.")
 @click.option("--sort", type=click.Choice(list(usage.SORTS)), default="time", show_default=True)
 @click.option("--for", "limit_s", type=DURATION, help="Trace the mount so long; else 10 s.")
 @click.option("--lines", type=click.IntRange(1), default=10, show_default=True, help="Of each sum.")
@@ -40,25 +52,33 @@ def profile_command(
     source: str, by: str | None, sort: str, limit_s: float | None, lines: int, as_json: bool
 ) -> None:
     """Sum up the requests in FILE, which aifs trace --json has printed, or those that the mount MNT
-    answers from now on: by process, user, directory and operation."""
+    answers from now on: by process, user, directory, operation, and by what they waited for."""
     from aifs.cli.output import print_json
 
-    groups = [by] if by else list(usage.GROUPS)
-    sums: dict[str, dict[str, Usage]] = {group: {} for group in groups}
+    groups = [by] if by else _GROUPS
+    sums: dict[str, dict[str, Usage]] = {group: {} for group in groups if group != _CAUSE}
+    waits: dict[tuple[str, str], Usage] = {}
     for record in _records(source, limit_s):
-        for group in groups:
-            usage.summed([record], group, sums[group])
+        for group, found in sums.items():
+            usage.summed([record], group, found)
+        usage.sum_waits(record, waits)
+    tables: dict[str, _Rows] = {
+        group: [((key,), one) for key, one in usage.ordered(found, sort)]
+        for group, found in sums.items()
+    }
+    if _CAUSE in groups:
+        tables[_CAUSE] = [*usage.ordered(waits, sort)]
     if as_json:
         told = {
-            group: [{group: key, **one.told()} for key, one in usage.ordered(found, sort)]
-            for group, found in sums.items()
+            group: [dict(zip(_columns(group), key, strict=True)) | one.told() for key, one in rows]
+            for group, rows in tables.items()
         }
         print_json(told)
         return
-    for number, (group, found) in enumerate(sums.items()):
+    for number, (group, rows) in enumerate(tables.items()):
         if number:
             print()
-        _print(group, usage.ordered(found, sort), lines)
+        _print(_columns(group), rows, lines)
 
 
 def _records(source: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
@@ -78,6 +98,7 @@ def _read(file_name: str) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
                 usage.summed([record], "path")  # has all that is summed up
+                usage.sum_waits(record, {})
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise click.UsageError(
                     f"{file_name}:{number}: is not a line of aifs trace --json"
@@ -85,7 +106,12 @@ def _read(file_name: str) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _print(group: str, found: list[tuple[str, Usage]], lines: int) -> None:
+def _columns(group: str) -> tuple[str, ...]:
+    """What the members of a group are called by."""
+    return (group, "operation") if group == _CAUSE else (group,)
+
+
+def _print(columns: tuple[str, ...], found: _Rows, lines: int) -> None:
     from aifs.cli.output import print_table
     from aifs.core.units import describe_size
 
@@ -93,7 +119,7 @@ def _print(group: str, found: list[tuple[str, Usage]], lines: int) -> None:
     numbers = ("requests", "errors", "time", "share", "mean", "slowest", "bytes")
     rows = [
         (
-            key,
+            *key,
             one.requests,
             one.errors or "-",
             f"{one.seconds:.3f} s",
@@ -104,6 +130,6 @@ def _print(group: str, found: list[tuple[str, Usage]], lines: int) -> None:
         )
         for key, one in found[:lines]
     ]
-    print_table((group, *numbers), rows, right=numbers)
+    print_table((*columns, *numbers), rows, right=numbers)
     if len(found) > lines:
         print(f"and {len(found) - lines} more")

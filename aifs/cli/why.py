@@ -11,6 +11,7 @@ from aifs.cli import hints
 from aifs.cli.arguments import PATH
 from aifs.cli.output import count, describe_error, print_error, print_json
 from aifs.core.errors import MountError
+from aifs.watch.usage import OWN, process
 
 EPILOG = """
 \b
@@ -43,7 +44,6 @@ told of all requests, others of their own.
 _ASK_S = 5.0
 """A name in a directory in which a request hangs cannot be looked up."""
 
-_OWN = "the daemon itself"
 _SHOWN_S = 0.005
 
 
@@ -133,7 +133,6 @@ def _threads(pid: int) -> list[dict[str, Any]]:
 
 def _print(told: dict[str, Any]) -> None:
     from aifs.cli.output import print_table
-    from aifs.watch.usage import process
 
     if told["now"]:
         running = [
@@ -142,7 +141,7 @@ def _print(told: dict[str, Any]) -> None:
                 one["operation"],
                 process(one) if one["operation"] != "drain" else "-",
                 one["path"] or f"inode {one['inode'] or '-'} {one['name']}".rstrip(),
-                ", for ".join(one["waits_for"]) or _OWN,
+                ", for ".join(one["waits_for"]) or OWN,
             )
             for one in told["now"]
         ]
@@ -162,7 +161,7 @@ def _print(told: dict[str, Any]) -> None:
     )
     print(f"above {told['seconds']:.2f} s:")
     spent = dict(told["waited_s"])
-    spent[_OWN] = max(0.0, told["seconds"] - sum(spent.values()))
+    spent[OWN] = max(0.0, told["seconds"] - sum(spent.values()))
     rows = [
         (f"{seconds:.2f} s", f"{seconds / told['seconds']:.0%}", cause)
         for cause, seconds in sorted(spent.items(), key=lambda item: -item[1])

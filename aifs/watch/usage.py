@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from aifs.core.processes import process_of
 
 DEPTH = 2
 """Components of a path that are told apart."""
+
+OWN = "the daemon itself"
+"""What a request waits for that waits for nothing else: its work, and its queue."""
 
 _KNOWN_S = 60
 """For how long a name is not looked up again: a number may be given to another process."""
@@ -30,9 +33,9 @@ class Usage:
     slowest_s: float = 0.0
     bytes: int = 0
 
-    def add(self, record: dict[str, Any]) -> None:
-        """One more: a record of vfs/operation_log.py."""
-        seconds = record["duration_us"] / 1e6
+    def add(self, record: dict[str, Any], took_us: int) -> None:
+        """One more: a record of vfs/operation_log.py, of whose time so much counts here."""
+        seconds = took_us / 1e6
         self.requests += 1
         self.errors += record["errno"] != 0
         self.seconds += seconds
@@ -122,10 +125,23 @@ def summed(
         key = key_of(record)
         if key not in sums:
             sums[key] = Usage()
-        sums[key].add(record)
+        sums[key].add(record, record["duration_us"])
     return sums
 
 
-def ordered(sums: dict[str, Usage], sort: str) -> list[tuple[str, Usage]]:
+def sum_waits(record: dict[str, Any], sums: dict[tuple[str, str], Usage]) -> None:
+    """Divide the time of a request among what it has waited for (core/waiting.py); what is left is
+    the daemon's own. ``sums``: by cause and operation."""
+    waited_us = record["waited_us"]
+    own_us = max(0, record["duration_us"] - sum(waited_us.values()))
+    for cause, took_us in (*waited_us.items(), (OWN, own_us)):
+        if took_us:
+            sums.setdefault((cause, record["operation"]), Usage()).add(record, took_us)
+
+
+Key = TypeVar("Key", str, tuple[str, str])
+
+
+def ordered(sums: dict[Key, Usage], sort: str) -> list[tuple[Key, Usage]]:
     """The largest first."""
     return sorted(sums.items(), key=lambda item: (-SORTS[sort](item[1]), item[0]))

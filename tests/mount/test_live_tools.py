@@ -84,6 +84,8 @@ def test_a_profile_of_a_mount(busy: Mounted) -> None:
     (first, *_) = json.loads(aifs(*command, "--by", "path", "--json").stdout)["path"]
     assert first["path"] == "/job/files" and first["requests"] > 0
     assert aifs(*command, "--by", "user").stdout.split()[0] == "user"
+    causes = json.loads(aifs(*command, "--by", "cause", "--json").stdout)["cause"]
+    assert ("the daemon itself", "create") in {(one["cause"], one["operation"]) for one in causes}
 
 
 def test_others_see_sums_alone(shared: Mounted, capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ def record(**changed: Any) -> dict[str, Any]:
         "bytes": 10,
         "errno": 0,
         "duration_us": 5,
+        "waited_us": {},
     } | changed
 
 
@@ -70,7 +71,7 @@ def test_a_profile_of_a_file(tmp_path: Path) -> None:
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records))
     runner = CliRunner()
     told = json.loads(runner.invoke(profile_command, [str(file), "--json"]).stdout)
-    assert list(told) == ["process", "user", "path", "operation"]
+    assert list(told) == ["process", "user", "path", "operation", "cause"]
     assert told["operation"][0]["requests"] == 12 and len(told["path"]) == 12
     printed = runner.invoke(profile_command, [str(file), "--by", "path"]).stdout.splitlines()
     assert len(printed) == 12 and printed[-1] == "and 2 more"
@@ -79,6 +80,31 @@ def test_a_profile_of_a_file(tmp_path: Path) -> None:
     assert wrong.exit_code == 2 and "trace:2: is not a line of aifs trace --json" in wrong.output
     wrong = runner.invoke(profile_command, [str(file), "--for", "1s"])
     assert wrong.exit_code == 2 and "--for is for a mount" in wrong.output
+
+
+def test_where_the_seconds_of_a_job_went(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    records = [
+        record(duration_us=100, waited_us={"journal": 60, "data server 2": 30}),
+        record(duration_us=50, waited_us={"journal": 50}, errno=5),
+        record(operation="open", duration_us=7, waited_us={"journal": 8}),  # rounded
+    ]
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    runner = CliRunner()
+    command = [str(file), "--by", "cause"]
+    told = json.loads(runner.invoke(profile_command, [*command, "--json"]).stdout)
+    assert list(told) == ["cause"]
+    found = [(one["cause"], one["operation"], one["seconds"]) for one in told["cause"]]
+    assert found == [
+        ("journal", "read", 110e-6),
+        ("data server 2", "read", 30e-6),
+        ("the daemon itself", "read", 10e-6),
+        ("journal", "open", 8e-6),
+    ]
+    assert (told["cause"][0]["requests"], told["cause"][0]["errors"]) == (2, 1)
+    head, first, *_ = runner.invoke(profile_command, command).stdout.splitlines()
+    assert head.split()[:3] == ["cause", "operation", "requests"]
+    assert first.split()[:3] == ["journal", "read", "2"]
 
 
 @given(st.lists(st.integers(0, (UNIT_NS << BUCKETS - 2) - 1), min_size=1), st.floats(0.01, 1))
