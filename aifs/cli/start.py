@@ -124,15 +124,16 @@ def _run(command: tuple[str, ...], output: "MarkedOutput | None") -> int:
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
     if output is not None:
-        output.begin()
-    while running.poll() is None:
+        output.begin(running.pid)
+    while not (ended := os.wait4(running.pid, os.WNOHANG))[0]:
         got = signal.sigwaitinfo(waited)
         if got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
-            running.send_signal(got.si_signo)
+            os.kill(running.pid, got.si_signo)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _, status, usage = ended
+    running.returncode = code = os.waitstatus_to_exitcode(status)
     if output is not None:
-        output.end()
-    code = running.returncode
+        output.end(usage)
     return code if code >= 0 else 128 - code
 
 
@@ -266,7 +267,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def report_command(job: str, run: str, top: str | None, as_json: bool) -> None:
     """Show the stages that the ranks of JOB have noted by startup.stage: the median and the longest
-    time, their ratio, and which rank was slowest or has not ended.
+    time, their ratio, and which rank was slowest, on what it has spent its time, or has not ended.
     """
     from aifs.cli.output import print_json, print_table
     from aifs.client import startup
@@ -284,11 +285,21 @@ def report_command(job: str, run: str, top: str | None, as_json: bool) -> None:
             f"{stage.max_s:.2f} s",
             f"{stage.ratio:.2f}",
             stage.slowest,
+            startup.describe_spent(stage.max_s, stage.spent_s),
             ", ".join(stage.unfinished),
         )
         for stage in stages
     ]
-    columns = ("stage", "ranks", "median", "max", "max/median", "slowest", "not ended")
+    columns = (
+        "stage",
+        "ranks",
+        "median",
+        "max",
+        "max/median",
+        "slowest",
+        "which has spent",
+        "not ended",
+    )
     print_table(columns, rows, columns[1:5])
 
 

@@ -16,6 +16,7 @@ PUBLISH_AS = "user.aifs.publish-as"
 REMOVE = "user.aifs.remove"
 START = "user.aifs.start"
 DRAIN = "user.aifs.drain"
+WHY = "user.aifs.why"
 GROUP = "user.aifs.group"
 GROUP_COMMIT = "user.aifs.group.commit"
 

@@ -52,8 +52,8 @@ files.
     user.aifs.status         root: JSON, the state of the mount
     user.aifs.trace[.N]      root, the root user and the daemon's: JSON, requests as they are
                              answered (operation_log.tell)
-    user.aifs.why[.PID]      any: JSON, what requests there and below, of a process, wait for now,
-                             and how their seconds were spent (why.py)
+    user.aifs.why[.PID]      any: JSON, what requests there and below, of a process (0: the caller),
+                             wait for now, and how their seconds were spent (why.py)
     user.aifs.scrub          root: JSON, what a scrub has done and found; set
                              start[,no-repair][,bandwidth=SIZE] or stop
     user.aifs.config         root, the root user and the daemon's: JSON, the configuration; set
@@ -76,6 +76,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aifs.core.errors import Invalid, NoAttribute, NotPermitted
+from aifs.core.processes import process_of
 from aifs.files.file_io import FileIO
 from aifs.files.types import ATIMES, CallerLike
 from aifs.store.backup import Backup
@@ -210,7 +211,9 @@ class Hints:
         if name == operation_log.ATTRIBUTE:
             return await self._trace()
         if name == why.ATTRIBUTE or (stem == why.ATTRIBUTE and number.isdigit()):
-            log, pid = self._operation_log, 0 if name == why.ATTRIBUTE else int(number)
+            log, pid = self._operation_log, 0
+            if name != why.ATTRIBUTE and not (pid := int(number) or process_of(caller.pid)):
+                raise NoAttribute("the process that asks cannot be seen from here")
             return _json(await why.tell(log, self._store.engine, ino, caller, pid))
         if stem == places.ATTRIBUTE and number.isdigit():
             return await places.tell(self._store.engine, self._io, ino, int(number))

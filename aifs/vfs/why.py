@@ -41,18 +41,20 @@ _PATIENT = ("setlkw", "drain")
 async def tell(
     log: OperationLog, engine: Engine, ino: int, caller: CallerLike, pid: int = 0
 ) -> dict[str, Any]:
-    """For JSON: ``now``, what has not ended, the longest first, with ``seconds``, ``waits_for``
-    (the newest wait first; []: the daemon works on it) and ``waited_us`` so far; ``since_s`` (of
-    the epoch), and of those which have ended since then and took ``long_s`` at least: how many
-    ``requests``, and the ``slowest``, as in the trace. ``seconds`` and ``waited_s`` by cause are
-    the sums of both. Of ``ino`` and what lies below; with ``pid`` of that process alone."""
+    """For JSON: ``pid`` (0: of all); ``now``, what has not ended, the longest first, with
+    ``seconds``, ``waits_for`` (the newest wait first; []: the daemon works on it) and ``waited_us``
+    so far; ``since_s`` (of the epoch), and of those which have ended since then and took ``long_s``
+    at least: how many ``requests``, and the ``slowest``, as in the trace. ``seconds`` and
+    ``waited_s`` by cause are the sums of both. Of ``ino`` and what lies below; with ``pid`` of that
+    process alone."""
     running = [(about, activity) for activity, _ in under_way() if (about := activity.about)]
     since_s, ended = log.long()
+    if pid:
+        running = [one for one in running if pid in (one[0].pid, process_of(one[0].pid))]
+        ended = [record for record in ended if record.request.pid == pid]
 
     async def wanted(requests: Iterable[Request]) -> set[Request]:
         told = {one for one in requests if _may_know(one, caller)}
-        if pid:
-            told = {one for one in told if one.pid > 0 and pid in (one.pid, process_of(one.pid))}
         if ino == ROOT_INO:
             return told
         inos = {each for one in told for each in (one.ino, *one.others)}
@@ -71,6 +73,7 @@ async def tell(
     shown = {record.request.ino for record in (*slowest, *(record for record, _ in now))}
     names = await engine.view(paths_of, shown) if sees_all(caller) else {}
     return {
+        "pid": pid,
         "since_s": round(since_s, 3),
         "long_s": LONG_S,
         "requests": len(ended),

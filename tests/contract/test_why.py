@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from aifs.core.errors import NoAttribute
 from aifs.core.waiting import Activity, Request, begin, under_way
 from aifs.data.server import DataServer
 from aifs.vfs import Caller, Filesystem, operation_log
@@ -82,6 +83,10 @@ async def test_a_read_that_waits_for_a_server_names_it(directory: Path) -> None:
                     assert told["waited_s"]["data server 2"] > 0
                 assert told["now"][0]["path"] == "/d/file"
                 assert waits(await why(fs, 1, pid=os.getpid())) == waits(told)
+                mine = json.loads(await get(fs, 1, "why.0", caller=ROOT._replace(pid=os.getpid())))
+                assert mine["pid"] == os.getpid() and waits(mine) == waits(told)
+                with pytest.raises(NoAttribute):  # of another namespace of processes
+                    await get(fs, 1, "why.0", caller=ROOT)
                 for told in (await why(fs, beside), await why(fs, 1, pid=1)):
                     assert told["now"] == [] and told["seconds"] == 0
                 await trio.sleep(operation_log.LONG_S)

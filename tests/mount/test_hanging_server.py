@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core.config import DIRECTORY_FILE
-from tests.support.mounts import TIMEOUT_S, Mounted, aifs, mounted_store
+from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs, mounted_store
 
 EXPECTED = [r"data server \d .*(is failing|has not ended|has not answered)", "has to wait"]
 
@@ -119,6 +121,56 @@ def test_why_it_hangs(pair: Pair) -> None:
     assert "nothing is being asked for now" in lines
     assert re.search(r" s +\d+% +data server 1 ", lines), lines
     assert aifs("why", "4194304", outer.path).stderr.startswith("aifs: there is no process")
+
+
+STAGES = """
+import os, sys
+from aifs.client import startup
+print("AIFS-STAGE begin marked", flush=True)
+with startup.stage("noted"):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with open(sys.argv[1], "r+b", buffering=0) as file:
+        file.write(bytes(3 << 20))
+        os.fsync(file)
+print("AIFS-STAGE end marked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_report_of_stages_says_which_server_it_was(pair: Pair) -> None:
+    outer = pair.outer
+    (outer.path / "file").write_bytes(bytes(3 << 20))
+    top = outer.path / "start"
+    words = ("start", "run", "--job", "job", "--run", "1", "--dir", top, "--marks", "--")
+    command = [sys.executable, "-m", "aifs.cli.main", *words, sys.executable, "-c", STAGES]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, outer.path / "file"], cwd=ROOT, stdin=pipe, stdout=pipe, bufsize=0
+    ) as program:
+        assert program.stdin is not None and program.stdout is not None
+        assert program.stdout.readline() == b"AIFS-STAGE begin marked\n"
+        assert program.stdout.readline() == b"ready\n"
+        pair.stop()
+        try:
+            program.stdin.write(b"\n")
+            waited: dict[str, float] = {}
+            while waited.get("data server 1", 0) < 0.5:
+                assert program.poll() is None
+                waited = json.loads(os.getxattr(outer.path, "user.aifs.why"))["waited_s"]
+        finally:
+            pair.go_on()
+        assert program.stdout.readline() == b"AIFS-STAGE end marked\n"
+        notes = top / "job" / "1" / f"{socket.gethostname()}.jsonl"
+        while '"end", "stage": "marked"' not in notes.read_text():
+            assert program.poll() is None
+        program.stdin.write(b"\n")
+        assert program.wait(TIMEOUT_S) == 0
+    told = json.loads(aifs("start", "report", "job", "--dir", top, "--json").stdout)
+    for stage in told["stages"]:
+        assert 0.3 < stage["spent_s"]["data server 1"] < stage["max_s"]
+    assert {stage["stage"] for stage in told["stages"]} == {"marked", "noted"}
+    assert "data server 1 " in aifs("start", "report", "job", "--dir", top).stdout
 
 
 def test_a_mount_beside_a_server_that_hangs_is_refused_in_time(pair: Pair) -> None:

@@ -53,13 +53,15 @@ def stages(top: Path) -> list[tuple[str, int]]:
 
 
 def test_marks_of_the_command_and_its_children_are_stages(tmp_path: Path) -> None:
-    script = "echo AIFS-STAGE begin data; sh -c 'echo AIFS-STAGE end data'; exit 3"
+    busy = f"{sys.executable} -c 'import time\nwhile time.process_time() < 0.2: pass'"
+    script = f"echo AIFS-STAGE begin data; {busy}; sh -c 'echo AIFS-STAGE end data'; exit 3"
     done = aifs(*started(tmp_path, "sh", "-c", script)[3:], check=False)
     assert done.returncode == 3
     assert done.stdout == "AIFS-STAGE begin data\nAIFS-STAGE end data\n"
     assert stages(tmp_path) == [("data", 1)]
-    line, _ = next((tmp_path / "job" / "1").iterdir()).read_text().splitlines()
-    assert json.loads(line)["event"] == "begin"
+    begin, end = next((tmp_path / "job" / "1").iterdir()).read_text().splitlines()
+    assert json.loads(begin)["event"] == "begin"
+    assert 0.1 < json.loads(end)["spent_s"]["processor"] < 10
 
 
 def test_the_output_comes_at_once_and_as_it_is(tmp_path: Path) -> None:

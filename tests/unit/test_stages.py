@@ -1,7 +1,9 @@
 """Stages that ranks note, and the report on them (client/startup/stages)."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,44 @@ def test_who_was_slowest(tmp_path: Path) -> None:
     name, found = startup.report(str(tmp_path))
     assert name == "7"
     assert found == [
-        startup.StageReport("import", 3, 2.0, 5.0, "host2 rank 0", ()),
-        startup.StageReport("load", 1, 1.0, 1.0, "host0 rank 1", ("host1 rank 0",)),
+        startup.StageReport("import", 3, 2.0, 5.0, "host2 rank 0", {}, ()),
+        startup.StageReport("load", 1, 1.0, 1.0, "host0 rank 1", {}, ("host1 rank 0",)),
     ]
     assert found[0].ratio == 2.5
+
+
+def test_what_others_have_written_is_left_out(tmp_path: Path) -> None:
+    """The files may be anybody's: nothing in them fails a report, or changes a terminal."""
+    event = {"event": "begin", "stage": "a\x1b[2Jb\ud800", "rank": "\n0", "at_s": 1}
+    end = event | {"event": "end", "at_s": 2, "spent_s": {"data\x07": 1}}
+    foreign: list[object] = [[], 1, None, {}, event | {"at_s": float("nan")}, event | {"rank": {}}]
+    foreign += [event | {"at_s": 10**400}, end | {"spent_s": {"x": "y"}}, end | {"spent_s": [1]}]
+    lines = [*map(json.dumps, [*foreign[:-3], event, *foreign[-3:], end]), "[" * 100_000, "\xff"]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "h.jsonl").write_text("\n".join(lines), encoding="latin-1")
+    _, spans = startup.spans(str(tmp_path))
+    name, who = "a\ufffd[2Jb\ufffd", "h rank \ufffd0"
+    assert [span for span in spans if "{}" not in span.who] == [
+        startup.StageSpan(name, who, 1.0, 2.0, {"data\ufffd": 1.0})
+    ]
+
+
+def test_how_the_seconds_were_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stages.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(stages.RUN, "a")
+    with startup.stage("busy"):
+        began_s = time.process_time()
+        while time.process_time() < began_s + 0.1:
+            pass
+        subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    _, (found,) = startup.report(str(tmp_path))
+    assert found.spent_s["processor"] > 0.1 and [*found.spent_s] == ["processor"]
+    spent_s = {"journal": 0.01, "processor": 1.0, "data server 2": 2.5}
+    assert (
+        stages.describe_spent(4.0, spent_s) == "data server 2 2.50 s, processor 1.00 s, else 0.50 s"
+    )
+    assert stages.describe_spent(3.5, spent_s) == "data server 2 2.50 s, processor 1.00 s"
+    assert stages.describe_spent(3.5, {}) == ""
 
 
 def test_stages_are_noted_where_the_job_has_its_directory(

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
         made_at,
         remove,
     )
-    from aifs.client.startup.stages import StageReport, report, stage
+    from aifs.client.startup.stages import (
+        StageReport,
+        StageSpan,
+        describe_spent,
+        report,
+        spans,
+        stage,
+        summary,
+    )
 
 _MODULES = {
     "JobStart": "jobs",
@@ -41,9 +49,11 @@ _MODULES = {
     "MadeRecord": "once",
     "MakingFailed": "once",
     "StageReport": "stages",
+    "StageSpan": "stages",
     "StartUnknown": "jobs",
     "capture": "captured",
     "default_directory": "jobs",
+    "describe_spent": "stages",
     "directory_of": "jobs",
     "environment": "environments",
     "expire": "once",
@@ -59,7 +69,9 @@ _MODULES = {
     "remove": "once",
     "report": "stages",
     "run_name": "jobs",
+    "spans": "stages",
     "stage": "stages",
+    "summary": "stages",
 }
 """Of this package, by the names that they give it."""
 

@@ -11,17 +11,21 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import select
 import termios
 import threading
 import time
 import tty
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from aifs.client.startup import stages
+from aifs.client.startup import spent, stages
+from aifs.client.startup.spent import Spent
+from aifs.core.processes import all_below
 
 _MARK = re.compile(rb"AIFS-STAGE (begin|end) ([^\r]+)\r?")
 _LINE_MAX = 512
@@ -77,20 +81,27 @@ class MarkedOutput:
         """That are not noted yet; None is their end."""
         self._lost: OSError | None = None
         """Why the rest of the output was not passed on."""
+        self._pid = 0
+        """The command, when it runs."""
+        self._usage: Future[resource.struct_rusage] = Future()
+        """Of the command, when it is gone."""
         self._copier = threading.Thread(target=self._copy, daemon=True)
         """Ends when the output does."""
         self._noter = threading.Thread(target=self._note, daemon=True)
         """A mount that does not answer keeps this one alone."""
 
-    def begin(self) -> None:
-        """The command runs, and has ``stdout``, which is closed here."""
+    def begin(self, pid: int) -> None:
+        """The command runs as the process ``pid``, and has ``stdout``, which is closed here."""
         os.close(self.stdout)
+        self._pid = pid
         self._copier.start()
         self._noter.start()
 
-    def end(self) -> None:
-        """Wait until nobody has ``stdout`` any more, and all of it is passed on. Raises OSError if
-        it cannot be, as on a full disk; a reader who has enough is no error."""
+    def end(self, usage: resource.struct_rusage) -> None:
+        """The command has ended; wait until nobody has ``stdout`` any more, and all of it is passed
+        on. Raises OSError if it cannot be, as on a full disk; a reader who has enough is no error.
+        """
+        self._usage.set_result(usage)
         self._copier.join()
         self._noter.join(_NOTED_S)
         if self._lost is not None and self._lost.errno != errno.EPIPE:
@@ -121,8 +132,21 @@ class MarkedOutput:
                 select.select([], [self._target], [])
 
     def _note(self) -> None:
+        directory = os.environ.get(stages.DIRECTORY, "")
+        before: dict[str, Spent] = {}
         while mark := self._marks.get():
-            stages.note(*mark)
+            now = self._spent(directory) if directory else {}
+            if mark.event == "begin":
+                before[mark.stage] = now
+                stages.note(*mark)
+            else:
+                stages.note(*mark, spent.since(before.pop(mark.stage, now), now))
+
+    def _spent(self, directory: str) -> Spent:
+        """By the command and what it has started, so far."""
+        if processes := all_below(self._pid):
+            return spent.of_others(directory, sum(processes.values()), processes)
+        return spent.of_others(directory, spent.processor_s(self._usage.result()), ())
 
 
 def _read(source: int) -> bytes:

@@ -2,23 +2,27 @@
 and ended each of them, and who was last.
 
     DIR/JOB/RUN/HOST.jsonl    a line for each event: JSON with ``event`` (begin or end), ``stage``,
-                              ``rank`` and ``at_s`` (since the epoch)
+                              ``rank`` and ``at_s`` (since the epoch); at the end ``spent_s``, how
+                              the seconds of the stage were spent, by cause (spent.py)
 
 ``aifs start run`` says by two variables of the environment where that is; without them nothing is
 written. Works in any directory. A line that is torn is left out. Nothing here makes a job fail.
 """
 
 import json
+import math
 import os
 import socket
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from aifs.client.startup import spent
 from aifs.client.startup.jobs import JOB, StartUnknown
+from aifs.client.startup.spent import Spent
 from aifs.core import files, trees
 
 DIRECTORY, RUN = "AIFS_START_DIR", "AIFS_START_RUN"
@@ -26,25 +30,34 @@ DIRECTORY, RUN = "AIFS_START_DIR", "AIFS_START_RUN"
 
 _SUFFIX = ".jsonl"
 
+_CAUSES, _TOLD = 3, 0.05
+"""How many of them are told in words, and of which part of the time on."""
+
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """What is done in the block is the stage ``name`` of this process's rank (``RANK``, or 0). It
     has ended when the block has, with an error, too."""
+    directory = os.environ.get(DIRECTORY, "")
+    before = spent.of_this_process(directory) if directory else {}
     note("begin", name, time.time())
     try:
         yield
     finally:
-        note("end", name, time.time())
+        at_s = time.time()
+        now = spent.of_this_process(directory) if directory else {}
+        note("end", name, at_s, spent.since(before, now))
 
 
-def note(event: str, name: str, at_s: float) -> None:
-    """Note that the stage ``name`` begins or ends."""
+def note(event: str, name: str, at_s: float, spent_s: Spent | None = None) -> None:
+    """Note that the stage ``name`` begins, or has ended."""
     directory, run = os.environ.get(DIRECTORY, ""), os.environ.get(RUN, "")
     if not directory or not JOB.fullmatch(run):
         return
     rank = os.environ.get("RANK", "0")
     value = {"event": event, "stage": name, "rank": rank, "at_s": at_s}
+    if spent_s is not None:
+        value["spent_s"] = spent_s
     path = os.path.join(directory, run, socket.gethostname() + _SUFFIX)
     with suppress(OSError):
         trees.make_dir(os.path.dirname(path))
@@ -53,6 +66,21 @@ def note(event: str, name: str, at_s: float) -> None:
             files.append(fd, json.dumps(value).encode() + b"\n")
         finally:
             files.close_file(fd)
+
+
+class StageSpan(NamedTuple):
+    """A stage of one rank, from its begin to its end."""
+
+    stage: str
+    """Its name."""
+    who: str
+    """Host and rank."""
+    began_s: float
+    """Since the epoch, by the clock of the host, as ``ended_s``."""
+    ended_s: float | None
+    """None: it has not ended."""
+    spent_s: Spent
+    """By cause, how its seconds were spent, as far as that is known (spent.py)."""
 
 
 class StageReport(NamedTuple):
@@ -68,6 +96,8 @@ class StageReport(NamedTuple):
     """How long it took the slowest one."""
     slowest: str
     """Which that was: host and rank."""
+    spent_s: Spent
+    """By cause, how the slowest one spent it (spent.py)."""
     unfinished: tuple[str, ...]
     """Those that have begun it and not ended it."""
 
@@ -81,28 +111,59 @@ def report(directory: str, run: str = "") -> tuple[str, list[StageReport]]:
     """The name of the start ``run`` (otherwise the one that was noted last), and its stages, in the
     order in which the first rank has begun them. Raises StartUnknown, OSError.
     """
+    run, found = spans(directory, run)
+    return run, summary(found)
+
+
+def spans(directory: str, run: str = "") -> tuple[str, list[StageSpan]]:
+    """As ``report``: each stage of each rank, in the order in which they have begun."""
     run = run or _newest(directory)
-    events = sorted(_events(os.path.join(directory, run)))
     begun: dict[tuple[str, str], float] = {}
-    took: dict[str, dict[str, float]] = defaultdict(dict)
-    for at_s, event, name, who in events:
-        took[name]  # in the order of the first event
-        if event == "begin":
-            begun[name, who] = at_s
-        elif (name, who) in begun:
-            took[name][who] = took[name].get(who, 0.0) + at_s - begun.pop((name, who))
-    return run, [
-        _summary(name, times, tuple(sorted(who for of, who in begun if of == name)))
-        for name, times in took.items()
-    ]
+    found = []
+    for event in sorted(_events(os.path.join(directory, run))):
+        key = event.stage, event.who
+        if event.event == "begin":
+            begun[key] = event.at_s
+        elif key in begun:
+            found.append(StageSpan(*key, begun.pop(key), event.at_s, dict(event.spent_s)))
+    found += [StageSpan(*key, began_s, None, {}) for key, began_s in begun.items()]
+    return run, sorted(found, key=lambda span: span.began_s)
 
 
-def _summary(name: str, times: dict[str, float], unfinished: tuple[str, ...]) -> StageReport:
-    if not times:
-        return StageReport(name, 0, 0.0, 0.0, "", unfinished)
-    slowest = max(times, key=lambda who: times[who])
-    median_s = statistics.median(times.values())
-    return StageReport(name, len(times), median_s, times[slowest], slowest, unfinished)
+def summary(found: Iterable[StageSpan]) -> list[StageReport]:
+    """Of all of them, which are in the order in which they have begun."""
+    stages: dict[str, list[StageSpan]] = defaultdict(list)
+    for span in found:
+        stages[span.stage].append(span)
+    return [_summary(name, of_it) for name, of_it in stages.items()]
+
+
+def _summary(name: str, of_it: list[StageSpan]) -> StageReport:
+    took: dict[str, float] = defaultdict(float)
+    for span in of_it:
+        if span.ended_s is not None:
+            took[span.who] += span.ended_s - span.began_s
+    unfinished = tuple(sorted(span.who for span in of_it if span.ended_s is None))
+    if not took:
+        return StageReport(name, 0, 0.0, 0.0, "", {}, unfinished)
+    slowest = max(took, key=lambda who: took[who])
+    spent_s = Counter[str]()
+    for span in of_it:
+        if span.who == slowest:
+            spent_s.update(span.spent_s)
+    median_s = statistics.median(took.values())
+    return StageReport(name, len(took), median_s, took[slowest], slowest, dict(spent_s), unfinished)
+
+
+def describe_spent(took_s: float, spent_s: Spent) -> str:
+    """What most of the time went to, in words; '' if nothing is known."""
+    if not spent_s:
+        return ""
+    causes = [item for item in spent_s.items() if item[1] >= _TOLD * took_s]
+    causes = sorted(causes, key=lambda item: -item[1])[:_CAUSES]
+    if (rest_s := took_s - sum(seconds for _, seconds in causes)) >= _TOLD * took_s:
+        causes.append(("else", rest_s))
+    return ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in causes)
 
 
 def _newest(directory: str) -> str:
@@ -114,15 +175,45 @@ def _newest(directory: str) -> str:
     raise StartUnknown(f"{directory}: no start of this job has noted stages: see startup.stage")
 
 
-def _events(directory: str) -> Iterator[tuple[float, str, str, str]]:
-    """Time, event, stage, and whose. Raises StartUnknown, OSError."""
+class _Event(NamedTuple):
+    """A line, in the order of which they are told."""
+
+    at_s: float
+    event: str
+    stage: str
+    who: str
+    spent_s: tuple[tuple[str, float], ...]
+
+
+def _events(directory: str) -> Iterator[_Event]:
+    """Raises StartUnknown, OSError."""
     try:
         names = [name for name in os.listdir(directory) if name.endswith(_SUFFIX)]
     except (FileNotFoundError, NotADirectoryError):
         raise StartUnknown(f"{directory}: no stages of this start were noted") from None
     for name in names:
         for line in (files.read_file(os.path.join(directory, name)) or b"").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                value = json.loads(line)
-                who = f"{name.removesuffix(_SUFFIX)} rank {value['rank']}"
-                yield float(value["at_s"]), str(value["event"]), str(value["stage"]), who
+            with suppress(*_FOREIGN):
+                yield _event(name.removesuffix(_SUFFIX), json.loads(line))
+
+
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What a line raises that is torn, or that somebody else has written."""
+
+
+def _event(host: str, value: Mapping[str, Any]) -> _Event:
+    spent_s = tuple((_text(cause), _number(s)) for cause, s in value.get("spent_s", {}).items())
+    who = f"{host} rank {value['rank']}"
+    stage, at_s = _text(value["stage"]), _number(value["at_s"])
+    return _Event(at_s, str(value["event"]), stage, _text(who), spent_s)
+
+
+def _text(value: object) -> str:
+    """Without what would do something to a terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in str(value))
+
+
+def _number(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(value)
+    return number
