@@ -236,11 +236,7 @@ class Device:
         if self.server.standing != ACTIVE:
             return f"it is {self.server.standing}"
         if not self.usable:
-            return (
-                f"it fails: {self.server.last_error}"
-                if self.server.last_error
-                else "its space is not known"
-            )
+            return "it fails" if self.server.last_error else "its space is not known"
         if self._full:
             return "it is full"
         if self.room_to_high() <= 0:
@@ -269,7 +265,8 @@ class Device:
         return max(0, min(excess, self.totals.evictable))
 
     def status(self) -> dict[str, Any]:
-        """For ``aifs status``; bytes, and why new files are not admitted ('' if they are)."""
+        """For ``aifs status``; bytes, why new files are not admitted ('' if they are), and
+        why it fails ('' if it does not)."""
         limit = min(self._size, self.share) if self.share else self._size
         return {
             "id": self.server.number,
@@ -283,4 +280,5 @@ class Device:
             "high_water_bytes": int(self._config.high_water * limit),
             "low_water_bytes": int(self._config.low_water * limit),
             "refuses": self.refusal(),
+            "last_error": "" if self.usable else self.server.last_error,
         }

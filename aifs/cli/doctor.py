@@ -8,6 +8,7 @@ import click
 
 from aifs.cli.arguments import PATH
 from aifs.cli.output import count
+from aifs.cli.status import refusal_of
 from aifs.core.errors import MountError
 
 EPILOG = """
@@ -85,7 +86,7 @@ def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
     """
     checks = []
     for device in burst["devices"]:
-        refuses = device["refuses"]
+        refuses = refusal_of(device)
         fix = (
             "aifs drain and aifs evict make room; see burst.high_water, burst.reserve, "
             "burst.capacity"

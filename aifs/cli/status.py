@@ -84,6 +84,12 @@ def _size(of: dict[str, Any], key: str) -> str:
     return "unknown" if of[key] is None else describe_size(of[key])
 
 
+def refusal_of(device: dict[str, Any]) -> str:
+    """Why a burst directory takes no new files; '' if it does."""
+    reasons = (device["refuses"], device.get("last_error"))  # no older daemon says the latter
+    return ": ".join(filter(None, reasons))
+
+
 def _row_of(device: dict[str, Any]) -> tuple[object, ...]:
     keys = (
         "dirty_bytes",
@@ -93,9 +99,8 @@ def _row_of(device: dict[str, Any]) -> tuple[object, ...]:
         "low_water_bytes",
         "high_water_bytes",
     )
-    admission = (
-        f"go to the data servers: {device['refuses']}" if device["refuses"] else "are admitted"
-    )
+    refusal = refusal_of(device)
+    admission = f"go to the data servers: {refusal}" if refusal else "are admitted"
     return (
         device["id"],
         device["state"],

@@ -239,7 +239,7 @@ class Hints:
         if name == b"user.aifs.refused" and (refused := self._refusals.find(ino, caller)):
             return refused
         if name == b"user.aifs.drain":
-            return await self._burst.progress(ino)
+            return reports.without_reason(await self._burst.progress(ino), caller)
         if name == b"user.aifs.quota":
             return await self._quotas.tell(ino)
         if name == b"user.aifs.status":
@@ -255,7 +255,9 @@ class Hints:
         if name == b"user.aifs.hosts":
             return await self._cluster.tell()
         if name == b"user.aifs.servers":
-            return await self._server_admin.describe()
+            told = reports.without_paths(await self._server_admin.describe(), caller)
+            rows = [reports.without_reason(row, caller) for row in told["servers"]]
+            return told | {"servers": rows}
         if name == b"user.aifs.scrub":
             return reports.without_paths(self._scrub.status(), caller)
         if name == b"user.aifs.pending":

@@ -44,6 +44,8 @@ _TYPES = {
     stat.S_IFCHR: "character device",
 }
 
+_REASONS = {"error", "last_error", "reason"}
+
 
 async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[str, Any]:
     """An inode, the form that its bytes are in, and where each part of them lies. ``file``: its
@@ -156,12 +158,23 @@ def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
     """What a scrub or a rebuild says of itself; to others than root, files by their inodes
     alone.
     """
+    for entry in state.get("failed", ()):
+        without_reason(entry, caller)
     if caller.uid != 0:
         for entry in state.get("wrong", ()):
             entry["paths"] = [f"inode {entry['inode']}"]
         for entry in state.get("failed", ()):
             entry["path"] = f"inode {entry['ino']}" if entry["ino"] else entry["path"]
     return state
+
+
+def without_reason(part: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
+    """What is said of something that may fail; to users, not why it does: the words may name a file
+    on a server, which is anybody's."""
+    for key in _REASONS & part.keys():
+        if part[key] and not sees_all(caller):
+            part[key] = "root is told why"
+    return part
 
 
 class MountStatus:
@@ -225,9 +238,9 @@ class MountStatus:
             },
             "bridge": edge,
         }
-        if not sees_all(caller):
-            for part in (*told["servers"], told["drain"], told["backup"]):
-                part["last_error"] = part["last_error"] and "root is told why"
+        devices = told["burst"]["devices"]
+        for part in (*told["servers"], *devices, told["drain"], told["backup"]):
+            without_reason(part, caller)
         return told
 
 

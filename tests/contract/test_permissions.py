@@ -355,11 +355,16 @@ def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
         "wrong": [{"paths": ["/secret/a"], "inode": 7}]
     }
     assert reports.without_paths(state, OTHER) == {"wrong": [{"paths": ["inode 7"], "inode": 7}]}
-    failed = {"failed": [{"ino": 7, "path": "/secret/a"}, {"ino": 0, "path": "container 9"}]}
-    assert [one["path"] for one in reports.without_paths(failed, OTHER)["failed"]] == [
-        "inode 7",
-        "container 9",
-    ]
+    reason = "write /srv/disk/objects/7: Input/output error"
+    failed = {
+        "failed": [
+            {"ino": 7, "path": "/secret/a", "reason": reason},
+            {"ino": 0, "path": "container 9", "reason": reason},
+        ]
+    }
+    told = reports.without_paths(failed, OTHER)["failed"]
+    assert [one["path"] for one in told] == ["inode 7", "container 9"]
+    assert {one["reason"] for one in told} == {"root is told why"}
 
 
 # --- set-id bits ----------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import trio.testing
 from aifs.core.errors import NoAttribute
 from aifs.core.waiting import Activity, Request, begin, under_way
 from aifs.data.server import DataServer
+from aifs.files.drain import Drain
 from aifs.vfs import Caller, Filesystem, operation_log
 from aifs.vfs import why as why_module
 from aifs.vfs.why import watch_slow
 from tests.support import modes
 from tests.support.data_servers import hooked
 from tests.support.hanging import hanging, until
-from tests.support.stores import LIMIT_S, OWNER, get, opened, put, write_file
+from tests.support.stores import LIMIT_S, OWNER, ask, get, opened, put, write_file
 
 ROOT = Caller()
 OTHER = Caller(2000, 2000, os.getpid())
@@ -188,7 +189,11 @@ async def test_users_are_not_told_how_a_server_fails(
     async with opened(directory, base=STRIPED) as fs:
         reason = "write /srv/disk/objects/1234: Input/output error"
         monkeypatch.setattr(DataServer, "last_error", reason)
+        monkeypatch.setattr(Drain, "obstacle", reason)
         for caller, said in ((ROOT, reason), (OTHER, "root is told why")):
             status = await fs.status.tell(caller)
             assert {server["last_error"] for server in status["servers"]} == {said}
             assert status["drain"]["last_error"] == ""
+            assert (await ask(fs, 1, "drain", caller))["error"] == said
+            servers = (await ask(fs, 1, "servers", caller))["servers"]
+            assert {server["last_error"] for server in servers} == {said}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aifs.burst.ledger import Ledger
 from aifs.burst.tier import BurstTier
+from aifs.cli.status import refusal_of
 from aifs.core.config import load
 from aifs.core.upkeep import NEVER_S, Job, Upkeep, Work
 from aifs.data.health import Health
@@ -120,7 +121,10 @@ def test_a_device_that_fails_is_left_out():
     tier = make_tier(first, second)
     first.health.failed("write", OSError(5, "broken"), "/x")
     assert [tier.admit("") for _ in range(3)] == [second] * 3
-    assert "broken" in tier.status()["devices"][0]["refuses"]
+    (told, other) = tier.status()["devices"]
+    assert told["refuses"] == "it fails" and "broken" in told["last_error"]
+    assert refusal_of(told) == f"it fails: {told['last_error']}"
+    assert refusal_of(other) == other["last_error"] == ""
 
 
 def test_equal_devices_take_turns_and_the_emptier_takes_more():
