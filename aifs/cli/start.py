@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 
@@ -255,6 +255,7 @@ REPORT_EPILOG = """
 Examples:
   aifs start report llama
   aifs start report llama --run 1234 --json
+  aifs start report llama --html llama.html
 """
 
 
@@ -265,14 +266,31 @@ Examples:
 @click.option("--run", default="", metavar="RUN", help="Which start; otherwise the last one.")
 @_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def report_command(job: str, run: str, top: str | None, as_json: bool) -> None:
+@click.option(
+    "--html",
+    "page",
+    type=click.File("wb", lazy=True),
+    metavar="FILE",
+    help="Write a page with a timeline of all ranks there instead; - is standard output.",
+)
+def report_command(
+    job: str, run: str, top: str | None, as_json: bool, page: IO[bytes] | None
+) -> None:
     """Show the stages that the ranks of JOB have noted by startup.stage: the median and the longest
     time, their ratio, and which rank was slowest, on what it has spent its time, or has not ended.
     """
     from aifs.cli.output import print_json, print_table
     from aifs.client import startup
 
-    run, stages = startup.report(startup.directory_of(_top(top), job), run)
+    if page is not None and as_json:
+        raise click.UsageError("--json and --html: one of them")
+    run, spans = startup.spans(startup.directory_of(_top(top), job), run)
+    stages = startup.summary(spans)
+    if page is not None:
+        from aifs.cli import start_page
+
+        page.write(start_page.page(job, run, spans, stages))
+        return
     if as_json:
         facts = [{**stage._asdict(), "ratio": stage.ratio} for stage in stages]
         print_json({"run": run, "stages": facts})
@@ -297,7 +315,7 @@ def report_command(job: str, run: str, top: str | None, as_json: bool) -> None:
         "max",
         "max/median",
         "slowest",
-        "which has spent",
+        "its time went to",
         "not ended",
     )
     print_table(columns, rows, columns[1:5])

@@ -5,9 +5,7 @@ import itertools
 import json
 import os
 import re
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browser import browse
 from tests.support.mounts import Mounted
 
 MAX_BYTES = 60 << 10
-BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 PICTURE = os.environ.get("AIFS_PICTURE_OF_PAGE")
 """Where the picture of the page goes that the README shows; made anew by the test."""
 ASKED_MS = 6000  # of the page's own time, in which it asks once a second
@@ -98,45 +94,17 @@ def test_a_mount_that_was_killed_leaves_no_place_taken(
 
 def look_at(address: str, scratch: Path) -> str:
     """The page as a browser has it after a while, as text; a fault of its script fails the test."""
-    if BROWSER is None:
-        pytest.skip("no chromium is installed")
-    options = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "dump-dom")
-    done = subprocess.run(
-        [
-            BROWSER,
-            *(f"--{option}" for option in options),
-            f"--user-data-dir={scratch / 'browser'}",
-            f"--virtual-time-budget={ASKED_MS}",
-            address,
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "data-error" not in done.stdout.partition("<main>")[0], done.stdout
-    body = done.stdout.partition("<script>")[0].partition("</style>")[2]
+    seen = browse(address, scratch, f"virtual-time-budget={ASKED_MS}", "dump-dom").stdout
+    assert "data-error" not in seen.partition("<main>")[0], seen
+    body = seen.partition("<script>")[0].partition("</style>")[2]
     return html.unescape(re.sub(r"<[^>]*>", " ", body))
 
 
 def picture(address: str, scratch: Path) -> Path:
     """The page as a browser shows it after a while."""
     file = PICTURE if PICTURE else scratch / "page.png"
-    options = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars")
-    subprocess.run(
-        [
-            BROWSER or "",
-            *(f"--{option}" for option in options),
-            f"--user-data-dir={scratch / 'browser'}",
-            f"--virtual-time-budget={ASKED_MS}",
-            "--window-size=1280,1500",
-            f"--screenshot={file}",
-            address,
-        ],
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    options = (f"virtual-time-budget={ASKED_MS}", "window-size=1280,1500", f"screenshot={file}")
+    browse(address, scratch, *options)
     return Path(file)
 
 
