@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -53,16 +53,20 @@ class Life:
         await getattr(self, "_" + kind)(*args)
 
     async def both(
-        self, method: str, real_args: tuple, oracle_args: tuple
+        self,
+        method: str,
+        real_args: tuple,
+        oracle_args: tuple,
+        call: Callable[..., Awaitable[Any]] | None = None,
     ) -> tuple[Any, Any] | None:
-        """Call the method of both. The two results, or None where both failed with the same
-        errno.
+        """Call the method of both, of the filesystem ``call`` if that is given. The two results, or
+        None where both failed with the same errno.
         """
         self.oracle.clock = clock = Stamp(time.time_ns() - _CLOCK_TICK_NS, _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
         found, found_error = None, None
         try:
-            found = await getattr(self.fs, method)(*real_args)
+            found = await (call or getattr(self.fs, method))(*real_args)
         except FsError as error:
             found_error = errno.errorcode[error.errno]
         clock.high = time.time_ns()
@@ -366,13 +370,31 @@ class Life:
     ) -> None:
         if slot in self._slots and to_slot in self._slots:
             (real, handle), (to_real, to_handle) = self._slots[slot], self._slots[to_slot]
+            size = self.oracle.handles[handle].content.size
             results = await self.both(
                 "copy_file_range",
-                (real, offset, to_real, to, length),
+                (real, offset, to_real, to, length, size),
                 (handle, offset, to_handle, to, length),
+                self._copy_whole_range,
             )
             assert not results or results[0] == results[1], f"copy_file_range: {results}"
             await self._getattr_(to_slot)
+
+    async def _copy_whole_range(
+        self, source: int, offset: int, target: int, to: int, length: int, size: int
+    ) -> int:
+        """As programs do: a call may copy less, such as up to a hole. The source has ``size`` bytes
+        before the first one."""
+        done = await self.fs.copy_file_range(source, offset, target, to, length)
+        wanted = min(length, size - offset)
+        while 0 < done < wanted:
+            part = await self.fs.copy_file_range(
+                source, offset + done, target, to + done, wanted - done
+            )
+            if not part:
+                break
+            done += part
+        return done
 
     async def _seek(self, slot: int, offset: int, whence: int) -> None:
         """What is passed over on the way to the next data, and what follows a hole's begin, must be

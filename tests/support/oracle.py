@@ -338,7 +338,8 @@ class Oracle:
             new.atime, new.mtime = inode.atime, inode.mtime
             new.xattrs, new.target = dict(inode.xattrs), inode.target
             new.content.size, new.content.pages = inode.size, dict(inode.content.pages)
-            new.allocated = inode.allocated
+            # What is open is copied as a reader sees it, who may not be told of its holes.
+            new.allocated = inode.allocated or bool(inode.handles)
             for below, child in inode.names.items():
                 new.names[below] = copy(child)
                 if child.is_dir:
