@@ -35,7 +35,7 @@ def ls_command(path: str, pending: bool, as_json: bool) -> None:
     A checkpoint is complete if all files that its manifest names are there with their sizes (verify
     reads them, too).
     """
-    from aifs.cli.output import print_json, print_table
+    from aifs.cli.output import describe_time, print_json, print_table
     from aifs.client import list_checkpoints
     from aifs.core.units import describe_size
 
@@ -47,7 +47,7 @@ def ls_command(path: str, pending: bool, as_json: bool) -> None:
         (
             one.path.name,
             "" if one.step is None else one.step,
-            _time(one.time),
+            describe_time(one.time),
             describe_size(one.size),
             one.files,
             one.state,
@@ -69,12 +69,6 @@ def _describe(one: "Checkpoint") -> dict[str, Any]:
         "files": one.files,
         "problem": one.problem,
     }
-
-
-def _time(seconds: float) -> str:
-    import datetime
-
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 @checkpoints_group.command(

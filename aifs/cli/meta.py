@@ -100,7 +100,7 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from aifs.cli.output import print_json, print_table
+    from aifs.cli.output import describe_time, print_json, print_table
     from aifs.core import config
     from aifs.core.units import describe_size
     from aifs.store.restore import answering, find, states
@@ -113,7 +113,7 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
         (
             state.generation,
             state.seq,
-            _time(state.created_ns) if state.created_ns else "damaged",
+            describe_time(state.created_ns / 1e9) if state.created_ns else "damaged",
             state.segments,
             describe_size(state.bytes),
         )
@@ -124,10 +124,6 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
         rows,
         right=("generation", "sequence", "files", "size"),
     )
-
-
-def _time(ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ns / 1e9))
 
 
 _RESTORE_EXAMPLES = """\b
@@ -158,6 +154,7 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     right to it; that nobody does is looked for first. Files are as they were when the backup was
     made; what was written since, or its objects, stays on the servers, unknown: aifs fsck names it.
     """
+    from aifs.cli.output import describe_time
     from aifs.core import config
     from aifs.store.restore import answering, find, restore
 
@@ -165,8 +162,8 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
     _require_unmounted(find(loaded, "")[0])
     state = restore(loaded, directory, at, force)
     print(
-        f"restored {loaded.meta.directory} to the state of {_time(state.created_ns)} (sequence "
-        f"{state.seq}, generation {state.generation})"
+        f"restored {loaded.meta.directory} to the state of {describe_time(state.created_ns / 1e9)} "
+        f"(sequence {state.seq}, generation {state.generation})"
     )
     print(
         f"aifs fsck {source} tells what is missing, and what is there that the metadata does not "

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,11 @@ def print_table(
 def count(number: int, noun: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def describe_time(seconds: float) -> str:
+    """A time since the epoch, by the clock of this place, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def describe_error(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import click
 
 from aifs.cli import hints
 from aifs.cli.arguments import PATH, SIZE
-from aifs.cli.output import count
+from aifs.cli.output import count, describe_time
 from aifs.core.errors import MountError
 from aifs.core.units import describe_size
 
@@ -181,7 +181,7 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
     """Names and values."""
     if not status["running"] and not status["ended_s"]:
         return [("state", "none yet"), *_next(status)]
-    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["begun_s"]))
+    begun = describe_time(status["begun_s"])
     found = [
         (
             "state",
@@ -222,8 +222,7 @@ def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _next(status: dict[str, Any]) -> list[tuple[str, object]]:
-    when = time.localtime(status["next_s"] or 0)
-    return [("next", time.strftime("%Y-%m-%d %H:%M:%S", when))] if status["next_s"] else []
+    return [("next", describe_time(status["next_s"]))] if status["next_s"] else []
 
 
 def rows(wrong: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:

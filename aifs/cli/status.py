@@ -1,13 +1,12 @@
 """``aifs status``: what a mounted daemon says of itself."""
 
-import time
 from typing import Any
 
 import click
 
 from aifs.cli import hints, scrub
 from aifs.cli.arguments import MOUNTPOINT
-from aifs.cli.output import count
+from aifs.cli.output import count, describe_time
 from aifs.core.limits import within
 
 
@@ -231,11 +230,7 @@ def _describe_backup(backup: dict[str, Any]) -> str:
     if backup["sequence"] is None:
         text = "none yet"
     else:
-        when = (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(backup["time_s"]))
-            if backup["time_s"]
-            else "an earlier mount"
-        )
+        when = describe_time(backup["time_s"]) if backup["time_s"] else "an earlier mount"
         sizes = f"{_size(backup, 'base_bytes')} and {_size(backup, 'increment_bytes')} of changes"
         text = f"of {when}, sequence {backup['sequence']}, {sizes}"
     if backup["waiting_deletions"]:

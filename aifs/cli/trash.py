@@ -41,7 +41,7 @@ def ls_command(path: str, is_all: bool, as_json: bool) -> None:
     What was removed with its directory is counted with that. The id tells apart what had the same
     name.
     """
-    from aifs.cli.output import print_json, print_table
+    from aifs.cli.output import describe_time, print_json, print_table
     from aifs.core.units import describe_size
 
     found = list(_entries(path))
@@ -57,8 +57,8 @@ def ls_command(path: str, is_all: bool, as_json: bool) -> None:
             one["type"],
             "" if one["bytes"] is None else describe_size(one["bytes"]),
             _user(one["removed_by"]),
-            _time(one["removed_s"]),
-            _time(one["until_s"]),
+            describe_time(one["removed_s"]),
+            describe_time(one["until_s"]),
         )
         for one in found
     ]
@@ -236,9 +236,3 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def _time(seconds: float) -> str:
-    import datetime
-
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -8,8 +8,9 @@ A module is imported when something of it is asked for: the programs that start 
 it, and soon.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aifs.client.on_demand import on_demand
 
 if TYPE_CHECKING:
     from aifs.client.catalog import Checkpoint, keep, latest, list_checkpoints, remove, verify
@@ -49,10 +50,4 @@ _MODULES = {
 
 __all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_demand(__name__, _MODULES)

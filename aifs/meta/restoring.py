@@ -9,7 +9,7 @@ from typing import NamedTuple
 from aifs.core.errors import NotFound, Unavailable
 from aifs.meta import dooming, keys, namespace, paths, trash
 from aifs.meta.kv import ReadTransaction, Transaction, grows
-from aifs.meta.records import TRASHED, Inode
+from aifs.meta.records import TRASHED, Inode, decode_dentry
 from aifs.meta.trash import UNKNOWN, Entry, decode_entry, decode_turn
 
 # --- finding --------------------------------------------------------------------------------------
@@ -38,12 +38,8 @@ def look_up(tx: ReadTransaction, directory: int, path: Sequence[bytes]) -> Entry
     """
     for name in path[:-1]:
         record = tx.get(keys.dentry(directory, name))
-        is_there = record is not None
-        directory = (
-            namespace.get_dentry(tx, directory, name).ino
-            if is_there
-            else _newest(tx, directory, name).ino
-        )
+        found = _newest(tx, directory, name) if record is None else decode_dentry(record)
+        directory = found.ino
     return _newest(tx, directory, path[-1])
 
 

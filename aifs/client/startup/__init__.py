@@ -5,8 +5,9 @@ Environments and images work on a mount of AIFS and in any other directory. A mo
 when something of it is asked for, as those of ``aifs.client`` are.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aifs.client.on_demand import on_demand
 
 if TYPE_CHECKING:
     from aifs.client.startup.captured import capture
@@ -77,10 +78,4 @@ _MODULES = {
 
 __all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_demand(__name__, _MODULES)

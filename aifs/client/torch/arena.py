@@ -19,12 +19,12 @@ _ALL_DEVICES = 1
 
 
 def queued_work(storages: Sequence[Any]) -> dict[torch.device, Any]:
-    """By accelerator that storages lie on: an event behind all that the calling thread has queued
-    there, in the stream that is its current one."""
+    """By accelerator that storages, or tensors, lie on: an event behind all that the calling thread
+    has queued there, in the stream that is its current one."""
     events = {}
     for device in {storage.device for storage in storages if is_on_accelerator(storage)}:
         events[device] = torch.Event(device)
-        events[device].record(_module(device).current_stream(device))
+        events[device].record(module_of(device).current_stream(device))
     return events
 
 
@@ -106,14 +106,14 @@ class Arena:
         memory = torch.frombuffer(view(self._address, self._size), dtype=torch.uint8)
         streams = {}
         for device, event in queued.items():
-            streams[device] = _module(device).Stream(device)
+            streams[device] = module_of(device).Stream(device)
             streams[device].wait_event(event)
         coming: deque[tuple[int, Any]] = deque()
         for storage, place in zip(storages, places, strict=False):
             if not is_on_accelerator(storage):
                 continue
             stream, source = streams[storage.device], bytes_in(storage)
-            with _module(storage.device).stream(stream):
+            with module_of(storage.device).stream(stream):
                 for begin in range(0, len(source), CHUNK):
                     part = source[begin : begin + CHUNK]
                     end = place + begin + len(part)
@@ -128,6 +128,6 @@ def is_on_accelerator(storage: Any) -> bool:
     return storage.device.type != "cpu"
 
 
-def _module(device: torch.device) -> Any:
+def module_of(device: torch.device) -> Any:
     """torch's part for that kind of accelerator, such as torch.cuda."""
     return getattr(torch, device.type)

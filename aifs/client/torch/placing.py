@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aifs.client.torch.arena import queued_work
+from aifs.client.torch.arena import module_of, queued_work
 
 PIECE = 16 << 20
 """Bytes that are copied at a time."""
@@ -39,7 +39,7 @@ def place(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
     queued = queued_work(list(placed.values()))
     lanes: SimpleQueue[_Lane] = SimpleQueue()
     for _ in range(_THREADS if queued else 0):
-        stream = getattr(torch, device.type).Stream(next(iter(queued)))
+        stream = module_of(device).Stream(next(iter(queued)))
         for event in queued.values():  # what the memory has been used for before
             stream.wait_event(event)
         lanes.put(_Lane(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), stream))
@@ -50,7 +50,7 @@ def place(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
         try:
             locked = lane.memory[: len(source)]
             locked.copy_(source)
-            with getattr(torch, device.type).stream(lane.stream):
+            with module_of(device).stream(lane.stream):
                 target.copy_(locked, non_blocking=True)
             lane.stream.synchronize()
         finally:
