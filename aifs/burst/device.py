@@ -192,8 +192,8 @@ class Device:
         return low + _EVICT_AT * (high - low)
 
     def room_ahead(self) -> int:
-        """Bytes that copies may take which nobody waits for: up to where eviction begins, so that
-        they keep no new file out."""
+        """Bytes that copies may take which nobody waits for: up to where eviction begins; what is
+        above is for new files."""
         if not self.usable or self.pressure() > 0:
             return 0
         return min(self._up_to(self._evict_mark), self._room()) - self._promised_bytes()

@@ -163,7 +163,7 @@ class BurstTier:
 
     def admit_ahead(self, policy_tier: str, size: int) -> DataServer | None:
         """As ``admit``, for a copy of ``size`` bytes that nobody waits for: only while nobody waits
-        for room, and below the mark at which eviction begins, so that it keeps no new file out.
+        for room, and below the mark at which eviction begins, above which new files find room.
         Where it is refused for want of room, Work.AHEAD is asked for when there may be some.
         """
         self._look_again()

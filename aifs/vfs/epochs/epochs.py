@@ -7,8 +7,8 @@ counts if nothing has changed meanwhile. What is decided here is which file, and
 ever worse off for it than if the reader had opened the files by himself:
 
 - he may read each of them, by its mode and those of the directories above, at that time;
-- room is taken only below the mark at which eviction begins, and while nobody waits for room, so no
-  writer is refused any; clean copies give way as they do to any staging, the least recently used
+- room is taken only below the mark at which eviction begins, and while nobody waits for room; what
+  is above is for writers. Clean copies give way as they do to any staging, the least recently used
   first, but before these what an epoch has used up;
 - what is kept for readers that have not come to it is bounded: all epochs together have what is
   below the low mark (``BurstTier.kept_ahead``), each an equal part of it, and no more than it asks
