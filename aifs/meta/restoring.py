@@ -143,15 +143,15 @@ def restore(
 
 
 @grows
-def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> None:
+def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> list[Inode]:
     """Put these entries, of what lay in the directory ``top``, which is in the trash itself, back
-    into it under their names, so that they go where it goes.
+    into it under their names, so that they go where it goes. The inodes that have a name again.
 
     Those that are not in the trash any more, or whose names are taken, stay where they are. Raises
     NotFound if ``top`` is not in the trash any more.
     """
     directory, whole = _take_out(tx, top)
-    sizes = [whole.size]
+    gathered, sizes = [], [whole.size]
     for entry in entries:
         if tx.get(keys.dentry(top.ino, entry.name)) is not None:
             continue
@@ -161,11 +161,13 @@ def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> N
             # Its number is the place of its first name: nobody else's, there or anywhere.
             namespace.put_name(tx, top.ino, entry.name, inode, inode.ino)
             directory.nlink += inode.is_dir
+            gathered.append(inode)
             sizes.append(taken.size)
     directory.flags |= TRASHED
     directory.mtime_ns = directory.ctime_ns = now
     namespace.put_inode(tx, directory)
     trash.add(tx, whole._replace(size=UNKNOWN if UNKNOWN in sizes else sum(sizes)))
+    return gathered
 
 
 def _take_out(tx: Transaction, entry: Entry) -> tuple[Inode, Entry]:

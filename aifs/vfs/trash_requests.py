@@ -153,9 +153,11 @@ class TrashRequests:
                 above.append(deeper)
                 continue
             for first in range(0, len(some), AT_ONCE):
-                await self._engine.transact(
-                    restoring.gather, directory, some[first : first + AT_ONCE], time.time_ns()
-                )
+                entries = some[first : first + AT_ONCE]
+                for inode in await self._engine.transact(
+                    restoring.gather, directory, entries, time.time_ns()
+                ):
+                    self._names.adopt(inode)
                 faults.reach(_GATHERED)
                 await trio.lowlevel.checkpoint()
             above.pop()

@@ -331,6 +331,21 @@ async def test_part_of_a_removed_tree_goes_to_what_is_left_above(directory: Path
         assert await names(fs, a.ino) == [b"f"] and a.nlink == 2
 
 
+async def test_who_has_a_file_open_sees_that_it_came_back_with_its_directory(
+    directory: Path,
+) -> None:
+    async with with_trash(directory) as fs:
+        top = await make_tree(fs)
+        ino = (await fs.lookup(top, b"h")).ino
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        await remove_by_shell(fs, ROOT_INO, b"top")
+        assert (await fs.getattr(ino)).links == 0
+        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+        assert (await fs.getattr(ino)).links == 1
+        await fs.release(handle)
+        await require_tree(fs, top)
+
+
 async def test_what_lay_in_a_directory_that_is_gone_for_good_needs_a_place(
     directory: Path,
 ) -> None:
