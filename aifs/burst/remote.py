@@ -21,6 +21,7 @@ from aifs.peers.transport import Answer, Body
 
 READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
 DROP = "burst.drop"
+EVICT = "burst.evict"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
 """Services of a home: see files/home.py, and vfs/publishing/barrier.py. The request for a drain is
 pushed."""
@@ -125,6 +126,16 @@ class Homes:
         async def call(peers: Peers, name: str) -> bool:
             dropped: bool = (await peers.call(name, DROP, ino)).value
             return dropped
+
+        return await self._ask(host, ino, call, waits=False)
+
+    async def evict(self, host: int, ino: int) -> str:
+        """Have ``host`` evict the clean copy of a file, which is on record here on return. Why it
+        has to stay; "": it has gone. Raises Unavailable."""
+
+        async def call(peers: Peers, name: str) -> str:
+            reason: str = (await peers.call(name, EVICT, ino)).value
+            return reason
 
         return await self._ask(host, ino, call, waits=False)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import Homes
+from aifs.burst.remote import EVICT, Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotSupported, TimedOut
 from aifs.core.tasks import run_all
@@ -28,6 +28,8 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
 from aifs.meta.slices import read_slice
+from aifs.peers.peers import Peers
+from aifs.peers.transport import Answer, Body, Peer
 from aifs.upkeep.evict import Evictor
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.publishing.barrier import is_below
@@ -81,7 +83,9 @@ class BurstHints:
         evictor: Evictor,
         attributes: Attributes,
         homes: Homes,
+        peers: Peers | None,
     ) -> None:
+        """``peers``: None where the store has one host."""
         self._engine = engine
         self._tier = tier
         self._io = io
@@ -91,6 +95,8 @@ class BurstHints:
         self._evictor = evictor
         self._attributes = attributes
         self._homes = homes
+        if peers:
+            peers.serve(EVICT, self._serve_evict)
 
     # --- where the bytes are ---
 
@@ -248,22 +254,33 @@ class BurstHints:
             self._stager.request(ino)
 
     async def evict(self, ino: int) -> None:
-        """Give up the clean copy of a file. Raises Invalid; Busy if it is dirty, pinned, open or
-        needed.
+        """Give up the clean copy of a file, on whichever host it is. Raises Invalid; Busy if it is
+        dirty, pinned, open or needed; Unavailable if its host cannot be asked.
         """
         inode = await self._file(ino)
+        home = 0 if inode.in_burst or inode.copy is None else self._homes.of(inode.copy.server)
+        if reason := await (self._homes.evict(home, ino) if home else self._evict(inode)):
+            raise Busy(reason)
+
+    async def _serve_evict(self, asker: Peer, ino: Any, body: Body) -> Answer:
+        """Why the copy of a file has to stay; "": it has gone, which is on record there."""
+        reason = await self._evict(await self._file(ino))
+        await self._engine.shown()
+        return Answer(reason)
+
+    async def _evict(self, inode: Inode) -> str:
+        """Why a file keeps the copy that it has here; "": it has none on return."""
         if inode.in_burst:
-            raise Busy("its newest bytes are in the burst tier alone; drain it first")
+            return "its newest bytes are in the burst tier alone; drain it first"
         if inode.copy is None:
-            return
+            return ""
         if _is_pinned(inode):
-            raise Busy("it is pinned to the burst tier; unpin it first")
-        if not await self._evictor.evict(ino):
-            needed = self._needs.is_needed(inode.copy.id)
-            reason = (
-                "the data servers lack bytes of it, or do not answer: nobody else may have them"
-            )
-            raise Busy(reason if needed else "it is open")
+            return "it is pinned to the burst tier; unpin it first"
+        if await self._evictor.evict(inode.ino):
+            return ""
+        if self._needs.is_needed(inode.copy.id):
+            return "the data servers lack bytes of it, or do not answer: nobody else may have them"
+        return "it is open"
 
     async def _file(self, ino: int) -> Inode:
         inode = await self._attributes.getattr(ino)

@@ -319,7 +319,9 @@ class Filesystem:
             recordings,
             quotas,
         )
-        burst_hints = BurstHints(engine, tier, io, drain, stager, needs, evictor, attributes, homes)
+        burst_hints = BurstHints(
+            engine, tier, io, drain, stager, needs, evictor, attributes, homes, store.peers
+        )
         self.publishing = publishing = Publishing(
             engine,
             ids,

@@ -313,6 +313,26 @@ async def test_a_reader_goes_on_when_the_home_has_drained_the_file(scratch: Path
         await south.release(reader)
 
 
+async def test_a_cached_copy_is_evicted_on_the_host_that_has_it(scratch: Path):
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino = await write_file(north, b"f", DATA)
+        with pytest.raises(Busy, match="drain it first"):
+            await put(south, ino, "evict", caller=ROOT)
+        await drained(north, ino)
+        reader, *_ = await north.open(ino, os.O_RDONLY)
+        with pytest.raises(Busy, match="it is open"):
+            await put(south, ino, "evict", caller=ROOT)
+        await north.release(reader)
+        cluster.silent.add("north")
+        with pytest.raises(Unavailable, match="north"):
+            await put(south, ino, "evict", caller=ROOT)
+        cluster.silent.clear()
+        await put(south, ino, "evict", caller=ROOT)
+        for fs in (north, south):
+            assert (await fs.getattr(ino)).copy is None
+            assert await read_file(fs, ino) == DATA
+
+
 async def test_who_wants_to_write_gets_the_file_from_its_home(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
