@@ -105,20 +105,9 @@ def _require_agreement(
     assert kills == sum(op[0] == "crash" for op in ops)
 
 
-UNEXPLAINED = {
-    ("tiny-coded", 0): "in the end a file's ctime is some 15 ms older than it may be; in three of"
-    " four runs, first seen on 2026-11-27"
-}
-"""A fault that is to be found: of the product or of the oracle, by shape and seed."""
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_random_operations(
-    scratch: Path, shape: str, seed: int, request: pytest.FixtureRequest
-) -> None:
-    if reason := UNEXPLAINED.get((shape, seed)):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_random_operations(scratch: Path, shape: str, seed: int) -> None:
     _require_agreement(scratch, SHAPES[shape], seed * 100 + list(SHAPES).index(shape))
 
 

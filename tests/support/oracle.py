@@ -98,7 +98,8 @@ class OracleInode:
     allocated: bool = False
     """Space may be reserved beyond the end."""
     times_at_save: tuple[Stamp, Stamp] | None = None
-    """mtime and ctime before the first write whose times need not be safe from kill -9 yet."""
+    """mtime and ctime before the first change whose times need not be safe from kill -9 yet: a
+    write, or a chmod and the like to what was there already."""
     handles: int = 0
 
     @property
@@ -360,6 +361,7 @@ class Oracle:
 
     def setattr(self, ino: int, changes, caller, handle: int | None = None) -> OracleInode:
         inode = self.inodes[ino]
+        before = inode.mode, inode.uid, inode.gid, inode.atime, inode.mtime
         if changes.size is not None:
             if handle is not None and self._access[handle] == os.O_RDONLY:
                 raise errors.BadHandle
@@ -380,6 +382,8 @@ class Oracle:
             inode.mtime = Stamp(changes.mtime_ns, changes.mtime_ns)
         others = (changes.mode, changes.uid, changes.gid, changes.atime_ns, changes.mtime_ns)
         if any(value is not None for value in others) or changes.size is None:
+            if before == (inode.mode, inode.uid, inode.gid, inode.atime, inode.mtime):
+                inode.times_at_save = inode.times_at_save or (inode.mtime, inode.ctime)
             inode.ctime = self.clock
         return inode
 
