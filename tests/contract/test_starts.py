@@ -236,6 +236,7 @@ async def test_who_has_begun_it_ends_it(directory: Path) -> None:
 
 async def test_it_ends_by_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starts, "WINDOW_S", 0.01)
+    monkeypatch.setattr(starts, "PUT_OFF_S", 0.01)
     async with opened(directory) as fs:
         top = await job(fs)
         await put(fs, top, "start", "record=1")

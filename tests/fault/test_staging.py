@@ -160,4 +160,5 @@ async def test_many_cold_files_at_once_are_read_once(directory: Path) -> None:
             await idle(fs)
             assert any([(await fs.getattr(ino)).copy is not None for ino in inos])
             from_servers = sum(server.read_bytes for server in servers.capacity()) - before
-            assert from_servers <= 1.01 * size * count
+            # One that the read cache has given up before it is staged is read once more.
+            assert from_servers <= 1.1 * size * count
