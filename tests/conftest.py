@@ -95,12 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def nobody_else(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the owner of a store lives needs no watching: it is of this process. In modules that
-    cut the power a state that a cut left is opened by the owner that had the store, wherever it was
-    written to; each such state has the whole journal, which is short."""
+    """Whether the owner of a store lives needs no watching: it is of this process. Journals are
+    short: to make one and to read it again was half of what it costs to open a store in memory. In
+    modules that cut the power a state that a cut left is opened by the owner that had the store,
+    wherever it was written to."""
     monkeypatch.setattr(ownership, "WATCH_S", 0.0)
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 512 << 10)
     if hasattr(request.module, "PowerCut"):
-        monkeypatch.setattr(journal, "SEGMENT_BYTES", 512 << 10)
         make_copies_one_disk(monkeypatch)
 
 
