@@ -256,10 +256,12 @@ def cut_power_again(directory: Path, copy: Path, rng: random.Random) -> bool:
         return cut.crashed
 
 
-def sweep_power(scratch: Path, mode: str, point: str, seed: int) -> None:
+def sweep_power(scratch: Path, mode: str, point: str, seed: int, lives: int) -> None:
+    """``lives``: how often the power fails, each time while what the one before has left is worked
+    on."""
     rng = random.Random(f"{point} {seed}")
     directory, ledger = scratch / "0", Ledger()
-    for life in range(1, 3):
+    for life in range(1, lives + 1):
         copy = scratch / str(life)
         cut_power(directory, copy, point, ledger, rng)
         again = scratch / f"{life} again"
@@ -279,7 +281,7 @@ def test_the_sweep_knows_every_point() -> None:
 def test_a_power_cut_leaves_what_was_durable(
     scratch: Path, store: Path, point: str, mode: str
 ) -> None:
-    sweep_power(scratch, mode, point, seed=0)
+    sweep_power(scratch, mode, point, seed=0, lives=1)
 
 
 @pytest.mark.long
@@ -290,7 +292,7 @@ def test_many_power_cuts(scratch: Path, point: str, mode: str) -> None:
         directory = scratch / str(seed)
         directory.mkdir()
         make_store(directory / "0", SETTINGS | MODES[mode])
-        sweep_power(directory, mode, point, seed)
+        sweep_power(directory, mode, point, seed, lives=2)
         shutil.rmtree(directory)
 
 
@@ -468,13 +470,13 @@ def sweep_faults(
         make_store(directory, SETTINGS | MODES[mode])
         failed.add(sweep_fault(directory, error, seed, scrubs_clean).partition(" ")[0])
         shutil.rmtree(directory)
-    assert len(failed - {""}) >= 2, f"only {failed} have failed"
+    assert failed - {""}, "nothing has failed"
 
 
 @ERRORS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_is_told_and_survived(scratch: Path, mode: str, error: int) -> None:
-    sweep_faults(scratch, mode, error, range(8))
+    sweep_faults(scratch, mode, error, range(4))
 
 
 @pytest.mark.long
