@@ -4,6 +4,7 @@ that outlives its test.
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """No example fails because the machine has much else to do; new ones are drawn with --long,
-    else always the same. The hundreds of processes that are started share what one has compiled.
+    else always the same. The hundreds of processes that are started share what one has compiled,
+    and end by SIGINT, also where the tests run in the background of a shell, which ignores it.
     """
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < _NEEDED_BYTES:
@@ -55,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile(
         "aifs",
         deadline=None,
