@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aifs.cli.arguments import DURATION, PATH, SIZE
+from aifs.cli.load_plan import load_command
 
 if TYPE_CHECKING:
     from aifs.client import Checkpoint
@@ -19,6 +20,9 @@ def checkpoints_group() -> None:
     """Show, verify and remove the checkpoints of a directory, in an AIFS or any other
     filesystem.
     """
+
+
+checkpoints_group.add_command(load_command)
 
 
 @checkpoints_group.command("ls", epilog="\b\nExample:\n  aifs checkpoints ls /mnt/store/run")

@@ -39,6 +39,7 @@ _OTHER_PACKAGES = {
     "numpy": ("datasets", "data"),
     "psycopg": ("a host of many", "cluster,mount"),
     "pyarrow": ("datasets", "data"),
+    "torch": ("checkpoints of PyTorch", "torch"),
 }
 """What other packages are for, and the extras that install them."""
 

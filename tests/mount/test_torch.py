@@ -2,15 +2,22 @@
 installed.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from tests.support.mounts import Mounted
+from aifs.cli.load_plan import EPILOG
+from aifs.cli.main import main
+from tests.support.mounts import Mounted, aifs
 
 torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
+
+from aifs.client.torch import AifsWriter, parallel_save
 
 
 @pytest.fixture
@@ -87,3 +94,43 @@ def test_another_process_reads_what_was_saved(mounted: Mounted, state: dict) -> 
         timeout=120,
     )
     assert float(done.stdout) == float(state["large"].sum())
+
+
+def test_a_plan_of_loads_knows_where_the_bytes_are(
+    mount_store: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each example of the command's help is run."""
+    import torch.distributed.checkpoint as dcp
+
+    def planned(*words: object) -> str:
+        capsys.readouterr()
+        assert main(["checkpoints", "load", "--plan", *map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    mounted = mount_store("burst.stage_on_read=0")  # what is planned is looked at
+    state = {"large": torch.randn(1500, 1500), "step": torch.tensor(17)}
+    run, path = mounted.path / "run", mounted.path / "model.pt"
+    run.mkdir()
+    parallel_save(state, run / "step-100", ("state", 0, 1))
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, storage_writer=AifsWriter(run / "step-200"))
+    torch.save(state, path)
+    size = path.stat().st_size
+    facts = json.loads(planned(path, "--json"))
+    assert (facts["files"][0]["place"], facts["server_bytes"]) == ("burst tier here", 0)
+    aifs("drain", mounted.path)
+    aifs("evict", mounted.path)
+    for line in re.findall(r"^  aifs checkpoints load --plan (.*)", EPILOG, re.MULTILINE):
+        assert "data servers" in planned(*line.replace("/mnt/store", str(mounted.path)).split())
+    facts = json.loads(planned(path, "--json"))
+    assert facts["ranks"][0]["bytes"] == facts["server_bytes"] == size
+    mounted.remount()
+    before = read_bytes(mounted)
+    assert _same(torch.load(path), state)
+    assert 0.99 * size <= read_bytes(mounted) - before <= 1.01 * size
+
+
+def read_bytes(mounted: Mounted) -> int:
+    """What the data servers have read since the mount."""
+    status = json.loads(os.getxattr(mounted.path, "user.aifs.status"))
+    return sum(server["read_bytes"] for server in status["servers"])

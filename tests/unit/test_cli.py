@@ -97,6 +97,7 @@ def test_wrong_usage_is_one_line(
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["checkpoints", "load", "--plan", ""],
         ["format", ""],
         ["mount", "", "/m"],
         ["mount", "/s", ""],

@@ -2,10 +2,11 @@
 goes lately.
 """
 
+import io
 import os
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.torch.gather_plan import Range, Speeds
@@ -38,33 +39,44 @@ class Files:
         self._paths = paths
         self._number = self._fd = -1  # the one that is open
         self._closed = False
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
+        """Of the files, in bytes."""
         try:
             for number in range(len(paths)):
-                self._sizes.append(os.fstat(self._open(number)).st_size)
+                self.sizes.append(os.fstat(self._open(number)).st_size)
         except BaseException:
             self.close()
             raise
 
     @property
     def size(self) -> int:
-        return sum(self._sizes)
+        return sum(self.sizes)
 
     def fill(self, content: memoryview, begin: int, end: int) -> None:
-        """Read a range to its place in memory for all. Raises CheckpointError where a file has
+        """Read a range to its place in memory for all. Raises as ``read_into``."""
+        begin_s = time.monotonic()
+        self.read_into(content[begin:end], begin)
+        measure("storage", (begin, end), begin_s)
+
+    def read_into(self, target: memoryview, begin: int) -> None:
+        """Fill ``target`` with what lies from ``begin`` on. Raises CheckpointError where a file has
         become shorter, OSError.
         """
-        begin_s, start = time.monotonic(), 0
-        for number, size in enumerate(self._sizes):
-            first, last = max(begin, start), min(end, start + size)
-            if (
-                first < last
-                and files.read_into(self._open(number), content[first:last], first - start)
-                < last - first
-            ):
+        done = 0
+        for number, (first, last) in self.places(begin, begin + len(target)):
+            part = target[done : done + last - first]
+            if files.read_into(self._open(number), part, first) < len(part):
                 raise CheckpointError(f"{self._paths[number]}: was cut while it was read")
+            done += len(part)
+
+    def places(self, begin: int, end: int) -> Iterator[tuple[int, Range]]:
+        """Where a range lies: the numbers of the files, and the range in each."""
+        start = 0
+        for number, size in enumerate(self.sizes):
+            first, last = max(begin, start), min(end, start + size)
+            if first < last:
+                yield number, (first - start, last - start)
             start += size
-        measure("storage", (begin, end), begin_s)
 
     def _open(self, number: int) -> int:
         if number != self._number:
@@ -89,6 +101,35 @@ class Files:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class AsFile(io.RawIOBase):
+    """Bytes as a file for torch to read."""
+
+    def __init__(self, size: int, read_into: Callable[[memoryview, int], object]) -> None:
+        """``read_into``: fills memory with what lies from an offset on."""
+        self._size, self._read_into, self._position = size, read_into, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), max(self._size - self._position, 0))
+        self._read_into(target[:count], self._position)
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
 
 
 def measure(what: str, moved: Range, begin_s: float) -> None:

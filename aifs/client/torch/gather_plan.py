@@ -1,6 +1,6 @@
 """How hosts share the reading of one file: which of them read what, and in which order. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 READ, GATHER, CHAIN = "read", "gather", "chain"
@@ -22,6 +22,33 @@ class Speeds(NamedTuple):
 
     storage: float | None = None
     network: float | None = None
+
+
+class SharedRead(NamedTuple):
+    """Who takes part in reading."""
+
+    way: str
+    ring: list[int]
+    """One rank of each host, in the order in which they pass bytes on."""
+
+    def reads_of(self, rank: int, todo: Sequence[Range]) -> list[Range]:
+        """What ``rank`` reads itself of the pieces ``todo``, in this order. A rank that is not in
+        the ring maps the memory of its host's one, unless it cannot: then it reads all."""
+        if self.way == READ:
+            return list(todo)
+        if rank not in self.ring:
+            return []
+        index = self.ring.index(rank)
+        if self.way == CHAIN:
+            return [] if index else list(todo)
+        return [parts_of(piece, len(self.ring))[index] for piece in todo]
+
+
+def plan(size: int, hosts: Sequence[Hashable], speeds: Sequence[Speeds]) -> SharedRead:
+    """Of ``size`` bytes for ranks on ``hosts``, which have read so fast before."""
+    leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+    way, first = choose(size, [speeds[rank] for rank in leaders])
+    return SharedRead(way, leaders[first:] + leaders[:first])
 
 
 def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
@@ -53,6 +80,12 @@ def split(length: int, count: int) -> list[Range]:
     return [(index * length // count, (index + 1) * length // count) for index in range(count)]
 
 
+def parts_of(piece: Range, count: int) -> list[Range]:
+    """A piece, cut into as many parts."""
+    begin, end = piece
+    return [(begin + first, begin + last) for first, last in split(end - begin, count)]
+
+
 def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
     """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once:
     those in ``order`` first, then the rest as it lies."""
@@ -61,7 +94,7 @@ def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
         rest = list(_without(max(begin, 0), min(end, size), done))
         for first, last in rest:
             yield from ((start, min(start + piece, last)) for start in range(first, last, piece))
-        done = _merged(done + rest)
+        done = merged(done + rest)
 
 
 def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
@@ -74,11 +107,12 @@ def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
         yield begin, end
 
 
-def _merged(ranges: Sequence[Range]) -> list[Range]:
-    merged: list[Range] = []
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """What lies in any of them: ascending ranges, apart from each other."""
+    found: list[Range] = []
     for begin, end in sorted(ranges):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((begin, end))
-    return merged
+            found.append((begin, end))
+    return found

@@ -22,7 +22,17 @@ import torch.distributed as dist
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.torch.gather_files import Files, FoundFiles, known_speeds, measure
-from aifs.client.torch.gather_plan import CHAIN, PIECE, READ, Range, Speeds, choose, pieces, split
+from aifs.client.torch.gather_plan import (
+    CHAIN,
+    PIECE,
+    READ,
+    Range,
+    SharedRead,
+    Speeds,
+    parts_of,
+    pieces,
+    plan,
+)
 from aifs.client.torch.watch import GatherError, Watch
 from aifs.core import files
 
@@ -146,16 +156,13 @@ class _Reading:
             source, stated = self._open(stack, speeds)
             size = source.size
             hosts = [one.host for one in stated]
-            leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
-            way, first = choose(size, [stated[rank].speeds for rank in leaders])
+            shared = plan(size, hosts, [one.speeds for one in stated])
             leader = hosts.index(host_name())
-            if way == READ:
+            if shared.way == READ:
                 content = self._read_all(source, size)
             elif leader == self._watch.rank:
                 exchange = partial(
-                    self._chain if way == CHAIN else self._ring,
-                    leaders[first:] + leaders[:first],
-                    source,
+                    self._chain if shared.way == CHAIN else self._ring, shared, source
                 )
                 content = self._lead(exchange, size, is_alone=hosts.count(host_name()) == 1)
             else:
@@ -258,17 +265,15 @@ class _Reading:
         finally:
             files.close_file(fd)
 
-    def _ring(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
+    def _ring(self, shared: SharedRead, source: Files, content: memoryview) -> None:
         """Each reads a part of each piece, and passes on what it has got, until all have all (a
         ring all-gather).
         """
-        count, me = len(ring), ring.index(self._watch.rank)
+        ring, count, me = shared.ring, len(shared.ring), shared.ring.index(self._watch.rank)
         todo = list(pieces(len(content), self._order, PIECE))
-        cut = [
-            [(begin + a, begin + b) for a, b in split(end - begin, count)] for begin, end in todo
-        ]
-        with self._reading(source, content, [parts[me] for parts in cut]) as states:
-            for (begin, end), parts, mine in zip(todo, cut, states, strict=True):
+        with self._reading(source, content, shared.reads_of(self._watch.rank, todo)) as states:
+            for (begin, end), mine in zip(todo, states, strict=True):
+                parts = parts_of((begin, end), count)
                 good = [mine.clone() for _ in ring]  # those of others are overwritten
                 for step in range(count - 1):
                     sent, got = (me - step) % count, (me - step - 1) % count
@@ -278,15 +283,15 @@ class _Reading:
                     return  # all know that
                 self._arrive(content, begin, end)
 
-    def _chain(self, ring: Sequence[int], source: Files, content: memoryview) -> None:
+    def _chain(self, shared: SharedRead, source: Files, content: memoryview) -> None:
         """The first reads all; each passes a piece on while it gets the next one."""
-        me = ring.index(self._watch.rank)
+        ring, me = shared.ring, shared.ring.index(self._watch.rank)
         before, behind = (
             (ring[me - 1] if me else None),
             (ring[me + 1] if me + 1 < len(ring) else None),
         )
         todo = list(pieces(len(content), self._order, PIECE))
-        with self._reading(source, content, todo if before is None else []) as states:
+        with self._reading(source, content, shared.reads_of(self._watch.rank, todo)) as states:
             outgoing, good = None, torch.ones(1, dtype=torch.uint8)
             for part in (*todo, None):
                 incoming = None

@@ -6,7 +6,6 @@ after the other are a file for ``torch.load``; ``DIGEST`` says of which state th
 not taken, as no replica looks at all bytes; the checkpoint's manifest has a hash of each part.
 """
 
-import io
 import os
 import re
 from collections.abc import Hashable, Sequence
@@ -23,7 +22,7 @@ from aifs.client.manifest import NAME, CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.saving import checkpoint
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
-from aifs.client.torch.gather_files import FoundFiles
+from aifs.client.torch.gather_files import AsFile, FoundFiles
 from aifs.client.torch.gather_plan import split
 from aifs.client.torch.gathered import read_alone, read_files
 from aifs.client.torch.probe import writing_method
@@ -157,6 +156,11 @@ class _Window:
         return True
 
 
+def has_parts(directory: str) -> bool:
+    """Whether something that ``parallel_save`` has written is in it. Raises OSError."""
+    return any(map(_PART.fullmatch, os.listdir(directory)))
+
+
 def find_parts(directory: str, file: str | None = None) -> list[str]:
     """Paths of the parts in their order. ``file``: whose; None: there must be one. Raises
     CheckpointError, OSError."""
@@ -190,13 +194,17 @@ def parallel_load(
     read, or ends), OSError.
     """
     directory = plain(path)
-    find = partial(_find, directory, file)
+    find = partial(find_files, directory, file)
     content = read_alone(find) if isinstance(group, tuple) else read_files(find, directory, group)
-    source: Any = _Memory(content)  # enough of a file for torch
+
+    def copy(target: memoryview, begin: int) -> None:
+        target[:] = content[begin : begin + len(target)]
+
+    source: Any = AsFile(len(content), copy)  # enough of a file for torch
     return torch.load(source, map_location=map_location, weights_only=weights_only)
 
 
-def _find(directory: str, file: str | None) -> FoundFiles:
+def find_files(directory: str, file: str | None = None) -> FoundFiles:
     """Parts of equal names and sizes may be of different states; their manifests differ. All are of
     what a pointer, as that of the latest checkpoint, means now: it may be moved at this moment."""
     directory = os.path.realpath(directory)
@@ -206,33 +214,3 @@ def _find(directory: str, file: str | None) -> FoundFiles:
             return FoundFiles(parts, blake3.blake3(manifest.read()).hexdigest())
     except FileNotFoundError:
         return FoundFiles(parts)
-
-
-class _Memory(io.RawIOBase):
-    """Bytes in memory as a file."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._position = content, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        target = memoryview(buffer).cast("B")
-        count = min(len(target), max(len(self._content) - self._position, 0))
-        target[:count] = self._content[self._position : self._position + count]
-        self._position += count
-        return count
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[
-            whence
-        ]
-        self._position = base + offset
-        return self._position

@@ -1,0 +1,194 @@
+"""``aifs checkpoints load --plan``: what the ranks of a job will read of a checkpoint."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from aifs.cli.arguments import PATH
+from aifs.client import attributes
+
+if TYPE_CHECKING:
+    from aifs.client.torch.load_plan import FileRange, LoadPlan
+
+HERE, SERVERS, RECORD, OUTSIDE = "burst tier here", "data servers", "metadata", "not on AIFS"
+"""Where bytes are, beside ``host NAME``."""
+
+WAYS = {
+    "read": "each rank reads by itself; its host fetches once what several read at the same time",
+    "gather": "a rank of each host reads its part of each 64 MiB and passes it on; "
+    "the others of its host share its memory",
+}
+
+EPILOG = """
+\b
+Examples:
+  aifs checkpoints load --plan /mnt/store/run/step-100 --ranks 16 --hosts 2
+  aifs checkpoints load --plan /mnt/store/run/step-200 --ranks 64 --sharded --tensors
+  aifs checkpoints load --plan /mnt/store/model.pt --ranks 8 --hosts 8 --together --json
+"""
+
+
+@click.command("load", epilog=EPILOG, short_help="Show what each rank of a job will read.")
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
+@click.option("--plan", is_flag=True, help="Show it; what loads is the job itself.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Otherwise one for each PATH."
+)
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="M",
+    help="They have as many ranks each; otherwise one host has all.",
+)
+@click.option(
+    "--together",
+    is_flag=True,
+    help="All ranks read one file together (gathered.read, group_getfile), not each by torch.load.",
+)
+@click.option(
+    "--sharded",
+    is_flag=True,
+    help="Of torch.distributed.checkpoint each rank asks for its part of each tensor by the first "
+    "dimension, as FSDP does; otherwise for all.",
+)
+@click.option("--tensors", is_flag=True, help="List the tensors, too, in the order of reading.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
+def load_command(
+    paths: tuple[str, ...],
+    plan: bool,
+    ranks: int | None,
+    hosts: int,
+    together: bool,
+    sharded: bool,
+    tensors: bool,
+    as_json: bool,
+) -> None:
+    """Show which bytes each rank will read of the checkpoint PATH (or of one file for each rank),
+    where these are now, and in which order they are read.
+
+    A directory of parallel_save is loaded by parallel_load, one of torch.distributed.checkpoint by
+    AifsReader. Other files are loaded by torch.load, or mapped if they hold tensors alone (those of
+    groups, safetensors): a directory with as many files as ranks has one for each, in the order of
+    the numbers in their names. JSON has each range.
+
+    A plan does not know: what is in memory already, which nobody is asked for; what is drained,
+    staged or evicted until then; speeds, by which a job that has loaded before may choose another
+    way; that ranks in containers of their own read all, where they cannot see the first rank of
+    their host; which tensors the job asks for (all of them, here), and what it uses of a file that
+    is mapped, and when. torch.load passes over some bytes between tensors, and reads some twice.
+    """
+    if not plan:
+        raise click.UsageError("say --plan: what loads a checkpoint is the job itself")
+    from aifs.cli.output import print_json
+    from aifs.client.torch.load_plan import plan_load
+
+    try:
+        found = plan_load(paths, ranks or len(paths), hosts, together=together, sharded=sharded)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    places = {path: _place(path) for path in found.sizes}
+    if as_json:
+        print_json(_facts(found, places))
+    else:
+        _print(found, places, tensors)
+
+
+def _place(path: str) -> str:
+    """Where reads of a file find its bytes now."""
+    info = attributes.get_json(path, attributes.INFO)
+    if not info:
+        return OUTSIDE
+    if copy := info.get("copy"):
+        return f"host {copy['host']}" if "host" in copy else HERE
+    return SERVERS if "parts" in info else RECORD
+
+
+def _by_place(ranges: Sequence["FileRange"], places: dict[str, str]) -> dict[str, int]:
+    """Bytes in each place."""
+    found = dict.fromkeys(_columns(places), 0)
+    for path, begin, end in ranges:
+        found[places[path]] += end - begin
+    return found
+
+
+def _columns(places: dict[str, str]) -> list[str]:
+    return sorted(set(places.values()) | {SERVERS})
+
+
+def _from_servers(found: "LoadPlan", places: dict[str, str]) -> tuple[int, int]:
+    """Bytes if each is fetched once for all hosts, and if once for each host."""
+    from aifs.client.torch.load_plan import distinct_bytes
+
+    by_host: dict[int, list[FileRange]] = {}
+    for rank in found.ranks:
+        there = [each for each in rank.ranges if places[each.path] == SERVERS]
+        by_host.setdefault(rank.host, []).extend(there)
+    once = distinct_bytes(each for ranges in by_host.values() for each in ranges)
+    return once, sum(map(distinct_bytes, by_host.values()))
+
+
+def _facts(found: "LoadPlan", places: dict[str, str]) -> dict[str, Any]:
+    once, for_each_host = _from_servers(found, places)
+    return {
+        "loader": found.loader,
+        "way": found.way,
+        "server_bytes": once,
+        "server_bytes_max": for_each_host,
+        "files": [
+            {"path": path, "bytes": size, "place": places[path]}
+            for path, size in found.sizes.items()
+        ],
+        "ranks": [
+            {
+                "host": rank.host,
+                "bytes": sum(_by_place(rank.ranges, places).values()),
+                "places": _by_place(rank.ranges, places),
+                "reads": [each._asdict() for each in rank.ranges],
+            }
+            for rank in found.ranks
+        ],
+        "tensors": [
+            {"name": name, "ranges": [each._asdict() for each in ranges]}
+            for name, ranges in found.tensors
+        ],
+    }
+
+
+def _print(found: "LoadPlan", places: dict[str, str], tensors: bool) -> None:
+    from aifs.cli.output import print_facts, print_table
+    from aifs.core.units import describe_size
+
+    once, for_each_host = _from_servers(found, places)
+    served = describe_size(once)
+    if for_each_host > once:
+        served += f"; {describe_size(for_each_host)} if the hosts do not read at the same time"
+    facts = [
+        ("loader", found.loader),
+        ("way", WAYS[found.way]),
+        ("from servers", served),
+    ]
+    if not found.tensors:
+        facts.append(("order", "of tensors not known: more than weights is in the pickle"))
+    print_facts(facts)
+    print()
+    columns = _columns(places)
+    rows = []
+    for number, rank in enumerate(found.ranks):
+        by_place = _by_place(rank.ranges, places)
+        cells = [describe_size(size) if size else "" for size in by_place.values()]
+        rows.append((number, rank.host, describe_size(sum(by_place.values())), *cells))
+    heads = ("rank", "host", "reads", *columns)
+    print_table(heads, rows, heads)
+    print()
+    rows = [(describe_size(size), places[path], path) for path, size in found.sizes.items()]
+    print_table(("bytes", "where", "file"), rows, ("bytes",))
+    if tensors:
+        print()
+        rows = [
+            (describe_size(each.end - each.begin), name, f"{each.path} at {each.begin}")
+            for name, ranges in found.tensors
+            for each in ranges
+        ]
+        print_table(("bytes", "tensor", "where"), rows, ("bytes",))
