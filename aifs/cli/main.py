@@ -7,7 +7,6 @@ small commands start fast.
 
 import importlib
 import io
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -115,6 +114,10 @@ _COMMANDS = {
 }
 """Where each command is, in the order in which help lists them."""
 
+_SILENT = {"env"}
+"""Commands that log nothing. Ranks wait for them when they start, and a fifth of what they import
+is logging."""
+
 
 class _Commands(click.Group):
     """Imports a command when it is asked for: a job starts in less time than all of them take."""
@@ -125,6 +128,12 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        if name not in _SILENT:
+            import logging
+
+            logging.basicConfig(  # a daemon sets up its own
+                format="aifs: %(message)s", level=logging.WARNING
+            )
         module, _, command = _COMMANDS[name].partition(":")
         return getattr(importlib.import_module(module), command)
 
@@ -143,9 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # None: it was closed when we were started
             # File names are bytes: they leave as they came.
             stream.reconfigure(errors="surrogateescape")
-    logging.basicConfig(
-        format="aifs: %(message)s", level=logging.WARNING
-    )  # a daemon sets up its own
     try:
         result = cli.main(args=arguments, prog_name="aifs", standalone_mode=False)
         print(end="", flush=True)

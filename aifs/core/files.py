@@ -12,7 +12,6 @@ names in one directory) or ``sync_filesystem`` (all of the filesystem below a di
 returned.
 """
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -22,6 +21,8 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
+
+from aifs.core import libc
 
 
 class Hook(Protocol):
@@ -217,9 +218,6 @@ def sync_dir(path: str) -> None:
     _after("sync_dir", path)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 def sync_filesystem(path: str) -> None:
     """Everything on the filesystem that holds the directory ``path`` is on stable storage
     (syncfs(2)).
@@ -227,8 +225,7 @@ def sync_filesystem(path: str) -> None:
     _before("sync_filesystem", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if _libc.syncfs(fd) != 0:
-            number = ctypes.get_errno()
+        if number := libc.call("syncfs", fd):
             raise OSError(number, os.strerror(number), path)
     finally:
         os.close(fd)
@@ -323,8 +320,7 @@ def change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
     path = _path_of(fd)
     _before("change_allocation", path)
     old = os.fstat(fd).st_size
-    if _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
-        number = ctypes.get_errno()
+    if number := libc.call("fallocate", fd, mode, offset, length):
         raise OSError(number, os.strerror(number))
     if _hook is not None:
         size = os.fstat(fd).st_size
@@ -438,11 +434,11 @@ def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
     value = _IOPRIO_CLASSES[priority]
     if not value or _IOPRIO_SET is None:
         return function(*args)
-    _libc.syscall(_IOPRIO_SET, 1, 0, value)  # 1: a thread, 0: this one
+    libc.call("syscall", _IOPRIO_SET, 1, 0, value)  # 1: a thread, 0: this one
     try:
         return function(*args)
     finally:
-        _libc.syscall(_IOPRIO_SET, 1, 0, 0)
+        libc.call("syscall", _IOPRIO_SET, 1, 0, 0)
 
 
 def boot_id() -> str:
@@ -467,7 +463,7 @@ def start_writing(fd: int, offset: int, length: int) -> None:
     """
     with suppress(OSError):
         _before("start_writing", _path_of(fd))
-    _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
+    libc.call("sync_file_range", fd, offset, length, _WRITE)
 
 
 # --- writing past the page cache ------------------------------------------------------------------

@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 
-_libc = ctypes.CDLL(None, use_errno=True)
+from aifs.core import libc
 
 # f_type in statfs(2): tmpfs, ramfs; and NFS, SMB (3 kinds), FUSE, Ceph, 9P, AFS, Lustre, GPFS,
 # BeeGFS.
@@ -38,7 +38,6 @@ def is_local(path: str) -> bool:
 
 def _filesystem_of(path: str) -> int:
     result = ctypes.create_string_buffer(256)
-    if _libc.statfs(os.fsencode(path), result) != 0:
-        number = ctypes.get_errno()
+    if number := libc.call("statfs", os.fsencode(path), result):
         raise OSError(number, os.strerror(number), path)
     return int.from_bytes(result.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF

@@ -8,7 +8,7 @@ import ctypes
 import errno
 import os
 
-from aifs.core.files import _libc
+from aifs.core.libc import library
 
 _CACHESTAT = 451  # on all architectures, since Linux 6.5
 _LACKING = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
@@ -50,7 +50,7 @@ def is_dirty(fd: int) -> bool:
 def _ask(fd: int, offset: int, length: int) -> _Answer | None:
     """Of a range; ``length`` 0: up to the end. None where the system does not tell."""
     asked, answer = _Range(offset, length), _Answer()
-    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(answer), 0):
+    if library().syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(answer), 0):
         number = ctypes.get_errno()
         if number in _LACKING:
             return None

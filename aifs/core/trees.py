@@ -6,14 +6,13 @@ the operating system's own, and nothing is durable until it is synced; where a f
 says so.
 """
 
-import ctypes
 import errno
 import os
 import stat
 from contextlib import suppress
 
-from aifs.core import files
-from aifs.core.files import _after, _before, _libc
+from aifs.core import files, libc
+from aifs.core.files import _after, _before
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
@@ -126,8 +125,8 @@ def exchange(old: str, new: str) -> None:
 
 def _rename(old: str, new: str, flags: int, op: str) -> None:
     _before(op, old)
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) != 0:
-        number = ctypes.get_errno()
+    names = (_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new))
+    if number := libc.call("renameat2", *names, flags):
         if op != "rename" or number not in (errno.EINVAL, errno.ENOSYS) or os.path.lexists(new):
             raise OSError(number, os.strerror(number), old, None, new)
         os.rename(old, new)  # onto a directory that is not empty it fails, too

@@ -43,6 +43,8 @@ FASTER, OF_WARM, PREFETCHED, MISSED, READY, KEYED_S, RECORDING, WHOLE = (
 )
 KEYED_RUNS = 7
 AIFS = (sys.executable, "-m", "aifs.cli.main")
+_COMPILED = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+"""What is imported is compiled once, as where it is installed."""
 
 TORCH = """
 import sys, torch
@@ -282,7 +284,12 @@ class _Bench:
 
     def _run(self, *words: object) -> str:
         done = subprocess.run(
-            list(map(str, words)), check=False, capture_output=True, text=True, cwd=REPOSITORY
+            list(map(str, words)),
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            env=_COMPILED,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")

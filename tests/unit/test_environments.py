@@ -9,6 +9,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def test_the_name_depends_on_the_key_alone() -> None:
     with pytest.raises(TypeError):
         startup.name_of({"a": b"bytes"})
     assert {"python", "machine", "libc", "gpu"} == startup.platform_key().keys()
+    assert startup.platform_key()["python"] == sysconfig.get_config_var("SOABI")
 
 
 def test_of_many_that_want_it_one_makes_it(tmp_path: Path) -> None:
@@ -423,3 +425,21 @@ def test_a_command_uses_its_environment_until_it_ends(tmp_path: Path) -> None:
         running.stdin.close()
     assert running.returncode == 1  # read has met the end
     assert startup.expire(tmp_path) == [os.path.basename(found.path)]
+
+
+def test_one_that_is_there_is_found_without_what_takes_long_to_import(tmp_path: Path) -> None:
+    command = ["env", "run", "--dir", str(tmp_path), "--key", "x", "--", "true"]
+    assert main(command) == 0
+    script = f"""
+import sys
+from aifs.cli.main import main
+assert main({command}) == 0
+print(*{{"ctypes", "logging", "rich", "subprocess", "sysconfig"}} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path = {sys.path}{script}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[1:] == [""], "what it imports takes a time that ranks wait for"

@@ -1,15 +1,14 @@
 """Which environment a job needs: the name is a hash of what the environment depends on."""
 
+import glob
+import importlib.machinery
 import json
 import platform
-import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import blake3
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 DIGITS = 32
 
 
@@ -17,21 +16,28 @@ def platform_key() -> dict[str, Any]:
     """What compiled modules depend on, of this machine: Python's ABI, the processor, the C library,
     the models of its NVIDIA GPUs."""
     return {
-        "python": sysconfig.get_config_var("SOABI") or platform.python_version(),
+        "python": _abi(),
         "machine": platform.machine(),
         "libc": "-".join(platform.libc_ver()),
         "gpu": _gpus(),
     }
 
 
+def _abi() -> str:
+    """``SOABI`` of sysconfig, which takes longer to import than all else here."""
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]  # such as .cpython-311-x86_64-linux-gnu.so
+    return suffix.removesuffix(".so").strip(".") or platform.python_version()
+
+
 def _gpus() -> list[str]:
     """Distinct models, as the driver names them."""
     models = set()
-    for path in _GPUS.glob("*/information"):
-        for line in path.read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name == "Model":
-                models.add(value.strip())
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        with open(path, errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name == "Model":
+                    models.add(value.strip())
     return sorted(models)
 
 

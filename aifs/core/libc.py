@@ -1,0 +1,22 @@
+"""Functions of the C library that Python lacks. ctypes is imported when one is called: small
+commands need none, and that takes as long as a quarter of what they import.
+"""
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def library() -> Any:
+    """The C library, whose errors ``ctypes.get_errno`` tells."""
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def call(function: str, *arguments: Any) -> int:
+    """0 if ``function`` has returned 0, else the number of its error. Integers have 64 bits."""
+    import ctypes
+
+    given = [ctypes.c_int64(each) if isinstance(each, int) else each for each in arguments]
+    return ctypes.get_errno() if getattr(library(), function)(*given) else 0
