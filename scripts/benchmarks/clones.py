@@ -11,6 +11,8 @@ from systems import Aifs
 from aifs.cli.clone import clone
 
 CLONED_PER_S, CREATE_RATIO = 10_000, 0.97
+FILE_BYTES = 16 << 10
+"""Of each: not in its record; and all of them fit into memory, in both tiers."""
 
 
 def clones_rows(base: Path, files: int, entries: int, rounds: int) -> list[Row]:
@@ -18,7 +20,7 @@ def clones_rows(base: Path, files: int, entries: int, rounds: int) -> list[Row]:
     rates: dict[str, list[float]] = {"original": [], "other": []}
     with Aifs("clones", base) as system:
         for name in rates:
-            system.run("small-write", f"{name}/files", count=entries)
+            system.run("small-write", f"{name}/files", count=entries, size=FILE_BYTES)
         system.rest()
         before, begin_s = _stored(system), time.perf_counter()
         clone(str(system.path / "original"), str(system.path / "clone"))
