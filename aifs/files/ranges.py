@@ -39,10 +39,11 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
         async with io.growing(file, 0 if mode & KEEP_SIZE else end):
             await _allocate_in_burst(io, file, mode, offset, length)
         return
-    if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < file.inode.size:
-        await _punch(io, file, offset, min(end, file.inode.size))
-    if end > file.inode.size and not mode & KEEP_SIZE:
+    size = file.inode.size
+    if end > size and not mode & KEEP_SIZE:  # first, as that may be refused
         await io.truncate(file, end)
+    if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < size:
+        await _punch(io, file, offset, min(end, size))
 
 
 async def _allocate_in_burst(

@@ -543,10 +543,11 @@ def rename(
     same = parent == new_parent
     source_directory = target_directory if same else get_directory_loosely(tx, parent)
     require_removable(source_directory, inode)
-    require_same_project(tx, target_directory, inode)
+    if not same:  # a file of another name may count elsewhere: within a directory nothing moves
+        require_same_project(tx, target_directory, inode)
     if other is not None:
         require_removable(target_directory, other)
-        if flags & RENAME_EXCHANGE:
+        if flags & RENAME_EXCHANGE and not same:
             require_same_project(tx, source_directory, other)
     _require_not_immutable(target_directory)
     if inode.is_dir:

@@ -171,36 +171,51 @@ class Spread:
     """It was the last one."""
 
 
-def spread_slice(tx: Transaction, ino: int, after: int, limit: int) -> Spread:
+def spread_slice(tx: Transaction, ino: int, after: int, limit: int, of: int = 0) -> Spread:
     """Give the project of a directory, or that it has none, to up to ``limit`` of what is in it,
-    behind the cookie ``after``; but for directories that have quotas of their own. Raises
-    Unavailable for a damaged record."""
+    behind the cookie ``after``; but for directories that have quotas of their own. ``of``: only to
+    what has this project, whose quota has been removed. Raises Unavailable for a damaged record."""
     done = Spread(after=after)
     record = tx.get_loosely(keys.inode(ino))
     entries = [] if record is None else list(tx.range(*keys.entries_after(ino, after), limit))
     project = 0 if record is None else inherited(decode_inode(ino, record))
     for key, value in entries:
         done.after = keys.entry_numbers(key)[1]
-        child, _, _ = decode_entry(value)
-        before = tx.get(keys.inode(child))
-        if before is None:
-            continue
-        inode = decode_inode(child, before)
-        own = find_own(tx, inode)
-        if own is not None:
-            above = project if project >= FIRST_PROJECT else 0
-            if own.above != above:
-                tx.put(keys.quota(inode.project), own._replace(above=above).encode())
-            continue
-        if inode.project != project or (inode.is_dir and inherited(inode) != project):
-            _give(inode, project)
-            inode.seq = tx.seq
-            replace(tx, child, before, inode.encode())
-            done.changed.append(inode)
-        if inode.is_dir:
-            done.directories.append(child)
+        _take(tx, decode_entry(value)[0], project, of, done)
     done.finished = len(entries) < limit
     return done
+
+
+def take_in(tx: Transaction, ino: int, directory: Inode) -> Spread:
+    """What has no name, and is about to get one in a directory, has the project of that, unless it
+    has a quota of its own; all that lies below is to get the same by ``spread_slice``. Raises
+    Unavailable for a damaged record."""
+    done = Spread(finished=True)
+    _take(tx, ino, inherited(directory), 0, done)
+    done.directories = [ino]
+    return done
+
+
+def _take(tx: Transaction, ino: int, project: int, of: int, done: Spread) -> None:
+    """An inode has this project from now on; one that has a quota of its own lies in that."""
+    before = tx.get(keys.inode(ino))
+    if before is None:
+        return
+    inode = decode_inode(ino, before)
+    own = find_own(tx, inode)
+    if own is not None:
+        above = project if project >= FIRST_PROJECT else 0
+        if own.above != above:
+            tx.put(keys.quota(inode.project), own._replace(above=above).encode())
+        return
+    has_it = inode.project == project and (not inode.is_dir or inherited(inode) == project)
+    if not has_it and of in (0, inode.project):
+        _give(inode, project)
+        inode.seq = tx.seq
+        replace(tx, ino, before, inode.encode())
+        done.changed.append(inode)
+    if inode.is_dir:
+        done.directories.append(ino)
 
 
 def unfinished(tx: ReadTransaction) -> list[tuple[int, Quota]]:

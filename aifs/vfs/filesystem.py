@@ -346,7 +346,7 @@ class Filesystem:
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
         clones = Clones(engine, ids, io, drain, doomed, kernel, files, options, quotas)
         self.trash_requests = trash_requests = TrashRequests(
-            engine, ids, trash, names, kernel, options
+            engine, ids, trash, names, quota_trees, kernel, options
         )
         cluster = Cluster(engine, store.hosts, drain.status, tier)
         self.status = MountStatus(

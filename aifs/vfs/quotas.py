@@ -16,7 +16,7 @@ from aifs.files.quotas import QuotaRoom, Quotas
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, paths, quotas
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
-from aifs.meta.quotas import COMPLETE, UNLIMITED
+from aifs.meta.quotas import COMPLETE, REMOVED, UNLIMITED
 from aifs.meta.records import Inode
 from aifs.vfs.attributes import Attributes
 
@@ -83,18 +83,25 @@ class QuotaTrees:
         """Give all that lies in quotas their projects, and take them from what does not any
         more."""
         for project, quota in await self._engine.view(quotas.unfinished):
-            await self._spread(quota.directory)
+            await self._spread([quota.directory], project if quota.state == REMOVED else 0)
             await self._engine.transact(quotas.conclude, project, quota.state)
         await self._engine.transact(quotas.drop_unused)
         await self._rooms.look()
         return NEVER_S
 
-    async def _spread(self, top: int) -> None:
-        pending = [top]
+    async def take_in(self, ino: int, directory: Inode) -> None:
+        """What has no name, and is about to get one in a directory, counts where that does, with
+        all that lies below."""
+        done = await self._engine.transact(quotas.take_in, ino, directory)
+        self._adopt(done.changed)
+        await self._spread(done.directories)
+        self._rooms.noticed()
+
+    async def _spread(self, pending: list[int], of: int = 0) -> None:
         while pending:
             ino, done = pending.pop(), quotas.Spread()
             while not done.finished:
-                done = await self._engine.transact(quotas.spread_slice, ino, done.after, NAMES)
+                done = await self._engine.transact(quotas.spread_slice, ino, done.after, NAMES, of)
                 self._adopt(done.changed)
                 pending += done.directories
                 faults.reach(_SPREAD)

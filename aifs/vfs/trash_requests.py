@@ -20,12 +20,14 @@ from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, restoring
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.quotas import inherited
 from aifs.meta.records import Inode
 from aifs.meta.restoring import Turns
 from aifs.meta.trash import UNKNOWN, Entry
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import AT_ONCE, Trash
 from aifs.vfs.names import Names
+from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.serve_options import ServeOptions
 
 ATTRIBUTE = b"user.aifs.trashed"
@@ -75,9 +77,11 @@ class TrashRequests:
         ids: IdAllocator,
         trash: Trash,
         names: Names,
+        quotas: QuotaTrees,
         kernel: Kernel,
         options: ServeOptions,
     ) -> None:
+        self._quotas = quotas
         self._engine = engine
         self._ids = ids
         self._trash = trash
@@ -116,22 +120,29 @@ class TrashRequests:
 
         A directory has on return what was removed from it, or below, shortly before (TOGETHER_S),
         and appears with all of it. A crash leaves it in the trash, or restored.
+        Where it was it counts for the quotas that there are now, and is not refused by any.
         Raises NotFound, Exists, AccessDenied, NotPermitted, Busy (programs are in a directory that
-        rmdir(2) has removed), Invalid, CrossDevice, ReadOnly.
+        rmdir(2) has removed), Invalid, CrossDevice (another project, elsewhere), ReadOnly.
         """
         self._options.require_writable()
         entry = await self._engine.view(_find, wanted, caller)
-        await self._engine.view(_find_place, entry, wanted, caller)  # before anything is changed
+        # Before anything is changed.
+        home, _ = await self._engine.view(_find_place, entry, wanted, caller)
+        inode = await self._engine.view(namespace.get_inode, entry.ino)
         if entry.is_dead:
             if await self._kernel.is_known(entry.ino):
                 raise Busy("a program has the removed directory open, or works in it")
             await self._gather(entry, caller)
+        is_counted = inode.project == inherited(home)
+        if (entry.is_dead or not is_counted) and (is_counted or wanted.parent in (0, entry.parent)):
+            # Quotas may have been set or removed since: they count it as if it had been there.
+            await self._quotas.take_in(entry.ino, home)
         cookie = await self._ids.take()
         inode, name = await self._engine.transact(
             _restore, entry, wanted, caller, cookie, time.time_ns()
         )
         faults.reach(_RESTORED)
-        self._names.adopt(inode)
+        inode = self._names.adopt(inode)
         await self._engine.barrier()
         await self._kernel.forget_names([(inode.parent, name)])
         self._kernel.drop_attributes_soon([inode.ino])
@@ -220,7 +231,7 @@ def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
 
 def _find_place(
     tx: ReadTransaction, entry: Entry, wanted: Restoring, caller: CallerLike
-) -> tuple[int, bytes]:
+) -> tuple[Inode, bytes]:
     """The directory and the name that an entry gets, which is free, and the caller's to make."""
     if wanted.parent:
         home = namespace.get_directory(tx, wanted.parent)
@@ -231,15 +242,15 @@ def _find_place(
     name = wanted.name or entry.name
     if len(name) <= namespace.NAME_MAX and tx.get(keys.dentry(home.ino, name)) is not None:
         raise Exists("the name is taken")
-    return home.ino, name
+    return home, name
 
 
 def _restore(
     tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
 ) -> tuple[Inode, bytes]:
     """The inode, and its name."""
-    parent, name = _find_place(tx, entry, wanted, caller)
-    return restoring.restore(tx, entry, parent, name, cookie, now), name
+    home, name = _find_place(tx, entry, wanted, caller)
+    return restoring.restore(tx, entry, home.ino, name, cookie, now), name
 
 
 def _read_own(

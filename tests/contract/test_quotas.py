@@ -14,7 +14,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.core.errors import CrossDevice, FsError, Invalid, NoAttribute, NotPermitted, QuotaExceeded
 from aifs.files import quotas as rooms
-from aifs.files.ranges import KEEP_SIZE
+from aifs.files.ranges import KEEP_SIZE, ZERO_RANGE
 from aifs.meta import keys, namespace, quotas
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
@@ -239,6 +239,39 @@ async def test_who_moves_between_quotas_copies(scratch: Path) -> None:
         with pytest.raises(CrossDevice):
             await fs.rename(plain, b"renamed", two, b"one", 0)
         assert await used(fs, one) == (1, 4)
+
+
+async def test_a_file_with_names_in_two_quotas(scratch: Path) -> None:
+    """One of them counts it; within a directory it can be renamed all the same, and what the other
+    one counted it goes on counting when that is removed."""
+    async with opened(scratch / "store") as fs:
+        one, two = await directory(fs, b"one"), await directory(fs, b"two")
+        ino = await write_file(fs, b"file", bytes(100), one)
+        await fs.link(ino, two, b"file")
+        for team in (one, two):
+            await put(fs, team, "quota", "size=1KiB", ROOT)
+            await spread(fs)
+        assert (await used(fs, one), await used(fs, two)) == ((0, 1), (100, 2))
+        await fs.rename(one, b"file", one, b"renamed", 0)
+        await write_file(fs, b"other", b"", one)
+        await fs.rename(one, b"renamed", one, b"other", namespace.RENAME_EXCHANGE)
+        await fs.removexattr(one, b"user.aifs.quota", ROOT)
+        await spread(fs)
+        assert await used(fs, two) == (100, 2)
+
+
+@every_shape
+async def test_zeroing_a_range_is_refused_as_a_whole(scratch: Path, shape: str) -> None:
+    async with opened(scratch / "store", SHAPES[shape]) as fs:
+        team = await directory(fs)
+        await put(fs, team, "quota", "size=64KiB", ROOT)
+        ino = await write_file(fs, b"file", b"x" * 40 * KIB, team)
+        handle = (await fs.open(ino, os.O_RDWR)).handle
+        await refused(fs.fallocate(handle, ZERO_RANGE, 0, 65 * KIB))
+        assert await fs.read(handle, 0, 65 * KIB) == b"x" * 40 * KIB
+        await fs.fallocate(handle, ZERO_RANGE, KIB, 63 * KIB)
+        assert await fs.read(handle, 0, 65 * KIB) == b"x" * KIB + bytes(63 * KIB)
+        await fs.release(handle)
 
 
 async def test_the_directory_of_a_quota_is_removed(scratch: Path) -> None:

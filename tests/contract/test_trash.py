@@ -92,9 +92,9 @@ async def remove_by_shell(fs: Filesystem, parent: int, name: bytes, caller: Call
     await fs.rmdir(parent, name, caller)
 
 
-async def make_tree(fs: Filesystem, caller: Caller = OWNER) -> int:
+async def make_tree(fs: Filesystem, place: int = ROOT_INO, caller: Caller = OWNER) -> int:
     """The directory top/ with a/f, a/b/g and h."""
-    top = (await fs.mkdir(ROOT_INO, b"top", 0o755, caller)).ino
+    top = (await fs.mkdir(place, b"top", 0o755, caller)).ino
     a = (await fs.mkdir(top, b"a", 0o755, caller)).ino
     b = (await fs.mkdir(a, b"b", 0o755, caller)).ino
     for parent, name in ((a, b"f"), (b, b"g"), (top, b"h")):
@@ -382,6 +382,65 @@ async def test_a_tree_cannot_go_below_itself_or_into_another_project(directory: 
                 await fs.restore(Restoring(ROOT_INO, path), OWNER)
         await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
         await require_tree(fs, top)
+
+
+async def remove_at_one_stroke(fs: Filesystem, parent: int, name: bytes) -> None:
+    await fs.remove_tree(parent, name, OWNER)
+
+
+@pytest.mark.parametrize("remove", [remove_by_shell, remove_at_one_stroke])
+async def test_what_comes_back_counts_for_the_quotas_that_there_are_then(
+    directory: Path, remove: Callable[[Filesystem, int, bytes], Awaitable[None]]
+) -> None:
+    """It is where it was, so no quota refuses it, as none refuses what is there when it is set."""
+    async with with_trash(directory) as fs:
+        home = (await fs.mkdir(ROOT_INO, b"home", 0o777, OWNER)).ino
+        top = await make_tree(fs, home)
+        size = 3 * (len(DATA) + 1)
+        await remove(fs, home, b"top")
+        await put(fs, home, "quota", "size=1,files=1", ROOT)
+        await fs.quota_trees.work()
+        await fs.restore(Restoring(home, b"top"), OWNER)
+        await require_tree(fs, top)
+        told = await stores.ask(fs, home, "quota")
+        assert (told["used_bytes"], told["used_files"]) == (size, 7)
+        await put(fs, top, "quota", "size=1TiB", ROOT)
+        await fs.quota_trees.work()
+        await remove(fs, home, b"top")
+        await fs.removexattr(home, b"user.aifs.quota", ROOT)
+        await fs.quota_trees.work()
+        with pytest.raises(CrossDevice):
+            await fs.restore(Restoring(home, b"top", parent=ROOT_INO), OWNER)
+        await fs.restore(Restoring(home, b"top"), OWNER)
+        told = await stores.ask(fs, top, "quota")
+        assert (told["used_bytes"], told["used_files"], told["within"]) == (size, 6, [])
+        await fs.rename(home, b"top", ROOT_INO, b"top", 0)
+
+
+async def test_what_was_removed_from_a_directory_counts_where_that_comes_back(
+    directory: Path,
+) -> None:
+    async with with_trash(directory) as fs:
+        top = await make_tree(fs)
+        await fs.unlink(top, b"h", OWNER)
+        await put(fs, top, "quota", "size=1TiB", ROOT)
+        await fs.quota_trees.work()
+        await remove_by_shell(fs, ROOT_INO, b"top")
+        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+        await require_tree(fs, top)
+        told = await stores.ask(fs, top, "quota")
+        assert (told["used_bytes"], told["used_files"]) == (3 * (len(DATA) + 1), 6)
+        await fs.rename(top, b"h", top, b"h2", 0)
+        await fs.rename(top, b"h2", (await fs.lookup(top, b"a")).ino, b"h", 0)
+
+
+async def test_restoring_tells_the_size_of_what_is_being_written(directory: Path) -> None:
+    async with opened(directory, {"trash.keep": "7d", "burst.passthrough": "false"}) as fs:
+        (handle, *_), _ = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
+        await fs.unlink(ROOT_INO, b"f", OWNER)
+        await fs.write(handle, 0, DATA)
+        assert (await fs.restore(Restoring(ROOT_INO, b"f"), ROOT)).size == len(DATA)
+        await fs.release(handle)
 
 
 async def test_a_directory_that_programs_are_in_waits(

@@ -1,6 +1,7 @@
 """The daemon dies at any transaction of what goes to the trash, comes back, or is emptied."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import trio
 import trio.testing
 
 from aifs.core import faults
+from aifs.core.errors import NoAttribute
 from aifs.core.faults import SimulatedCrash
 from aifs.files.types import ROOT
 from aifs.meta.journal import AFTER_APPEND
@@ -31,6 +33,11 @@ async def remove(fs: Filesystem) -> None:
 async def remove_at_one_stroke(fs: Filesystem) -> None:
     await fs.remove_tree(ROOT_INO, b"top", OWNER)
     await fs.trash.add_up()
+
+
+async def remove_before_a_quota(fs: Filesystem) -> None:
+    await remove(fs)
+    await put(fs, ROOT_INO, "quota", "files=1000", ROOT)
 
 
 async def restore(fs: Filesystem) -> None:
@@ -77,6 +84,7 @@ async def _crash(directory: Path, act: Callable[[Filesystem], Awaitable[None]], 
         (None, remove_at_one_stroke, remove_at_one_stroke, 2),
         (remove, restore, restore, 4),
         (remove_at_one_stroke, restore, restore, 1),
+        pytest.param(remove_before_a_quota, restore, restore, 8, marks=pytest.mark.long),
         (remove, empty, empty, 3),
         (remove_at_one_stroke, empty, empty, 3),
         pytest.param(remove, empty_old, empty_old, 3, marks=pytest.mark.long),
@@ -124,6 +132,8 @@ async def _require_outcome(
             await again(fs)
         await require_tree(fs, top)
         assert await kept(fs) == []
+        with suppress(NoAttribute):
+            assert (await stores.ask(fs, ROOT_INO, "quota"))["used_files"] == 7
     else:
         assert not is_there
         await again(fs)
