@@ -6,7 +6,7 @@ A failure prints the shortest sequence found that still fails, ready to be paste
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from tests.support import engines, lives, lockstep, model_ops, modes
 from tests.support.sequences import Op, listing, shrink
 
 LENGTH = 1000
+LONG = pytest.mark.long
 SMALL = {"layout.unit": "4KiB"}
 EAGER = {"meta.commit_interval": "10ms", "data.writeback_interval": "100ms"}
 NO_INLINE = {"layout.inline_limit": "0"}
@@ -45,6 +46,11 @@ SHAPES = {
     "trash": modes.ON | SMALL | {"trash.keep": "7d"},
     "tiny-trash": modes.TINY | SMALL | NO_INLINE | {"trash.keep": "7d"},
     "tiny-whole": modes.TINY | SMALL | NO_INLINE | {"layout.count": "1"},
+}
+
+QUOTA_SHAPES = {  # none that are passed through, for which no limit is exact
+    "off": modes.OFF | SMALL,
+    "tiny-trash": modes.TINY | modes.BY_DAEMON | SMALL | NO_INLINE | {"trash.keep": "7d"},
 }
 
 
@@ -82,9 +88,13 @@ def _check(writer: int, config: Config) -> None:
 
 
 def _require_agreement(
-    scratch: Path, shape: dict[str, str], seed: int, length: int = LENGTH
+    scratch: Path,
+    shape: dict[str, str],
+    seed: int,
+    length: int = LENGTH,
+    generate: Callable[[int, int], list[Op]] = model_ops.generate,
 ) -> None:
-    ops = model_ops.generate(seed, length)
+    ops = generate(seed, length)
     try:
         kills = _run(scratch, shape, ops)
     except lives.Mismatch as mismatch:
@@ -106,9 +116,16 @@ def _require_agreement(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_random_operations(scratch: Path, shape: str, seed: int) -> None:
     _require_agreement(scratch, SHAPES[shape], seed * 100 + list(SHAPES).index(shape))
+
+
+@pytest.mark.parametrize("shape", QUOTA_SHAPES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=LONG) for n in range(1, 50))])
+def test_random_operations_with_quotas(scratch: Path, shape: str, seed: int) -> None:
+    generate = model_ops.generate_with_quotas
+    _require_agreement(scratch, QUOTA_SHAPES[shape], seed, generate=generate)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -124,7 +141,7 @@ def test_random_operations_on_hostile_engines(
     _require_agreement(scratch, SHAPES[shape], 300 + number, length=LENGTH // 4)
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_many_random_operations(scratch: Path, shape: str, seed: int) -> None:
@@ -133,7 +150,7 @@ def test_many_random_operations(scratch: Path, shape: str, seed: int) -> None:
 
 def test_there_are_enough_kinds_of_operations() -> None:
     assert len(model_ops.KINDS) >= 25
-    used = {op[0] for seed in range(5) for op in model_ops.generate(seed, LENGTH)}
+    used = {op[0] for seed in range(5) for op in model_ops.generate_with_quotas(seed, LENGTH)}
     assert used == set(model_ops.KINDS)
 
 

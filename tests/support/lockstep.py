@@ -3,6 +3,8 @@ say.
 """
 
 import errno
+import json
+import math
 import mmap
 import os
 import stat
@@ -13,7 +15,7 @@ from typing import Any
 import trio
 
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, NoAttribute
 from aifs.files.types import Caller, SetAttr
 from aifs.vfs.trash_requests import Restoring
 from tests.support.kernel import Kernel
@@ -196,6 +198,8 @@ class Life:
         if await self.both("clone", real, (old[0].ino, old[1], new[0].ino, new[1], Caller())):
             await self._check_below(*new)
             await self._check(new[0])
+        else:
+            await self.fs.doomed.empty()  # what was too much for a quota counts until then
 
     async def _check_below(self, directory: OracleInode, name: bytes) -> None:
         inode = directory.names[name]
@@ -207,6 +211,40 @@ class Life:
             await self._check_below(inode, below)
 
     _rename_noreplace = _rename_exchange = _rename
+
+    async def _set_quota(
+        self, path: tuple[bytes, ...], bytes_max: int | None, files_max: int | None
+    ) -> None:
+        inode = self.target(path)
+        limits = {"size": bytes_max, "files": files_max}
+        if inode and inode.is_dir and any(limit is not None for limit in limits.values()):
+            text = ",".join(
+                f"{key}={'none' if limit is None else limit}" for key, limit in limits.items()
+            )
+            real = self.numbers[inode.ino], b"user.aifs.quota", text.encode()
+            known = [math.inf if limit is None else limit for limit in limits.values()]
+            await self.both("set_quota", real, (inode.ino, *known), self.fs.setxattr)
+            await self.fs.quota_trees.work()
+            await self._check_quota(inode)
+
+    async def _remove_quota(self, path: tuple[bytes, ...]) -> None:
+        inode = self.target(path)
+        if inode and inode.is_dir:
+            real = self.numbers[inode.ino], b"user.aifs.quota"
+            await self.both("remove_quota", real, (inode.ino,), self.fs.removexattr)
+            await self.fs.quota_trees.work()
+            await self._check_quota(inode)
+
+    async def _check_quota(self, inode: OracleInode) -> None:
+        """What counts an inode counts what it should."""
+        try:
+            told = json.loads(await self.fs.getxattr(self.numbers[inode.ino], b"user.aifs.quota"))
+        except NoAttribute:
+            told = None
+        chain = inode.counted.chain if inode.counted else []
+        found = [] if told is None else [told, *told["within"]]
+        counts = [(quota["used_bytes"], quota["used_files"]) for quota in found]
+        assert counts == [self.oracle.used(quota) for quota in chain], f"{told} at {inode.ino}"
 
     async def _readlink(self, path: tuple[bytes, ...]) -> None:
         inode = self.target(path)
@@ -370,31 +408,39 @@ class Life:
     ) -> None:
         if slot in self._slots and to_slot in self._slots:
             (real, handle), (to_real, to_handle) = self._slots[slot], self._slots[to_slot]
-            size = self.oracle.handles[handle].content.size
+            size, copied = self.oracle.handles[handle].content.size, list[int]()
             results = await self.both(
                 "copy_file_range",
-                (real, offset, to_real, to, length, size),
+                (real, offset, to_real, to, length, size, copied),
                 (handle, offset, to_handle, to, length),
                 self._copy_whole_range,
             )
+            if results is None and copied:  # there was room for a part, as up to a hole
+                self.oracle.copy_file_range(handle, offset, to_handle, to, sum(copied))
             assert not results or results[0] == results[1], f"copy_file_range: {results}"
             await self._getattr_(to_slot)
 
     async def _copy_whole_range(
-        self, source: int, offset: int, target: int, to: int, length: int, size: int
+        self,
+        source: int,
+        offset: int,
+        target: int,
+        to: int,
+        length: int,
+        size: int,
+        copied: list[int],
     ) -> int:
         """As programs do: a call may copy less, such as up to a hole. The source has ``size`` bytes
-        before the first one."""
-        done = await self.fs.copy_file_range(source, offset, target, to, length)
+        before the first one; ``copied`` gets what each call has copied."""
+        copied.append(await self.fs.copy_file_range(source, offset, target, to, length))
         wanted = min(length, size - offset)
-        while 0 < done < wanted:
-            part = await self.fs.copy_file_range(
-                source, offset + done, target, to + done, wanted - done
+        while copied[-1] and (done := sum(copied)) < wanted:
+            copied.append(
+                await self.fs.copy_file_range(
+                    source, offset + done, target, to + done, wanted - done
+                )
             )
-            if not part:
-                break
-            done += part
-        return done
+        return sum(copied)
 
     async def _seek(self, slot: int, offset: int, whence: int) -> None:
         """What is passed over on the way to the next data, and what follows a hole's begin, must be
@@ -609,10 +655,12 @@ class Life:
         self.oracle.forget(gone)
         for ino in gone:
             del self.numbers[ino]
+        await self.fs.collector.drain()  # what is erased is not counted any more
 
     async def _compare(self) -> None:
         """Everything that has a name: attributes, listings, extended attributes, bytes."""
         checked: set[int] = set()
+        await self.fs.collector.drain()
         for path, inode in self.oracle.walk().items():
             if inode.ino in checked:
                 continue
@@ -622,6 +670,7 @@ class Life:
                 await self._make("lookup", place)
                 await self._listxattr(place)
             await self._check(inode)
+            await self._check_quota(inode)
             for name in inode.xattrs:
                 await self._equal("getxattr", inode, name)
             if inode.is_dir:

@@ -356,5 +356,24 @@ def crash(rng: random.Random) -> Op:
     return ()
 
 
-KINDS = _ops.kinds
+_quotas = Weighted(_ops)
+
+
+@_quotas.add(12)
+def set_quota(rng: random.Random) -> Op:
+    """Of bytes, files, or both; None: unlimited."""
+    return (
+        _path(rng),
+        rng.choice((None, rng.randrange(20_000), rng.randrange(500_000))),
+        rng.choice((None, rng.randrange(40))),
+    )
+
+
+@_quotas.add(2)
+def remove_quota(rng: random.Random) -> Op:
+    return (_path(rng),)
+
+
+KINDS = _quotas.kinds
 generate = _ops.sequence
+generate_with_quotas = _quotas.sequence

@@ -7,6 +7,7 @@ before each call, and narrows it down afterwards. Contents may be sparse.
 
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from aifs.core import errors
@@ -80,6 +81,25 @@ class Content:
 
 
 @dataclass
+class Quota:
+    """How much may lie below a directory."""
+
+    bytes_max: float
+    files_max: float
+    above: "Quota | None"
+    """The one that its directory lies in."""
+    is_gone: bool = False
+    """Its directory has been erased, and nobody counts what has it still."""
+
+    @property
+    def chain(self) -> list["Quota"]:
+        """It and all in which it lies."""
+        if self.is_gone:
+            return []
+        return [self, *(self.above.chain if self.above else [])]
+
+
+@dataclass
 class OracleInode:
     ino: int
     mode: int
@@ -101,6 +121,10 @@ class OracleInode:
     """mtime and ctime before the first change whose times need not be safe from kill -9 yet: a
     write, or a chmod and the like to what was there already."""
     handles: int = 0
+    counted: Quota | None = None
+    """The innermost quota that counts it; and, of a directory, what is made in it."""
+    quota: Quota | None = None
+    """Of a directory: its own."""
 
     @property
     def is_dir(self) -> bool:
@@ -216,6 +240,7 @@ class Oracle:
         self._gather(inode)
         self._take_back(inode)
         self._attach(directory, name, inode)
+        self._count_for(inode, directory.counted)
         inode.ctime = self.clock
         return inode
 
@@ -231,6 +256,8 @@ class Oracle:
         inode.nlink = 2 + sum(one.is_dir for one in inode.names.values()) if inode.is_dir else 1
 
     def _make(self, parent: int, name: bytes, mode: int, caller, rdev: int = 0) -> OracleInode:
+        if self.inodes[parent].is_dir:  # the kernel asks for names that are free alone
+            self._require_room(self.inodes[parent].counted, 0, 1)
         directory = self._free(parent, name)
         gid = caller.gid
         if directory.mode & stat.S_ISGID:
@@ -238,6 +265,7 @@ class Oracle:
             if stat.S_ISDIR(mode):
                 mode |= stat.S_ISGID
         inode = self._new(mode, caller.uid, gid, rdev)
+        inode.counted = directory.counted
         self._attach(directory, name, inode)
         return inode
 
@@ -263,6 +291,7 @@ class Oracle:
         directory = self._free(parent, name)
         if inode.is_dir:
             raise errors.NotPermitted
+        self._require_same_quotas(directory, inode)
         if inode.nlink == 0:
             raise errors.NotFound
         inode.nlink += 1
@@ -300,10 +329,14 @@ class Oracle:
             replaced = None
         if flags == NOREPLACE and replaced:
             raise errors.Exists
-        if self._inside(moved, target) or (flags == EXCHANGE and self._inside(replaced, source)):
-            raise errors.Invalid
         if moved is replaced:
             return
+        if source is not target:
+            self._require_same_quotas(target, moved)
+            if flags == EXCHANGE:
+                self._require_same_quotas(source, replaced)
+        if self._inside(moved, target) or (flags == EXCHANGE and self._inside(replaced, source)):
+            raise errors.Invalid
         if flags == EXCHANGE:
             self._detach(source, name)
             self._detach(target, new_name)
@@ -337,8 +370,9 @@ class Oracle:
                 return made[inode.ino]
             new = made[inode.ino] = self._new(inode.mode, inode.uid, inode.gid, inode.rdev)
             new.atime, new.mtime = inode.atime, inode.mtime
+            new.counted = self.inodes[new_parent].counted
             new.xattrs, new.target = dict(inode.xattrs), inode.target
-            new.content.size, new.content.pages = inode.size, dict(inode.content.pages)
+            new.content.size, new.content.pages = inode.content.size, dict(inode.content.pages)
             # What is open is copied as a reader sees it, who may not be told of its holes.
             new.allocated = inode.allocated or bool(inode.handles)
             for below, child in inode.names.items():
@@ -347,12 +381,79 @@ class Oracle:
                     new.names[below].parent, new.nlink = new, new.nlink + 1
             return new
 
+        below = {inode.ino: inode for inode in self._tree(source)}
+        size = sum(inode.content.size for inode in below.values())
+        # A tree is looked at when it is there: it is too much also if there was too much before.
+        self._require_room(self.inodes[new_parent].counted, size, len(below), source.is_dir)
         self._attach(self.inodes[new_parent], new_name, copy(source))
 
     def _inside(self, ancestor: OracleInode, directory: OracleInode) -> bool:
         while directory is not ancestor and directory.parent is not directory:
             directory = directory.parent
         return directory is ancestor
+
+    def _tree(self, top: OracleInode) -> Iterator[OracleInode]:
+        """It and all below, what has several names for each of them."""
+        yield top
+        for inode in top.names.values():
+            yield from self._tree(inode)
+
+    # Quotas
+
+    def set_quota(self, ino: int, bytes_max: float, files_max: float) -> None:
+        directory = self._directory(ino)
+        if directory.quota is None:
+            directory.quota = directory.counted = Quota(0, 0, directory.counted)
+            for inode in directory.names.values():
+                self._count_for(inode, directory.quota)
+        directory.quota.bytes_max, directory.quota.files_max = bytes_max, files_max
+
+    def remove_quota(self, ino: int) -> None:
+        directory = self._directory(ino)
+        removed, directory.quota = directory.quota, None
+        if removed is None:
+            raise errors.NoAttribute
+        directory.counted = removed.above
+        for inode in directory.names.values():
+            self._count_for(inode, removed.above, removed)
+        removed.is_gone = True
+
+    def _count_for(
+        self, inode: OracleInode, quota: Quota | None, only_of: Quota | None = None
+    ) -> None:
+        """What lies in an inode is counted by this quota; ``only_of``: what was by that one."""
+        if inode.quota is not None:
+            inode.quota.above = quota
+            return
+        if only_of is None or inode.counted is only_of:
+            inode.counted = quota
+        for child in inode.names.values():
+            self._count_for(child, quota, only_of)
+
+    def used(self, quota: Quota) -> tuple[int, int]:
+        """Bytes and files that a quota counts."""
+        counted = [
+            inode
+            for inode in self.inodes.values()
+            if inode.counted is not None and quota in inode.counted.chain
+        ]
+        return sum(inode.content.size for inode in counted), len(counted)
+
+    def _require_room(
+        self, quota: Quota | None, size: int, files: int, exceeds: bool = False
+    ) -> None:
+        """``exceeds``: there must not be too much of what does not grow, either."""
+        for each in quota.chain if quota else []:
+            used_bytes, used_files = self.used(each)
+            if (size > 0 or exceeds) and used_bytes + size > each.bytes_max:
+                raise errors.QuotaExceeded
+            if (files > 0 or exceeds) and used_files + files > each.files_max:
+                raise errors.QuotaExceeded
+
+    def _require_same_quotas(self, directory: OracleInode, inode: OracleInode) -> None:
+        own = inode.quota
+        if inode.counted is not directory.counted and not (own and own.above is directory.counted):
+            raise errors.CrossDevice
 
     # Attributes
 
@@ -388,6 +489,7 @@ class Oracle:
         return inode
 
     def _truncate(self, inode: OracleInode, size: int) -> None:
+        self._require_room(inode.counted, size - inode.size, 0)
         if size == inode.content.size:
             return self._perhaps_changed(inode)
         inode.content.truncate(size)
@@ -460,6 +562,7 @@ class Oracle:
         if self._access[handle] == os.O_RDONLY:
             raise errors.BadHandle
         if data:
+            self._require_room(inode.counted, offset + len(data) - inode.size, 0)
             inode.times_at_save = inode.times_at_save or (inode.mtime, inode.ctime)
             inode.content.write(offset, data)
             inode.mtime = inode.ctime = self.clock
@@ -470,6 +573,8 @@ class Oracle:
         if self._access[handle] == os.O_RDONLY:
             raise errors.BadHandle
         content, size = inode.content, inode.size
+        if not mode & ranges.KEEP_SIZE:
+            self._require_room(inode.counted, end - size, 0)
         if mode & (ranges.PUNCH_HOLE | ranges.ZERO_RANGE) and offset < size:
             content.write(offset, bytes(min(end, size) - offset))
         content.allocate(offset, end)
@@ -537,7 +642,9 @@ class Oracle:
     def forget(self, inos: list[int]) -> None:
         for ino in inos:
             if self.inodes[ino].nlink == 0 and not self.inodes[ino].handles:
-                del self.inodes[ino]
+                erased = self.inodes.pop(ino)
+                if erased.quota is not None:
+                    erased.quota.is_gone = True
 
     def end(self, crashed: bool) -> None:
         """The filesystem ends, with open files. A crash loses no byte, but may set times of writes
