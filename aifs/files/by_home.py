@@ -2,6 +2,8 @@
 the bytes of files that other hosts have moved are followed. docs/hosts.md has the rules.
 """
 
+from collections.abc import Sequence
+
 from aifs.burst.remote import Homes, Operation
 from aifs.core.errors import Stale, Unavailable
 from aifs.core.log import logger
@@ -9,8 +11,9 @@ from aifs.files.open_inode import LostBytes, OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.open_table import OpenTable
 from aifs.files.transitions import Transitions, alone
-from aifs.meta import forms
-from aifs.meta.kv import Engine
+from aifs.meta import forms, namespace
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Copy
 from aifs.peers.transport import Answer
 
 _log = logger(__name__)
@@ -72,6 +75,18 @@ class ByHome:
         await self.follow_bytes(ino)
         if number:
             file.joined, file.joined_as = host, max(number, file.joined_as)
+
+    async def request_drain(self, inos: Sequence[int]) -> None:
+        """Other hosts drain those of these files that are in their burst tiers, before all others,
+        while the caller goes on."""
+        if self._engine.host:
+            copies = await self._engine.view(_find_undrained, inos)
+            hosts: dict[int, list[int]] = {}
+            for ino, copy in copies.items():
+                hosts.setdefault(self._homes.of(copy.server), []).append(ino)
+            hosts.pop(0, None)  # ours
+            for host, wanted in hosts.items():
+                await self._homes.request_drain(host, wanted)
 
     async def take_cache(self, file: OpenInode) -> bool:
         """Whether the file may have a clean copy here: no other host has one that is in use."""
@@ -160,3 +175,8 @@ class ByHome:
                 await self._inodes.release(file)
         if self._table.overtaken.get(ino) is token:
             self._table.overtaken.pop(ino, None)
+
+
+def _find_undrained(tx: ReadTransaction, inos: Sequence[int]) -> dict[int, Copy]:
+    found = [namespace.find_inode(tx, ino) for ino in inos]
+    return {each.ino: each.copy for each in found if each and each.in_burst and each.copy}

@@ -226,6 +226,8 @@ class Clones:
         self, file: OpenInode, function: Callable[..., Inode | None], *args: Any
     ) -> Inode | None:
         """Clone a file that may be open; None if its bytes cannot be shared now."""
+        if file.home and await self._io.by_home.take_from_home(file):
+            return None  # programs of that host use it
         if file.marked and not file.inode.in_burst and not file.may_be_written:
             await self._io.sync(file)  # which has them rest, if nobody has it mapped
         async with alone([file]):
@@ -234,11 +236,12 @@ class Clones:
             return await self._io.transitions.share(file, function, *args)
 
     async def _drained(self, inos: list[int]) -> None:
-        """Those of these files that nobody has open for writing are drained on return. Raises what
-        a drain fails with."""
+        """Those of these files that nobody has open for writing are drained on return; other hosts
+        have begun with theirs. Raises what a drain fails with."""
         found = (self._io.table.open.get(ino) for ino in inos)
         written = {file.inode.ino for file in found if file is not None and file.may_be_written}
         waiting = [ino for ino in inos if ino not in written]
+        await self._io.by_home.request_drain(waiting)
         self._drain.request(waiting)
         for ino in waiting:
             with suppress(Busy):  # opened for writing just now
