@@ -263,6 +263,66 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
     trio.run(run)
 
 
+@pytest.mark.parametrize("lost", ["clone after it", "changed after it", "removed after it"])
+@pytest.mark.parametrize("mode", ["striped", "interleaved"])
+def test_clones_come_back_with_the_bytes_that_they_share(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, mode: str, lost: str
+) -> None:
+    """The metadata is lost some time after the last backup. What that knows of has its bytes, also
+    if all who shared them have gone since, or if it does not know that they are shared."""
+    monkeypatch.setattr(vfs_backup, "PART_BYTES", 1 << 20)  # nothing is shipped unasked
+    monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
+    source, data = scratch / "0", os.urandom(20_000)
+    modes.make_store(source, MODES[mode] | {"layout.inline_limit": "0"})
+
+    def fail(server: object, name: str, data: bytes) -> None:
+        raise Unavailable("told to")
+
+    async def live() -> None:
+        async with open_filesystem(modes.config_of(source)) as fs:
+            ino = await write(fs, b"file", data)
+            await fs.wait_drained(ino)
+            await fs.evictor.evict(ino)
+            if lost == "clone after it":
+                await fs.backup.ship()
+                patch.setattr(backups, "put", fail)
+            await fs.clone(ROOT, b"file", ROOT, b"clone", OWNER)
+            clone = (await fs.lookup(ROOT, b"clone")).ino
+            if lost != "clone after it":
+                await fs.backup.ship()
+                patch.setattr(backups, "put", fail)
+            if lost == "changed after it":
+                for number in (ino, clone):
+                    handle, *_ = await fs.open(number, os.O_RDWR | os.O_TRUNC)
+                    await fs.write(handle, 0, b"other bytes" * 900)
+                    await fs.release(handle)
+                    await fs.wait_drained(number)
+            else:
+                await fs.unlink(ROOT, b"file")
+                await fs.unlink(ROOT, b"clone")
+                fs.forget([ino, clone])
+            await fs.collector.drain()
+            raise faults.SimulatedCrash("the metadata is lost")
+
+    with monkeypatch.context() as patch, pytest.raises(faults.SimulatedCrash):
+        trio.run(live)
+    lose_metadata(source)
+    restored(source)
+
+    async def look() -> None:
+        async with open_filesystem(modes.config_of(source)) as fs:
+            assert await read(fs, b"file") == data
+            if lost != "clone after it":
+                assert await read(fs, b"clone") == data
+                handle, *_ = await fs.open((await fs.lookup(ROOT, b"clone")).ino, os.O_RDWR)
+                await fs.write(handle, 0, b"new")
+                await fs.release(handle)
+                assert await read(fs, b"file") == data
+
+    trio.run(look)
+    assert not check(modes.config_of(source), repair=False, deep=True).findings
+
+
 @pytest.mark.parametrize("when", ["drained before", "made after", "undrained in it"])
 def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, when: str

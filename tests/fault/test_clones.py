@@ -3,6 +3,7 @@ for all of them, whoever is gone; what is lost is named for all; fsck finds refe
 wrong.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from aifs.check import repair
 from aifs.check.findings import Finding
 from aifs.check.fsck import check
 from aifs.core import faults
+from aifs.core.errors import NoSpace, NotFound
 from aifs.files.types import ROOT
 from aifs.layout.placement import DRAINING
 from aifs.meta import keys, namespace, sharing
@@ -21,6 +23,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
+from tests.support.data_servers import failing, hooked
 from tests.support.points import armed, crash
 from tests.support.spoil import flip
 from tests.support.stores import moved_out, numbers, opened, overwrite, read_file, write_file
@@ -262,6 +265,67 @@ async def test_fsck_names_all_who_lack_an_object(directory: Path) -> None:
     }
 
 
+# --- full disks -----------------------------------------------------------------------------------
+
+
+async def inodes(fs: Filesystem) -> int:
+    return await fs.store.engine.view(lambda tx: tx.counter(keys.COUNTER_INODES))
+
+
+@pytest.mark.parametrize("full", ["data", "meta"])
+async def test_what_there_is_no_room_to_clone_leaves_nothing(directory: Path, full: str) -> None:
+    """Data servers have no room for what has to be drained first, or the metadata for the names."""
+    with hooked():
+        async with opened(directory, {"burst.drain_delay": "1h"}, base=SETTINGS, servers=6) as fs:
+            top = (await fs.mkdir(ROOT_INO, b"top", 0o755, ROOT)).ino
+            ino = await write_file(fs, b"file", os.urandom(SIZE), top)
+            if full == "meta":
+                await moved_out(fs, ino)
+            count = await inodes(fs)
+            with failing("write_at", f"{directory}/{full}", errno.ENOSPC):
+                for parent, name in ((top, b"file"), (ROOT_INO, b"top")):
+                    with pytest.raises(NoSpace):
+                        await fs.clone(parent, name, ROOT_INO, b"clone", ROOT)
+            with pytest.raises(NotFound):
+                await fs.lookup(ROOT_INO, b"clone")
+    async with opened(directory) as fs:
+        await fs.doomed.empty()
+        await fs.collector.drain()
+        assert await inodes(fs) == count and not await numbers(fs, b"z")
+        await fs.clone(ROOT_INO, b"top", ROOT_INO, b"clone", ROOT)
+        clone = (await fs.lookup(ROOT_INO, b"clone")).ino
+        copy = (await fs.lookup(clone, b"file")).ino
+        assert await read_file(fs, copy) == await read_file(fs, ino)
+
+
+@pytest.mark.parametrize("settings", [{}, {"burst.directories": ""}], ids=["staged", "restriped"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_shared_and_cannot_be_changed_stays_as_it_is(
+    directory: Path, kind: str, settings: dict[str, str]
+) -> None:
+    """The first change copies the file: nothing has room for that."""
+    files = Files()
+    async with opened(directory, KINDS[kind] | settings, base=SETTINGS, servers=6) as fs:
+        await files.make(fs)
+        [ino, *_] = files.inos
+        places = tuple(f"{directory}/{name}" for name in ("data", "burst"))
+        operations = ("write_at", "truncate", "allocate")
+        with failing(operations, places, errno.ENOSPC) as failed:
+            handle = None
+            with pytest.raises(NoSpace):
+                handle = (await fs.open(ino, os.O_RDWR)).handle
+                await fs.write(handle, 5, b"new")
+                await fs.fsync(handle)
+        if handle is not None:
+            await fs.release(handle)
+        assert failed
+        await files.check(fs)
+        await overwrite(fs, ino, 5, b"new")
+        assert await read_file(fs, ino) == files.data[:5] + b"new" + files.data[8:]
+        files.inos.remove(ino)
+        await files.check(fs)
+
+
 # --- a host that dies -----------------------------------------------------------------------------
 
 
@@ -272,7 +336,7 @@ async def test_a_tree_that_is_not_finished_is_removed_by_the_next_mount(
     files = Files()
     async with mounted(directory) as fs:
         await files.make(fs)
-        count = await fs.store.engine.view(lambda tx: tx.counter(keys.COUNTER_INODES))
+        count = await inodes(fs)
     with pytest.raises(faults.SimulatedCrash):
         async with stores.served(modes.config_of(directory)) as fs:
             with armed(point, crash):
@@ -281,7 +345,7 @@ async def test_a_tree_that_is_not_finished_is_removed_by_the_next_mount(
         await fs.doomed.empty()
         await fs.collector.drain()
         assert not await numbers(fs, b"z")
-        assert await fs.store.engine.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == count
+        assert await inodes(fs) == count
         await files.check(fs)
         await fs.clone(ROOT_INO, b".", ROOT_INO, b"all", ROOT)
         all_ = (await fs.lookup(ROOT_INO, b"all")).ino

@@ -20,6 +20,7 @@ from aifs.meta import crossing, groups, keys
 from aifs.meta.askers import Asker
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Copy, Garbage, Inode
+from aifs.meta.sharing import users
 from aifs.store import copying
 from aifs.store.copying import copy_metadata
 from aifs.store.store import Store, format_store, open_store
@@ -57,6 +58,8 @@ def filled(config: Config, mark: bytes = b"") -> None:
             await write_file(fs, mark + b"tiny", b"tiny")
             await fs.setxattr(large, b"user.key", b"value")
             await drained(fs, large, small)
+            await fs.clone(ROOT_INO, mark + b"large", directory.ino, b"clone", ROOT)
+            await fs.clone(ROOT_INO, mark + b"directory", ROOT_INO, mark + b"shelf", ROOT, True)
             removed = await write_file(fs, mark + b"removed", DATA)
             await drained(fs, removed)
             await fs.unlink(ROOT_INO, mark + b"removed")
@@ -74,7 +77,13 @@ def require_files(config: Config, mark: bytes = b"") -> None:
             large = await find(ROOT_INO, b"large")
             assert await read_file(fs, large) == DATA
             assert await fs.getxattr(large, b"user.key") == b"value"
-            small = await find(await find(ROOT_INO, b"directory"), b"small")
+            directory = await find(ROOT_INO, b"directory")
+            clone = (await fs.lookup(directory, b"clone")).ino
+            assert await read_file(fs, clone) == DATA
+            oid = (await fs.getattr(large)).oid
+            sharing = await fs.store.engine.view(users, oid)
+            assert len(sharing) == 3 and {large, clone} < set(sharing)
+            small = await find(directory, b"small")
             assert await read_file(fs, small) == SMALL
             assert await read_file(fs, await find(ROOT_INO, b"tiny")) == b"tiny"
 
