@@ -96,7 +96,8 @@ def _snapshots(directory: str) -> list[dict[str, Any]]:
 @click.argument("directory", type=PATH, metavar="DIR")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def rm_command(directory: str, names: tuple[str, ...]) -> None:
-    """Remove snapshots of the directory DIR, each in one step."""
+    """Remove snapshots of the directory DIR, each in one step, and for good: they go to no trash.
+    `aifs info` says how many bytes of one would come back."""
     from aifs.cli.mounts import require_inside
     from aifs.cli.rm import remove_tree
 

@@ -74,7 +74,7 @@ def doom(
     tx: Transaction, parent: int, name: bytes, now: int, uid: int, by: Remover | None = None
 ) -> Inode:
     """Remove the name of a directory, and doom it with all that lies below, unless there is a trash
-    for it; the inode as it is now.
+    for it; the inode as it is now. Snapshots go to no trash: nobody removes one but by its name.
 
     The cost does not depend on what lies below, except in a store that has had immutable or
     append-only files: there up to LOOKED_AT_MAX names are looked at. Raises NotFound,
@@ -87,6 +87,7 @@ def doom(
     directory = namespace.get_directory_loosely(tx, parent)
     if inode.flags & SNAPSHOT and not directory.flags & SNAPSHOT:
         directory.require_unguarded()  # a snapshot, which goes as a whole
+        by = None
     else:
         _require_removable(tx, directory, inode)
     namespace.remove_name(tx, parent, name, dentry)

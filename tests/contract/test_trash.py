@@ -286,6 +286,20 @@ async def test_a_tree_that_is_removed_at_one_stroke_is_one_entry(directory: Path
         assert (await fs.trash.status())["bytes"] == 0
 
 
+async def test_a_snapshot_that_is_removed_is_gone(directory: Path) -> None:
+    """Somebody has named it, as rm -r does not remove it; what it was made of has its trash."""
+    async with with_trash(directory) as fs:
+        top = await make_tree(fs)
+        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+        await fs.clone(ROOT_INO, b"top", shelf, b"one", OWNER, True)
+        await fs.unlink(top, b"h", OWNER)
+        await fs.remove_tree(shelf, b"one", OWNER)
+        await fs.doomed.empty()
+        assert await kept(fs, OWNER) == ["/top/h"]
+        await fs.remove_tree(ROOT_INO, b"top", OWNER)
+        assert await kept(fs, OWNER) == ["/top/h", "/top"]
+
+
 async def test_a_tree_that_rm_has_removed_comes_back_whole(directory: Path) -> None:
     async with with_trash(directory) as fs:
         top = await make_tree(fs)
