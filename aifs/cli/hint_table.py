@@ -23,6 +23,7 @@ _MEANINGS = {
     "pending": "a checkpoint that is being saved, by whom: ranks=8,step=100",
     "group": "files that are written together: name=step,ranks=8",
     "state": "where the bytes are: dirty, draining, clean, cached",
+    "sharing": "bytes that nobody else has, and those that clones elsewhere have, too",
     "drain": "what is not on the data servers; set it to '' to drain that first",
     "start": "which start of a job is recorded in it, and how it goes: record=RUN, stop",
     "order": "epochs of the dataset in it that are read, and what is there ahead of the readers",

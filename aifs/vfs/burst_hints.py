@@ -23,7 +23,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
-from aifs.meta import keys, namespace
+from aifs.meta import keys, namespace, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
@@ -128,6 +128,32 @@ class BurstHints:
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)
         return answer
+
+    async def sharing(self, ino: int) -> dict[str, int]:
+        """How many bytes of a file, or of all files below a directory, nobody else has:
+        ``unique_bytes`` would come back if it were removed, ``shared_bytes`` would not, as clones
+        elsewhere have them. What several files of a tree share counts once. Of a directory also
+        ``files``, and their ``bytes`` as ls(1) adds them up. Raises NoAttribute."""
+        inode = await self._attributes.getattr(ino)
+        if not inode.is_dir and not inode.is_file:
+            raise NoAttribute()
+        files = size = unique = shared = 0
+        elsewhere: dict[int, int] = {}  # oid -> how many of those who share it we have not met
+        async for place in self._files_below(inode):
+            found, space = place.inode, place.inode.space
+            files, size = files + 1, size + found.size
+            if not found.named:
+                unique += space
+                continue
+            if found.oid not in elsewhere:
+                users = await self._engine.view(sharing.users, found.oid)
+                elsewhere[found.oid], shared = len(users), shared + space
+            elsewhere[found.oid] -= 1
+            if not elsewhere[found.oid]:
+                del elsewhere[found.oid]
+                unique, shared = unique + space, shared - space
+        told = {"unique_bytes": unique, "shared_bytes": shared}
+        return {"files": files, "bytes": size} | told if inode.is_dir else told
 
     async def _files_below(self, top: Inode) -> AsyncIterator[Place]:
         """The regular files of a tree, or the one file. Others run between slices of it."""

@@ -7,6 +7,7 @@ files.
     user.aifs.expected_size  directory, or empty file: get and set how large new files (this file)
                              will become
     user.aifs.state          directory or file: JSON, where the bytes are (BurstHints.state)
+    user.aifs.sharing        directory or file: JSON, bytes that it has alone (BurstHints.sharing)
     user.aifs.drain          directory or file: JSON, what is undrained; set (empty): drain that
                              before all else
     user.aifs.stage          file, set (empty): bring it into the burst tier
@@ -236,6 +237,8 @@ class Hints:
             return await reports.describe(self._store, inode, self._io.table.open.get(ino))
         if name == b"user.aifs.state":
             return await self._burst.state(ino)
+        if name == b"user.aifs.sharing":
+            return await self._burst.sharing(ino)
         if name == b"user.aifs.refused" and (refused := self._refusals.find(ino, caller)):
             return refused
         if name == b"user.aifs.drain":

@@ -113,6 +113,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.publish": Right(reader, owner),
     b"user.aifs.mirror": Right(reader, owner),
     b"user.aifs.state": Right(reader, unchangeable),
+    b"user.aifs.sharing": Right(reader, unchangeable),
     b"user.aifs.drain": Right(reader, writer),
     b"user.aifs.stage": Right(unreadable, owner),
     b"user.aifs.evict": Right(unreadable, owner),

@@ -20,6 +20,7 @@ from aifs.core.errors import (
     Busy,
     Exists,
     Invalid,
+    NoAttribute,
     NotADirectory,
     NotFound,
     ReadOnly,
@@ -31,6 +32,7 @@ from aifs.meta import keys, sharing
 from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
+from tests.support.stores import ask
 
 ROOT, OWNER, OTHER = 1, Caller(uid=1000, gid=1000), Caller(uid=2000, gid=2000)
 SIZE = 20_000
@@ -410,6 +412,40 @@ async def test_a_snapshot_outlives_changes_is_cloned_and_goes_as_a_whole(directo
         await fs.remove_tree(ROOT, b"top")
         await emptied(fs)
         assert await read(fs, await find(fs, b"log", top=again)) == b"so far"
+
+
+async def test_what_a_tree_has_alone_is_told(directory: Path) -> None:
+    async def told(ino: int) -> tuple[int, ...]:
+        return tuple((await ask(fs, ino, "sharing")).values())
+
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+        file = await make(fs, top, b"file", os.urandom(SIZE))
+        await make(fs, top, b"inline", b"x" * 50)
+        await fs.link(await make(fs, top, b"other", os.urandom(SIZE)), top, b"second")
+        assert await told(file) == (SIZE, 0)
+        await fs.clone(top, b"file", top, b"again", ROOT_USER)
+        total = 3 * SIZE + 50
+        assert await told(top) == (4, total, 2 * SIZE + 50, 0), "what it shares lies in it"
+        assert await told(file) == (0, SIZE)
+        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+        await fs.clone(ROOT, b"top", shelf, b"one", ROOT_USER, True)
+        one = await find(fs, b"one", top=shelf)
+        assert await told(one) == (4, total, 50, 2 * SIZE)
+        assert await told(top) == (8, 2 * total, 2 * SIZE + 100, 0)
+        await change(fs, file, 0, b"new")
+        await fs.unlink(top, b"again")
+        fs.names.forget_all()
+        await emptied(fs)
+        assert await told(one) == (4, total, SIZE + 50, SIZE), "one file has gone elsewhere"
+        await fs.unlink(top, b"other")
+        await fs.unlink(top, b"second")
+        fs.names.forget_all()
+        await emptied(fs)
+        assert await told(one) == (4, total, 2 * SIZE + 50, 0)
+        assert await told(file) == (SIZE, 0)
+        with pytest.raises(NoAttribute):
+            await ask(fs, (await fs.symlink(top, b"link", b"x", OWNER)).ino, "sharing")
 
 
 # --- who may, and what is refused -----------------------------------------------------------------

@@ -137,6 +137,10 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
     told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
     assert [each["name"] for each in told] == ["before", "after"]
     assert "before" in aifs("snapshot", "ls", top).stdout
+    told = json.loads(aifs("info", kept, "--json").stdout)
+    assert told["files"] == 3 and told["unique_bytes"] + told["shared_bytes"] == told["bytes"]
+    assert told["unique_bytes"] > 3 * MIB and told["shared_bytes"] >= 100_000
+    assert f"shared_bytes     {told['shared_bytes']}\n" in aifs("info", kept).stdout
     read_only = errno.EROFS
     assert errno_of((kept / "large").write_bytes, b"x") == read_only
     assert errno_of((kept / "small").unlink) == read_only
