@@ -82,13 +82,17 @@ def load_command(
     if not plan:
         raise click.UsageError("say --plan: what loads a checkpoint is the job itself")
     from aifs.cli.output import print_json
+    from aifs.cli.trees import walk
+    from aifs.client.publishing import plain
     from aifs.client.torch.load_plan import plan_load
 
+    # First of all, as what is looked into may be brought into the burst tier.
+    places = {file: _place(file) for path in paths for file in walk(plain(path))}
     try:
         found = plan_load(paths, ranks or len(paths), hosts, together=together, sharded=sharded)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    places = {path: _place(path) for path in found.sizes}
+    places = {path: places[path] for path in found.sizes}
     if as_json:
         print_json(_facts(found, places))
     else:

@@ -107,7 +107,7 @@ def test_a_plan_of_loads_knows_where_the_bytes_are(
         assert main(["checkpoints", "load", "--plan", *map(str, words)]) == 0
         return capsys.readouterr().out
 
-    mounted = mount_store("burst.stage_on_read=0")  # what is planned is looked at
+    mounted = mount_store()
     state = {"large": torch.randn(1500, 1500), "step": torch.tensor(17)}
     run, path = mounted.path / "run", mounted.path / "model.pt"
     run.mkdir()
@@ -120,10 +120,13 @@ def test_a_plan_of_loads_knows_where_the_bytes_are(
     assert (facts["files"][0]["place"], facts["server_bytes"]) == ("burst tier here", 0)
     aifs("drain", mounted.path)
     aifs("evict", mounted.path)
+    facts = json.loads(planned(path, "--json"))  # as it is before the plan looks into the file
+    assert facts["ranks"][0]["bytes"] == facts["server_bytes"] == size
+    mounted.options = ("burst.stage_on_read=0",)
+    mounted.remount()
+    aifs("evict", mounted.path)
     for line in re.findall(r"^  aifs checkpoints load --plan (.*)", EPILOG, re.MULTILINE):
         assert "data servers" in planned(*line.replace("/mnt/store", str(mounted.path)).split())
-    facts = json.loads(planned(path, "--json"))
-    assert facts["ranks"][0]["bytes"] == facts["server_bytes"] == size
     mounted.remount()
     before = read_bytes(mounted)
     assert _same(torch.load(path), state)
