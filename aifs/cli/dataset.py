@@ -158,8 +158,8 @@ def _opened(path: str, options: dict[str, Any]) -> "tuple[Dataset, float]":
 
 def _check_order(dataset: "Dataset") -> None:
     """An epoch reads each row of each block once. Raises DatasetError."""
-    from aifs.client.data.arithmetic import ArrayArithmetic
     from aifs.core.errors import DatasetError
+    from aifs.datasets.arrays import ArrayArithmetic
     from aifs.datasets.sequence import Epoch, EpochOrder
 
     epoch = Epoch(dataset.index, EpochOrder(seed=1), ArrayArithmetic())
@@ -224,7 +224,7 @@ def _plot(dataset: "Dataset", seed: int, path: str) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    from aifs.client.data.arithmetic import ArrayArithmetic
+    from aifs.datasets.arrays import ArrayArithmetic
     from aifs.datasets.sequence import Epoch, EpochOrder
 
     order = EpochOrder(seed=seed)

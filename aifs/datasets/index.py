@@ -42,6 +42,9 @@ _MAGIC = b"AIFSidx1"
 _HEADER = struct.Struct("<8s4Q")
 _END = struct.Struct("<Q")
 
+_Column = memoryview | array
+_HIGHEST_BYTE = 7 if sys.byteorder == "little" else 0
+
 
 class FileBytes(Protocol):
     """The bytes of one file, wherever they are."""
@@ -148,20 +151,24 @@ class Index:
 
 
 def index_of(format: str, files: Iterable[IndexedFile], catalogue: bytes = b"") -> Index:
-    """The index of ``files``, which come in any order; their blocks need to be iterable once."""
-    paths: list[bytes] = []
-    sizes, mtimes_ns, first_blocks = array("q"), array("q"), array("q", [0])
-    offsets, lengths, rows = array("q"), array("q"), array("q")
-    for file in sorted(files, key=lambda file: file.path):
-        paths.append(file.path)
-        sizes.append(file.version.size)
-        mtimes_ns.append(file.version.mtime_ns)
-        for block in file.blocks:
-            offsets.append(block.offset)
-            lengths.append(block.length)
-            rows.append(block.rows)
-        first_blocks.append(len(rows))
-    return Index(format, paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue)
+    """The index of ``files``, which come in any order; their blocks need to be iterable once. Each
+    file's blocks are let go of before the next one is taken."""
+    taken = sorted((file.path, file.version, _columns(file.blocks)) for file in files)
+    first_blocks = array("q", [0])
+    columns = array("q"), array("q"), array("q")
+    for _, _, of_file in taken:
+        for column, part in zip(columns, of_file, strict=True):
+            column.extend(part)
+        first_blocks.append(len(columns[0]))
+    paths = [path for path, _, _ in taken]
+    sizes = array("q", (version.size for _, version, _ in taken))
+    mtimes_ns = array("q", (version.mtime_ns for _, version, _ in taken))
+    return Index(format, paths, sizes, mtimes_ns, first_blocks, *columns, catalogue)
+
+
+def _columns(blocks: Iterable[RowBlock]) -> list["array[int]"]:
+    """Their offsets, lengths and rows: of 388,000 blocks 9 MB, and not 60 MB of objects."""
+    return [array("q", column) for column in zip(*blocks)] or [array("q") for _ in range(3)]
 
 
 def encode(index: Index) -> bytes:
@@ -197,7 +204,7 @@ def decode(record: bytes) -> Index:
     if len(view) != end + _END.size or _END.unpack_from(view, end)[0] != zlib.crc32(view[:end]):
         raise DatasetError("a torn index of a dataset")
     at = _HEADER.size
-    columns: list[Sequence[int]] = []
+    columns: list[_Column] = []
     for count in counts:
         columns.append(_native(view[at : at + 8 * count]))
         at += 8 * count
@@ -206,18 +213,24 @@ def decode(record: bytes) -> Index:
     is_ascending = all(first <= after for first, after in pairwise(first_blocks))
     if not is_ascending or first_blocks[0] != 0 or first_blocks[-1] != blocks:
         raise DatasetError("an index whose files do not have the blocks that are there")
-    if min(map(_least, (sizes, offsets, lengths, rows))) < 0 or sum(rows) > _ROWS_MAX:
+    if not all(map(_are_natural, (sizes, offsets, lengths, rows))):
         raise DatasetError("an index of impossible numbers")
     if len(paths) != files:
         raise DatasetError("an index whose files have other names than there are")
     catalogue = view[at + names_length : end]
-    return Index(
+    index = Index(
         format.decode(), paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue
     )
+    if index.total_rows > _ROWS_MAX:
+        raise DatasetError("an index of more rows than can be counted")
+    return index
 
 
-def _least(column: Sequence[int]) -> int:
-    return min(column, default=0)
+def _are_natural(column: _Column) -> bool:
+    """Whether no number is negative: the highest byte of each is below 128. Ten times faster than
+    looking for the least one, of which opening a large dataset would consist."""
+    highest = memoryview(column).cast("B")[_HIGHEST_BYTE::8]
+    return bytes(highest).isascii()
 
 
 def _little(column: Sequence[int]) -> bytes:
@@ -227,7 +240,7 @@ def _little(column: Sequence[int]) -> bytes:
     return values.tobytes()
 
 
-def _native(column: memoryview) -> Sequence[int]:
+def _native(column: memoryview) -> _Column:
     if sys.byteorder == "little":
         return column.cast("q")
     values = array("q", column.tobytes())

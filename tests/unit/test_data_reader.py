@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.client import data
-from aifs.client.data.arithmetic import ArrayArithmetic, all_permuted
 from aifs.client.data.progress import filled
 from aifs.core.errors import DatasetError
+from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.index import INDEX_NAME
 from aifs.datasets.sequence import SHUFFLES, Epoch, EpochOrder, PlainArithmetic
 from aifs.layout.order import permuted

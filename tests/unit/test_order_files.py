@@ -23,7 +23,7 @@ from aifs.client.data.disk import DiskFile  # noqa: E402
 from aifs.core.errors import DatasetError  # noqa: E402
 from aifs.datasets.formats.reading import InMemory  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402
-from aifs.datasets.order_files import thrift  # noqa: E402
+from aifs.datasets.order_files import parquet, thrift  # noqa: E402
 from aifs.datasets.order_files.making import order_bytes  # noqa: E402
 from aifs.datasets.order_files.names import OrderName, parsed  # noqa: E402
 from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange, cut  # noqa: E402
@@ -317,6 +317,17 @@ def test_what_cannot_be_put_into_an_order_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(DatasetError, match="1.arrow: its schema is not that"):
         made(tmp_path / "arrows", FORMATS["arrow"], FORMATS["arrow"].name())
+
+
+def test_too_many_footers_are_refused_before_any_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding took a minute, and then the last one was too many."""
+    format = FORMATS["parquet"]
+    monkeypatch.setattr(parquet, "FOOTERS_MAX", 1000)
+    monkeypatch.setattr(thrift, "decode", lambda data: pytest.fail("a footer was decoded"))
+    with pytest.raises(DatasetError, match="more than 1000 bytes of footers"):
+        made(tmp_path / "set", format, format.name())
 
 
 def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """The sequence of an epoch against a plain oracle; the record of an index."""
 
 import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +13,14 @@ from hypothesis import strategies as st
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.index import Index, IndexedFile, RowBlock, Version, decode, encode, index_of
-from aifs.datasets.sequence import SHUFFLES, Epoch, EpochOrder, ShuffleGroup
+from aifs.datasets.sequence import (
+    SHUFFLES,
+    Epoch,
+    EpochOrder,
+    PlainArithmetic,
+    ShuffleGroup,
+    arithmetic_for,
+)
 from aifs.layout.order import file_windows, key_of, permuted
 
 Row = tuple[int, int]
@@ -119,6 +130,54 @@ def test_an_index_is_what_was_kept(index: Index) -> None:
     for torn in (record[:-1], record[:-9] + b"x" + record[-8:], b""):
         with pytest.raises(DatasetError):
             decode(torn)
+
+
+@pytest.mark.parametrize(
+    "version, block",
+    [
+        (Version(-1, 0), RowBlock(0, 1, 1)),
+        (Version(1, 0), RowBlock(-1, 1, 1)),
+        (Version(1, 0), RowBlock(0, -(1 << 63), 1)),
+        (Version(1, 0), RowBlock(0, 1, -1)),
+        (Version(1, 0), RowBlock(0, 1, (1 << 62) + 1)),
+    ],
+)
+def test_an_index_of_impossible_numbers_is_refused(version: Version, block: RowBlock) -> None:
+    """Also where they are among many others; an mtime may be negative."""
+    blocks = [RowBlock(0, 1, 1), block, RowBlock((1 << 63) - 1, 1, 1)]
+    record = encode(index_of("text", [IndexedFile(b"a", version, blocks)]))
+    with pytest.raises(DatasetError, match=r"impossible numbers|more rows"):
+        decode(record)
+    before_1970 = IndexedFile(b"a", Version(1, -5), blocks[:1])
+    assert decode(encode(index_of("text", [before_1970]))).version(0) == (1, -5)
+
+
+def test_threads_that_begin_together_make_a_window_once() -> None:
+    """Eight threads of a reader each computed, and held, the permutation of all blocks."""
+
+    class Counted(PlainArithmetic):
+        made = 0
+
+        def blocks(self, runs: Sequence[range], key: int | None) -> Sequence[int]:
+            self.made += 1
+            threading.Event().wait(0.1)  # the others would come in meanwhile
+            return super().blocks(runs, key)
+
+    arithmetic = Counted()
+    epoch = Epoch(index_with([[5] * 6] * 6), EpochOrder(seed=1, shares=8), arithmetic)
+    with ThreadPoolExecutor(8) as pool:
+        groups = list(pool.map(lambda share: epoch.group(share, 0), range(8)))
+    assert arithmetic.made == 1
+    assert sum(group.rows for group in groups) == 180
+
+
+def test_numpy_permutes_many_blocks_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = pytest.importorskip("aifs.datasets.arrays")
+    few, many = index_with([[1] * 10]), index_with([[1] * 20_000])
+    assert isinstance(arithmetic_for(few), PlainArithmetic)
+    assert isinstance(arithmetic_for(many), arrays.ArrayArithmetic)
+    monkeypatch.setitem(sys.modules, "aifs.datasets.arrays", None)
+    assert isinstance(arithmetic_for(many), PlainArithmetic)
 
 
 def test_thousands_of_windows_without_rows() -> None:

@@ -145,17 +145,20 @@ def _made(
         blocks = _named(path, lambda: list(FORMATS[format].blocks(file, options)))
         return IndexedFile(name, file.version, blocks)
 
-    found = []
     with ThreadPoolExecutor(min(_THREADS, len(names) or 1), "aifs-index") as pool:
-        futures = [pool.submit(indexed, name) for name in names]
         try:
-            for done, future in enumerate(futures, 1):
-                found.append(future.result())
-                on_file(done, len(futures))
+            return index_of(format, _told(pool.map(indexed, names), len(names), on_file))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return index_of(format, found)
+
+
+def _told(
+    files: Iterator[IndexedFile], total: int, on_file: Callable[[int, int], None]
+) -> Iterator[IndexedFile]:
+    for done, file in enumerate(files, 1):
+        on_file(done, total)
+        yield file
 
 
 def _of_files(root: str, options: Mapping[str, Any]) -> Index:

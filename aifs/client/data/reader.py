@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from aifs.client.data.announcing import Announcer
-from aifs.client.data.arithmetic import ArrayArithmetic, all_permuted
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.progress import Progress, counts_in, order_in, state_of
 from aifs.client.data.rows import BlockRows
+from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, shares_of
 
 if TYPE_CHECKING:

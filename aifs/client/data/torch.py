@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed
 import torch.utils.data
 
-from aifs.client.data.arithmetic import ArrayArithmetic
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.progress import Progress, counts_in, filled, order_in, state_of
 from aifs.client.data.reader import Reader, Transform, order_of, reader
+from aifs.datasets.arrays import ArrayArithmetic
 from aifs.datasets.sequence import Epoch, EpochOrder
 
 

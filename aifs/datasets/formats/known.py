@@ -1,6 +1,7 @@
 """Which formats there are, and which one a directory's files have."""
 
 from collections.abc import Iterable
+from functools import cache
 from types import ModuleType
 
 from aifs.core.errors import DatasetError
@@ -17,8 +18,13 @@ FORMATS: dict[str, ModuleType] = {
 def is_of(format: str, name: bytes) -> bool:
     """Whether a file of this name belongs to a dataset of this format. Hidden files never do."""
     base = name.rpartition(b"/")[2].lower()
-    suffixes = tuple(suffix.encode() for suffix in FORMATS[format].SUFFIXES)
+    suffixes = _suffixes(format)
     return not base.startswith((b".", b"_")) and (not suffixes or base.endswith(suffixes))
+
+
+@cache
+def _suffixes(format: str) -> tuple[bytes, ...]:
+    return tuple(suffix.encode() for suffix in FORMATS[format].SUFFIXES)
 
 
 def format_of(names: Iterable[bytes]) -> str:

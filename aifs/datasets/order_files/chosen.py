@@ -10,10 +10,10 @@ from typing import Protocol
 from aifs.core.errors import DatasetError
 from aifs.datasets.index import FileBytes, Index, RowBlock
 from aifs.datasets.order_files.names import OrderName
-from aifs.datasets.sequence import Epoch, EpochOrder
+from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
 
 BLOCKS_MAX = 1 << 19
-"""Of a dataset whose order is made a file: 15 us each are needed for it, 2 TiB of 4 MiB."""
+"""Of a dataset whose order is made a file: 2 TiB of 4 MiB. Without numpy each takes 15 us."""
 
 
 class OrderSources(Protocol):
@@ -76,7 +76,8 @@ def chosen_of(index: Index, name: OrderName) -> ChosenBlocks:
             " the dataset"
         )
     _require_sound(index)
-    epoch = Epoch(index, EpochOrder(name.seed, name.epoch, shares=1))
+    order = EpochOrder(name.seed, name.epoch, shares=1)
+    epoch = Epoch(index, order, arithmetic_for(index))
     numbers = epoch.blocks(0)
     starts = list(accumulate((index.rows[number] for number in numbers), initial=0))
     bounds = (epoch.total_rows * rank // name.world for rank in (name.rank, name.rank + 1))

@@ -12,8 +12,8 @@ import trio
 
 from aifs.core.errors import DatasetError, FsError, Invalid, Stale
 from aifs.datasets.ahead import Announced, FileNeed, files_needed, shares_read
-from aifs.datasets.index import INDEX_NAME, Version, decode
-from aifs.datasets.sequence import Epoch
+from aifs.datasets.index import INDEX_NAME, Index, Version, decode
+from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, SEARCH, require_may
 from aifs.meta import namespace
@@ -147,7 +147,7 @@ class FollowedEpoch:
             index = await trio.to_thread.run_sync(decode, data)
         except DatasetError as error:
             raise Invalid(str(error)) from None
-        epoch = await trio.to_thread.run_sync(Epoch, index, self._order)
+        epoch = await trio.to_thread.run_sync(_epoch_of, index, self._order)
         copies = await self._look_up(engine, io, epoch)
         sizes = [sum(index.sizes[file] for file in window) for window in epoch.windows]
         self._ends = list(accumulate(sizes))
@@ -318,6 +318,10 @@ class FollowedEpoch:
             "limit_bytes": self.room(limit),
             "waiting": self.is_late,
         }
+
+
+def _epoch_of(index: Index, order: EpochOrder) -> Epoch:
+    return Epoch(index, order, arithmetic_for(index))
 
 
 def _find_readable(tx: ReadTransaction, directory: int, path: bytes, asker: Asker) -> Inode:
