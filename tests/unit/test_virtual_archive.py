@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from aifs.datasets.archive import Archive, ArchiveMember, is_member
+from aifs.datasets.archive import Archive, ArchiveMember, header_of, is_member
 from aifs.datasets.virtual import SourceRange, cut
 
 NS = 10**9
@@ -70,6 +70,20 @@ def test_tarfile_reads_what_was_added(count: int) -> None:
                 file = tar.extractfile(info)
                 assert file is not None
                 assert file.read() == bytes_of(member.source, member.size)
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        ArchiveMember(b"d" * 99, 1, stat.S_IFDIR | 0o7777, 8**7 - 1, 8**7 - 1, 0, 0),
+        ArchiveMember(b"f" * 99, 1, stat.S_IFREG, 0, 0, 8**11 - 1, 8**11 * NS - 1),
+        ArchiveMember(b"l", 1, stat.S_IFLNK | 0o777, 0, 0, 0, NS, b"t" * 99),
+    ],
+)
+def test_a_header_of_ustar_is_that_of_pax(member: ArchiveMember) -> None:
+    """Where ustar can just say it all."""
+    info = tarfile.TarInfo.frombuf(header_of(member), "ascii", "strict")
+    assert info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict") == header_of(member)
 
 
 def test_any_range_is_that_of_the_whole() -> None:
