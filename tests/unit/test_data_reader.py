@@ -341,3 +341,16 @@ def test_wrong_datasets(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         data.open(tmp_path / "none")
     assert len(data.open(tmp_path / "b.bin", format="records", record_bytes=5)) == 2
+
+
+def test_an_index_of_records_counts_for_records_of_that_size(tmp_path: Path):
+    """It is kept, so that they are read ahead on a mount."""
+    (tmp_path / "a.bin").write_bytes(b"0123456789ab")
+    (tmp_path / "b.bin").write_bytes(b"")
+    for size, rows in ((4, 3), (6, 2), (6, 2), (4, 3)):
+        opened = data.open(tmp_path, format="records", record_bytes=size)
+        assert (len(opened), len(opened[rows - 1])) == (rows, size)
+        assert opened.has_kept_index and (tmp_path / ".aifs-index").exists()
+    for options in ({}, {"record_bytes": 5}, {"record_bytes": "4"}):
+        with pytest.raises(DatasetError, match="record_bytes"):
+            data.open(tmp_path, format="records", **options)

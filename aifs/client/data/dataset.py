@@ -15,10 +15,10 @@ from typing import Any
 
 from aifs.client.data.disk import IndexedDiskFile
 from aifs.client.data.rows import BlockRows, FileRows
-from aifs.datasets.formats import files, records
+from aifs.datasets.formats import files
 from aifs.datasets.index import Index, RowBlock
 
-MADE_EACH_TIME = (files.NAME, records.NAME)
+MADE_EACH_TIME = (files.NAME,)
 """Formats whose indexes are not kept."""
 
 _OPEN_FILES = 256  # whose footers are held

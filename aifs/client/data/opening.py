@@ -3,8 +3,7 @@
 The index is kept as ``.aifs-index`` in the dataset's directory (of a dataset that is one file:
 ``.NAME.aifs-index`` beside it), where whoever may write there puts it. It is a cache: it counts
 only if it names exactly the files that are there, with their sizes and mtimes, and losing it costs
-the time to make it. Indexes of directories of files (whose places change) and of fixed-size records
-(which are arithmetic) are made each time.
+the time to make it. Indexes of directories of files, whose places change, are made each time.
 """
 
 import os
@@ -20,7 +19,7 @@ from aifs.core import trees
 from aifs.core.errors import DatasetError
 from aifs.core.files import read_file
 from aifs.datasets import index as record
-from aifs.datasets.formats import files
+from aifs.datasets.formats import files, records
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, Version, index_of
 
@@ -68,7 +67,7 @@ def open(
     if b"" not in names:
         names = {name: version for name, version in names.items() if is_of(format, name)}
     cached = _cache_of(root) if format not in MADE_EACH_TIME else None
-    index = _kept(cached, format, names) if cached else None
+    index = _kept(cached, format, names, options) if cached else None
     if index is None:
         index = _made(root, format, names, options, on_file)
         if cached:
@@ -119,8 +118,10 @@ def _cache_of(root: str) -> str:
     return os.path.join(above, f".{name}{INDEX_NAME}")
 
 
-def _kept(path: str, format: str, names: Mapping[bytes, Version]) -> Index | None:
-    """The index that was kept, if it is that of these files."""
+def _kept(
+    path: str, format: str, names: Mapping[bytes, Version], options: Mapping[str, Any]
+) -> Index | None:
+    """The index that was kept, if it is that of these files, read in this way."""
     try:
         data = read_file(path)
         index = record.decode(data) if data is not None else None
@@ -129,7 +130,15 @@ def _kept(path: str, format: str, names: Mapping[bytes, Version]) -> Index | Non
     if index is None or index.format != format or len(index.paths) != len(names):
         return None
     same = all(names.get(path) == index.version(number) for number, path in enumerate(index.paths))
-    return index if same else None
+    return index if same and _has_such_rows(index, options) else None
+
+
+def _has_such_rows(index: Index, options: Mapping[str, Any]) -> bool:
+    """Whether records are as large as the user says: of other formats the files tell it."""
+    if index.format != records.NAME:
+        return True
+    size = options.get("record_bytes", 0)
+    return len(index.rows) > 0 and index.lengths[0] == index.rows[0] * size
 
 
 def _made(
