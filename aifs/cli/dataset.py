@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aifs.cli import dataset_plot
 from aifs.cli.arguments import PATH
 
 if TYPE_CHECKING:
@@ -59,11 +60,14 @@ def index_command(path: str, **options: Any) -> None:
 )
 @_dataset_options
 @click.option("--plot", type=PATH, help="Draw which file an epoch reads when (svg, png, pdf).")
-@click.option("--seed", default=0, help="Of the order that is drawn.  [0]")
+@click.option("--seed", type=int, help="Draw this order, not that of an epoch that is read now.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def show_command(path: str, plot: str | None, seed: int, as_json: bool, **options: Any) -> None:
+def show_command(
+    path: str, plot: str | None, seed: int | None, as_json: bool, **options: Any
+) -> None:
     """Show the format, files, blocks, rows and bytes of the dataset PATH, and how long it took to
-    index or to find that the index is right."""
+    index or to find that the index is right. On a mount --plot also draws which files are in the
+    burst tier, and how far an epoch's readers are."""
     from aifs.cli.output import print_facts, print_json
     from aifs.core.units import describe_size
 
@@ -80,7 +84,7 @@ def show_command(path: str, plot: str | None, seed: int, as_json: bool, **option
         "seconds": round(seconds, 3),
     }
     if plot is not None:
-        _plot(dataset, seed, plot)
+        dataset_plot.plot(dataset, seed, plot)
     if as_json:
         print_json(told)
         return
@@ -214,32 +218,3 @@ def _rate(dataset: "Dataset", shuffle: str, seconds: float) -> float:
         while time.monotonic() - begun < seconds and (some := sum(1 for _ in islice(rows, 64))):
             given += some
     return given / (time.monotonic() - begun)
-
-
-def _plot(dataset: "Dataset", seed: int, path: str) -> None:
-    """Files against positions of the epoch, a point for each piece of a block."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    from aifs.datasets.arrays import ArrayArithmetic
-    from aifs.datasets.sequence import Epoch, EpochOrder
-
-    order = EpochOrder(seed=seed)
-    epoch = Epoch(dataset.index, order, ArrayArithmetic())
-    positions, places = [], []
-    for share in range(order.shares):
-        row = 0
-        for piece in epoch.pieces(share):
-            positions.append(row * order.shares + share)
-            places.append(dataset.index.file_of(piece.block))
-            row += piece.rows
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(positions, places, linestyle="none", marker=".", markersize=3, color="#0072B2")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("row of the epoch")
-    axes.set_ylabel("file, in the order of paths")
-    axes.set_title(f"{dataset.path}: what an epoch reads, seed {seed}")
-    figure.savefig(path)

@@ -20,6 +20,7 @@ HOSTS = "user.aifs.hosts"
 LAYOUT = "user.aifs.layout"
 NONE = "user.aifs"  # which nothing has
 INFO = "user.aifs.info"
+ORDER = "user.aifs.order"
 QUOTA = "user.aifs.quota"
 QUOTAS = "user.aifs.quotas"
 REMOVE = "user.aifs.remove"

@@ -305,13 +305,15 @@ class FollowedEpoch:
 
     def tell(self, limit: int) -> dict[str, Any]:
         """For the hint."""
-        epoch, shares = self._epoch, self._order.shares
+        epoch, order = self._epoch, self._order
         return {
-            "seed": self._order.seed,
-            "epoch": self._order.epoch,
+            "seed": order.seed,
+            "epoch": order.epoch,
+            "shares": order.shares,
+            "window": order.window,
             "readers": sorted(self._readers),
             "world": self._world,
-            "done_rows": self.row * shares,
+            "done_rows": self.row * order.shares,
             "rows": 0 if epoch is None else epoch.total_rows,
             "kept_files": len(self.copies),
             "kept_bytes": self.kept_bytes,
