@@ -264,7 +264,7 @@ class Filesystem:
         )
 
         # What programs ask for.
-        virtual = VirtualFiles(engine, io, refusals)
+        virtual = VirtualFiles(engine, io, servers.buffers, refusals)
         recordings = StartRecordings(stager)
         self.files = files = OpenFiles(
             engine,

@@ -22,6 +22,7 @@ from aifs.core.errors import (
     Stale,
 )
 from aifs.core.tasks import run_all
+from aifs.data.reading.buffers import BufferPool
 from aifs.datasets.order_files.names import parsed
 from aifs.datasets.virtual import ShiftedNumbers, SourceRange
 from aifs.files.file_io import FileIO
@@ -64,9 +65,10 @@ class _VirtualFile:
 class VirtualFiles:
     """All virtual files and directories of a mount."""
 
-    def __init__(self, engine: Engine, io: FileIO, refusals: Refusals) -> None:
+    def __init__(self, engine: Engine, io: FileIO, buffers: BufferPool, refusals: Refusals) -> None:
         self._engine = engine
         self._io = io
+        self._buffers = buffers
         self._refusals = refusals
         self._watches = Watches(engine, io)
         self._orders = OrderFiles(engine, io)
@@ -219,7 +221,7 @@ class VirtualFiles:
         length = min(length, content.bytes.size - offset)
         if length <= 0:
             return b""
-        data = memoryview(bytearray(length))
+        data = self._buffers.take(length)
         reads, at = [], 0
         for piece in content.bytes.pieces(offset, length):
             if isinstance(piece, bytes):
