@@ -275,7 +275,9 @@ def test_an_epoch_goes_on_after_one_was_killed(
         else:
             signal.pidfd_send_signal(ends[0], signal.SIGKILL)
             lines += map(json.loads, rank.stdout)
-            assert "is killed by signal" in rank.stderr.read()
+            said = rank.stderr.read()
+            # The second where a batch was on the way, whose memory nobody hands over any more.
+            assert "is killed by signal" in said or "ConnectionResetError" in said
     for end in ends:  # workers look every few seconds whether their rank lives
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(end, signal.SIGKILL)
