@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import socket
 from math import inf
+from typing import Any
 
 import trio
 from psycopg.conninfo import conninfo_to_dict
@@ -57,6 +58,10 @@ class Hosts:
     def session(self) -> int:
         """The number of this host's."""
         return self._session.number
+
+    def own_status(self) -> dict[str, Any]:
+        """As Session.status. Does not block."""
+        return self._session.status()
 
     def live(self) -> frozenset[int]:
         """The sessions that are not known to have ended, our own among them."""

@@ -61,6 +61,7 @@ class Cluster:
             "session": hosts.session,
             "connected": len(hosts.peers.connected),
             "has_role": hosts.role.held,
+            **hosts.own_status(),
         }
 
     async def tell(self) -> dict[str, Any]:

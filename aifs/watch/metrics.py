@@ -82,6 +82,25 @@ _WAITS = (
         "aifs_hosts_connected", GAUGE, "cluster.connected", "Those of them that this one reaches."
     ),
     Metric("aifs_host_has_role", GAUGE, "cluster.has_role", "1: this one does what is for all."),
+    Metric(
+        "aifs_host_lease_age_seconds",
+        GAUGE,
+        "cluster.lease_age_s",
+        "Since this host began to renew its lease last, which it does each second; from 5 on it "
+        "answers nothing.",
+    ),
+    Metric(
+        "aifs_host_lag_transactions",
+        GAUGE,
+        "cluster.lag",
+        "Changes of other hosts that it knows of, and does not have.",
+    ),
+    Metric(
+        "aifs_host_unshown_transactions",
+        GAUGE,
+        "cluster.unshown",
+        "The same, of what its kernel was not told of; who changed it may wait for that.",
+    ),
 )
 
 METRICS = (
@@ -138,6 +157,12 @@ METRICS = (
         "burst.devices[].high_water_bytes",
         "Above it new files go to the data servers.",
         "device",
+    ),
+    Metric(
+        "aifs_burst_mirror_bytes",
+        GAUGE,
+        "burst.mirror_bytes",
+        "Of what other hosts have not drained, and this one keeps for them.",
     ),
     Metric(
         "aifs_burst_throttled_writers",

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from aifs.meta.keys import ROOT_INO
+from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import Session
@@ -34,3 +37,17 @@ async def test_a_host_that_copies_the_map_is_joining(scratch: Path, database: Te
         assert not told["guest"]["has_role"]
         await session.end("the test is over")
         map_database.close()
+
+
+async def test_a_host_tells_how_old_its_lease_is_and_how_far_behind_it_is(
+    scratch: Path, database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+):
+    async with joined(scratch, database) as (one, two):
+        for fs in (one, two):
+            told = (await ask(fs, ROOT_INO, "status"))["cluster"]
+            assert (told["lag"], told["unshown"]) == (0, 0)
+            assert 0 <= told["lease_age_s"] < sessions.STOP_S
+        later_s = sessions.clock_s() + 60
+        monkeypatch.setattr(sessions, "clock_s", lambda: later_s)
+        assert 50 < one.store.hosts.own_status()["lease_age_s"] <= 61
+        monkeypatch.undo()

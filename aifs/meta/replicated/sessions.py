@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import trio
 
@@ -109,6 +109,8 @@ class Session:
         self._database = database
         self._exchange = exchange
         """The other hosts."""
+        self._renewed_s = clock_s()
+        """When the beat began that renewed the lease last."""
         self._beat_due_s = 0.0
         """When who joins beats again, by ``clock_s``."""
         self._told: dict[int, int] = {}
@@ -167,6 +169,7 @@ class Session:
 
         It leaves ``sure_until_s`` to the caller, who may have to hear what has changed first.
         """
+        began_s = clock_s()
         ((status, head, members, reason),) = await self._database.settles.ask(
             db.BEAT,
             db.of_int(self.number),
@@ -178,7 +181,7 @@ class Session:
             self.ended = (reason or b"the database does not know it").decode()
             self.check()
         if db.to_int(status) == db.DONE:
-            self.head = db.to_int(head)
+            self.head, self._renewed_s = db.to_int(head), began_s
         self.members = db.to_int(members)
         return db.to_int(status)
 
@@ -227,6 +230,16 @@ class Session:
     def is_sure(self) -> bool:
         """Whether this host has its lease without doubt."""
         return not self.ended and clock_s() < self.sure_until_s
+
+    def status(self) -> dict[str, Any]:
+        """``lease_age_s``: since the beat that renewed the lease last began; ``lag`` and
+        ``unshown``: changes that it told of, and that the replica, or the kernel, has not got."""
+        shown = self.cursor if self.shown is None else self.shown
+        return {
+            "lease_age_s": round(clock_s() - self._renewed_s, 3),
+            "lag": max(0, self.head - self.cursor),
+            "unshown": max(0, self.head - shown),
+        }
 
     @property
     def fault(self) -> str:
