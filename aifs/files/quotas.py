@@ -65,11 +65,12 @@ class QuotaRoom:
 
     def describe(self) -> str:
         """For messages."""
-        quota = self.quota
-        return (
-            f"the quota of directory {quota.directory} is used up: {self.used_bytes} of "
-            f"{quota.bytes_max} bytes, {self.used_inodes} of {quota.inodes_max} files"
-        )
+        quota, limits = self.quota, []
+        if quota.bytes_max != UNLIMITED:
+            limits.append(f"{self.used_bytes} of {quota.bytes_max} bytes")
+        if quota.inodes_max != UNLIMITED:
+            limits.append(f"{self.used_inodes} of {quota.inodes_max} files")
+        return f"the quota of directory {quota.directory} is used up: {', '.join(limits)}"
 
 
 class Quotas:

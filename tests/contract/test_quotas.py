@@ -119,6 +119,16 @@ async def test_files_of_all_kinds_are_limited(scratch: Path) -> None:
         await refused(fs.mkdir(team, b"three", 0o755, ROOT))
 
 
+async def test_who_is_refused_is_told_what_is_used_up(scratch: Path) -> None:
+    async with opened(scratch / "store") as fs:
+        team = await directory(fs)
+        for limits, said in (("size=9", "0 of 9 bytes"), ("files=1", "0 of 9 bytes, 1 of 1 files")):
+            await put(fs, team, "quota", limits, ROOT)
+            with pytest.raises(QuotaExceeded, match=f"{team} is used up: {said}$"):
+                async with fs.quotas.granted((await fs.getattr(team)).project, 10, inodes=1):
+                    pytest.fail("there is no room")
+
+
 async def test_what_is_removed_counts_until_it_is_erased(scratch: Path) -> None:
     async with opened(scratch / "store") as fs:
         team = await directory(fs)
