@@ -1,18 +1,21 @@
-"""Measure what the orders of datasets teach a model, and put the numbers into the guide:
-docs/figures/datasets.json, the figure beside it, and the table of docs/datasets.md, between the
-marks.
+"""Measure what the orders of datasets teach a model, and how fast datasets are read, and put the
+numbers into the guide: docs/figures/datasets.json, the figures beside it, and the tables of
+docs/datasets.md, between the marks.
 
     scripts/figures datasets                                    measure, then draw
+    scripts/figures datasets --bench FILE                       the speeds anew, which
+                                                                `scripts/bench data --json` has told
     scripts/figures datasets --from docs/figures/datasets.json  draw again what has been measured
     scripts/figures datasets --quick --docs DIRECTORY           little work: does it run
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import dataset_speeds
 import shuffle_quality
 from figures import machine, put_numbers, pyplot_svg, write_figure
 from systems import REPOSITORY
@@ -38,14 +41,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--from", dest="source", type=Path, help="JSON of an earlier run; nothing is measured"
     )
+    parser.add_argument(
+        "--bench", type=Path, help="JSON of `scripts/bench data`; with --quick, of a quick run"
+    )
     parser.add_argument("--quick", action="store_true", help="little work in one round")
     parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="where the guide is")
     chosen = parser.parse_args(words)
-    if chosen.source:
-        found = json.loads(chosen.source.read_text())
+    target = chosen.docs / NUMBERS
+    if chosen.source or chosen.bench:
+        found = json.loads((chosen.source or target).read_text())
     else:
         found = measure(chosen.quick)
-    target = chosen.docs / NUMBERS
+    if chosen.bench:
+        found["speed"] = {"quick": chosen.quick, "rows": json.loads(chosen.bench.read_text())}
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(found, indent=1) + "\n")
     for name, draw in FIGURES.items():
@@ -54,14 +62,19 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Of each shuffle and seed the losses on the way."""
+    """Of each shuffle and seed the losses on the way; the rows of the bench."""
     seeds, steps = QUICK if quick else NORMAL
-    quality = shuffle_quality.measure(seeds, steps)
-    return {"machine": machine(), "seeds": seeds, "steps": steps, "quality": quality}
+    return {
+        "machine": machine(),
+        "seeds": seeds,
+        "steps": steps,
+        "quality": shuffle_quality.measure(seeds, steps),
+        "speed": dataset_speeds.measured(quick),
+    }
 
 
 def tables(found: dict[str, Any]) -> str:
-    """What the guide says of a run: by shuffle the loss on what was held out."""
+    """What the guide says of a run: by shuffle the loss on what was held out; the speeds."""
     means = shuffle_quality.summary(found["quality"])
     lines = [
         f"{found['steps']} steps, {found['seeds']} seeds: mean and standard deviation.",
@@ -75,6 +88,9 @@ def tables(found: dict[str, Any]) -> str:
         "",
         "![loss by step in each order](figures/datasets-quality.svg)",
         "",
+        "## How fast it is",
+        "",
+        dataset_speeds.table(found["speed"]),
     ]
     return "\n".join(lines)
 
@@ -97,7 +113,11 @@ def _draw_quality(found: dict[str, Any], path: Path) -> None:
     write_figure(figure, path)
 
 
-FIGURES = {"datasets-quality.svg": _draw_quality}
+FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "datasets-quality.svg": _draw_quality,
+    "datasets-speed.svg": lambda found, path: dataset_speeds.draw_targets(found["speed"], path),
+    "datasets-peers.svg": lambda found, path: dataset_speeds.draw_peers(found["speed"], path),
+}
 
 if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ class Extent(NamedTuple):
     @property
     def rows(self) -> str:
         """What the dataset of many files is."""
-        return f"{self.files:,} files, {self.files * self.thousands // 1000:,} million rows"
+        return f"{self.files:,} files, {self.files * self.thousands / 1000:.3g} million rows"
 
     @property
     def part(self) -> "Extent":
