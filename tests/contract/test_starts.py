@@ -266,3 +266,20 @@ async def test_what_is_refused(directory: Path) -> None:
             await put(fs, file, "start", "record=1")
         with pytest.raises(FsError):
             await fs.setxattr(top, b"user.aifs.start", b"record=1", caller=OTHER)
+
+
+async def test_a_record_of_a_kernel_without_cachestat_serves_one_with_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other way round: what either has recorded of a file that is opened stays."""
+    async with opened(directory) as fs:
+        top = await job(fs)
+        ino = await write_file(fs, b"file", b"x" * 3 * BLOCK)
+        for run, runs in (("1-new", ((1, 1),)), ("2-old", ((0, 3),)), ("3-new", ((0, 3),))):
+            seen = iter([[0, 0, 0], [0, 9, 0]])
+            tell = {"old": lambda *_: None, "new": lambda *_, seen=seen: next(seen)}
+            monkeypatch.setattr(page_cache, "resident", tell[run[2:]])
+            await put(fs, top, "start", f"record={run}")
+            await look(fs, ino, BLOCK)
+            assert (await recorded(fs, top, run)).files[0].runs == runs
+            assert bool((await ask(fs, top, "start"))["notes"]) == run.endswith("old")

@@ -152,6 +152,48 @@ def test_a_record_that_is_torn_is_ignored(mounted: Mounted) -> None:
     assert "/package/part.py" in shown(mounted)
 
 
+PREFETCH = """
+import sys
+from aifs.client import startup
+from aifs.core import files
+class Hook:
+    def before(self, op, path): pass
+    def after(self, op, path, *args):
+        if op == "open_file" and path.endswith("/table"):
+            print("open", flush=True)
+            sys.stdin.readline()
+files.set_hook(Hook())
+print(*startup.prefetch(sys.argv[1]), flush=True)
+"""
+
+
+def test_a_daemon_that_is_killed_while_it_prefetches_leaves_the_record(
+    mount_store: Callable[..., Mounted],
+) -> None:
+    """The prefetcher has a file open that it has not read."""
+    store = mount_store(*SLOW, "burst.stage_on_read=0")
+    package = store.path / "package"
+    make_package(package)
+    cold(store)
+    assert start(store).returncode == 0
+    planned = shown(store)
+    store.remount()
+    command = [sys.executable, "-c", PREFETCH, store.path / "start" / "job"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "open\n"
+        store.kill()
+        said, _ = running.communicate("\n", timeout=TIMEOUT_S)
+    _, _, left_out = map(int, said.split())
+    assert running.returncode == 0 and left_out >= 1
+    store.mount()
+    assert shown(store) == planned
+    done = aifs("start", "prefetch", "job", "--dir", store.path / "start")
+    assert done.stdout.endswith("out of reach: 0\n")
+    assert in_memory(package / "table")[6]
+
+
 def test_the_command_is_as_if_it_ran_alone(mounted: Mounted, tmp_path: Path) -> None:
     top = mounted.path / "start"
     done = start(mounted, "sh", "-c", "cat; echo out; echo err >&2; exit 7")

@@ -13,6 +13,7 @@ import pytest
 
 from aifs.cli.main import main
 from aifs.client import startup
+from aifs.core import files
 from tests.support.mounts import ROOT, TIMEOUT_S
 
 KEY = {"lock": "a==1"}
@@ -215,3 +216,81 @@ def test_the_command(tmp_path: Path, site: Path, capfd: pytest.CaptureFixture[st
     assert first == second
     assert run(site, "--venv", *command) == 2
     assert run(site, "--key", "2", "--", "sh", "-c", "exit 7") == 7
+
+
+class _Hook:
+    """What is done to files: the ``left``-th of the operations ``op`` ends in ``action``."""
+
+    def __init__(self, op: str, left: int, action: Callable[[], object]) -> None:
+        self._op, self._left, self._action = op, left, action
+
+    def before(self, op: str, path: str) -> None:
+        if self._op in ("", op):
+            self._left -= 1
+            if not self._left:
+                self._action()
+
+    def after(self, op: str, path: str, *args: object) -> None:
+        pass
+
+
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def nothing(path: Path) -> None:
+    """What is installed is there already."""
+
+
+@pytest.mark.parametrize(("op", "which"), [("copy_range", 2), ("write_at", 3), ("sync_file", 4)])
+def test_a_full_disk_captures_nothing(tmp_path: Path, site: Path, op: str, which: int) -> None:
+    envs, again = tmp_path / "envs", target(tmp_path / "again")
+    files.set_hook(_Hook(op, which, fill_disk))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            ask(envs, site)
+    finally:
+        files.set_hook(None)
+    assert startup.list_made(envs) == {}
+    assert [name for name in os.listdir(envs) if name != ".aifs-env"] == []
+    assert ask(envs, site, nothing).made
+    ask(envs, again, never)
+    assert tree(again).keys() == tree(site).keys()
+
+
+@pytest.mark.parametrize(("op", "which"), [("link", 2), ("write_at", 1), ("make_dir", 4)])
+def test_what_a_full_disk_has_put_there_by_half_is_mended(
+    tmp_path: Path, site: Path, op: str, which: int
+) -> None:
+    envs, again = tmp_path / "envs", target(tmp_path / "again")
+    ask(envs, site)
+    files.set_hook(_Hook(op, which, fill_disk))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            ask(envs, again, never)
+    finally:
+        files.set_hook(None)
+    assert tree(again).keys() != tree(site).keys()
+    ask(envs, again, never)
+    assert tree(again).keys() == tree(site).keys()
+
+
+@pytest.mark.parametrize("point", [20, 45, 66, 74])
+def test_a_capture_that_is_killed_is_made_anew(tmp_path: Path, site: Path, point: int) -> None:
+    """While it copies, writes what it has captured, syncs, and publishes."""
+    envs, again = tmp_path / "envs", target(tmp_path / "again")
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from aifs.core import files\n"
+        "from tests.unit.test_captured import _Hook, ask\n"
+        f"files.set_hook(_Hook('', {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
+        "ask(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", script, str(envs), str(site)]
+    died = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert (site / "new").exists() and list(site.glob(".aifs-capture"))
+    ask(envs, site, nothing)
+    ask(envs, again, never)
+    assert tree(again).keys() == tree(site).keys()
+    assert len(startup.list_made(envs)) == 1 == len(os.listdir(envs)) - 1
