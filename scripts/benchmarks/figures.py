@@ -5,7 +5,8 @@ beside it, and the tables of docs/grouped.md, between the marks.
     scripts/figures --from docs/figures/grouped.json  draw again what has been measured
     scripts/figures --quick --docs DIRECTORY          little work: does it run
 
-scripts/figures datasets does the same for docs/datasets.md (dataset_figures.py).
+scripts/figures datasets does the same for docs/datasets.md (dataset_figures.py), and
+scripts/figures start for docs/startup.md (start_figures.py).
 """
 
 import argparse

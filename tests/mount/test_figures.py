@@ -1,5 +1,5 @@
-"""The numbers of docs/grouped.md and docs/datasets.md are those of docs/figures/*.json, and
-scripts/figures makes both.
+"""The numbers of docs/grouped.md, docs/datasets.md and docs/startup.md are those of
+docs/figures/*.json, and scripts/figures makes both.
 """
 
 import json
@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MEASURING_MAX_S = 1000
-GUIDES = ("grouped.md", "datasets.md")
+GUIDES = ("grouped.md", "datasets.md", "startup.md")
+START = "start_figures.py"
 
 
 @pytest.fixture
@@ -65,6 +66,42 @@ def test_the_guide_to_datasets_has_the_numbers_of_the_last_run(docs: Path, tmp_p
     assert (docs / "datasets.md").read_text() == (DOCS / "datasets.md").read_text()
     require_figures(docs, "datasets.md")
     require_figures(DOCS, "datasets.md")
+
+
+def test_the_guide_to_starts_has_the_numbers_of_the_last_run(docs: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the figures extra)")
+    numbers = DOCS / "figures/start.json"
+    if not numbers.exists():
+        assert "Not measured" in (DOCS / "startup.md").read_text()
+        return
+    figures("--from", numbers, "--docs", docs, program=START)
+    assert (docs / "startup.md").read_text() == (DOCS / "startup.md").read_text()
+    require_figures(docs, "startup.md")
+    require_figures(DOCS, "startup.md")
+
+
+def test_the_guide_to_starts_takes_what_the_bench_prints(docs: Path, tmp_path: Path) -> None:
+    """Seconds of two ways are a row and two bars; a number and what explains it are rows."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the figures extra)")
+    rows = tmp_path / "rows.json"
+    row = dict.fromkeys(("nothing_to_plain", "aifs_to_plain", "aifs_to_nothing", "c_to_plain"))
+    import_ = {"plain": "6.30 s", "aifs": "2.00 s", "target": "3.1 times faster >= 3"}
+    missed = {"plain": "", "aifs": "0.070, of 40 MiB", "target": "<= 0.05"}
+    first = {"plain": "", "aifs": "5.00 s; plain / warm 3.1", "target": ""}
+    found = [
+        {**row, **import_, "work": "import numpy", "passed": True},
+        {**row, **missed, "work": "blocks missed", "passed": False},
+        {**row, **first, "work": "recorded", "passed": True},
+    ]
+    rows.write_text(json.dumps(found))
+    figures("--from", rows, "--docs", docs, program=START)
+    guide = (docs / "startup.md").read_text()
+    assert "| import numpy | 6.30 s | 2.00 s | 3.1 times faster >= 3 | reached |\n" in guide
+    assert "| blocks missed |  | 0.070, of 40 MiB | <= 0.05 | missed |\n" in guide
+    assert "| recorded |  | 5.00 s; plain / warm 3.1 |  |  |\n" in guide
+    require_figures(docs, "startup.md")
+    drawn = (docs / "figures/start-times.svg").read_text()
+    assert "import numpy" in drawn and "blocks missed" not in drawn
 
 
 @pytest.mark.long
