@@ -1,5 +1,6 @@
 """``aifs checkpoints load --plan``: what the ranks of a job will read of a checkpoint."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,16 +84,15 @@ def load_command(
         raise click.UsageError("say --plan: what loads a checkpoint is the job itself")
     from aifs.cli.output import print_json
     from aifs.cli.trees import walk
-    from aifs.client.publishing import plain
     from aifs.client.torch.load_plan import plan_load
 
     # First of all, as what is looked into may be brought into the burst tier.
-    places = {file: _place(file) for path in paths for file in walk(plain(path))}
+    before = {file: _place(file) for path in paths for file in walk(os.path.realpath(path))}
     try:
         found = plan_load(paths, ranks or len(paths), hosts, together=together, sharded=sharded)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    places = {path: places[path] for path in found.sizes}
+    places = {path: before.get(os.path.realpath(path)) or _place(path) for path in found.sizes}
     if as_json:
         print_json(_facts(found, places))
     else:

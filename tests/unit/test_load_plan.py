@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 
 from aifs.cli.main import main
+from aifs.client import startup
 from aifs.client.torch import gathered, load_plan, save_safetensors
 from aifs.client.torch.distributed import AifsReader, AifsWriter
 from aifs.client.torch.gather_plan import merged
@@ -64,6 +65,8 @@ def recorded() -> list[FileRange]:
 
 def shared_loads(rank: int, directory: Path) -> None:
     gathered.host_name = lambda: f"host {rank * HOSTS // RANKS}"
+    os.environ |= {"AIFS_START_DIR": str(directory / "job"), "AIFS_START_RUN": "1"}
+    os.environ["RANK"] = str(rank)
     found = recorded()
     for target, load, options in (
         (directory / "parts", parallel_load, {}),
@@ -84,6 +87,11 @@ def test_hosts_read_what_was_planned(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "state.pt")
     save_parts(tmp_path / "parts", 3)
     assert gloo.run_ranks(shared_loads, tmp_path, RANKS) == [""] * RANKS
+    _, stages = startup.report(str(tmp_path / "job"))  # they are stages of the start, too
+    assert {stage.stage: stage.ranks for stage in stages} == {
+        "parallel_load": RANKS,
+        "gathered.read": RANKS,
+    }
 
 
 class _Recorded(io.FileIO):
@@ -232,6 +240,19 @@ def test_a_file_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [rank["reads"][0]["path"] for rank in facts["ranks"]] == list(map(str, files_))
 
 
+def test_a_pointer_to_a_checkpoint_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As latest, which each save makes; files may be symlinks, too."""
+    save_parts(tmp_path / "step-1", 2)
+    torch.save(STATE, tmp_path / "state.pt")
+    (tmp_path / "link.pt").symlink_to("state.pt")
+    facts = json.loads(said(capsys, tmp_path / "latest", "--json"))
+    assert [Path(file["path"]).parent for file in facts["files"]] == [tmp_path / "step-1"] * 2
+    facts = json.loads(said(capsys, tmp_path / "link.pt", "--json"))
+    assert facts["ranks"][0]["bytes"] == (tmp_path / "state.pt").stat().st_size
+
+
 def test_what_is_no_weights_has_no_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +267,7 @@ def test_what_is_no_weights_has_no_order(
         (("--plan", "none.pt"), 1, "No such file"),
         (("--plan", "text"), 8, "neither a file of torch.save nor one of tensors"),
         (("--plan", "cut.pt"), 8, "cut.pt: "),
-        (("--plan", "empty"), 8, "0 files are in"),
+        (("--plan", "empty"), 8, "empty: holds no files of a checkpoint"),
         (("--plan", "two", "--ranks", "3"), 8, "2 files are in"),
         (("--plan", "state.pt", "text", "--ranks", "3"), 8, "2 files are given"),
         (("--plan", "state.pt", "--hosts", "2"), 2, "1 ranks cannot run on 2 hosts"),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from aifs.client.manifest import CheckpointError
 from aifs.client.publishing import PathLike, plain
+from aifs.client.startup.stages import stage
 from aifs.client.torch.gather_files import Files, FoundFiles, known_speeds, measure
 from aifs.client.torch.gather_plan import (
     CHAIN,
@@ -70,6 +71,7 @@ class _Offer(NamedTuple):
     inode: int
 
 
+@stage("gathered.read")
 def read(
     path: PathLike,
     group: Any = None,

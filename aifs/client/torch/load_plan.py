@@ -141,6 +141,11 @@ def _files_of(paths: Sequence[str], ranks: int) -> list[str]:
         what = f"in {paths[0]}"
         entries = [each for each in os.scandir(paths[0]) if not each.name.startswith(".")]
         files = sorted((each.path for each in entries if each.is_file()), key=_by_numbers)
+        if not files:
+            raise CheckpointError(
+                f"{paths[0]}: holds no files of a checkpoint; of several checkpoints "
+                "aifs checkpoints latest prints the newest"
+            )
     if len(files) not in (1, ranks):
         raise CheckpointError(
             f"{len(files)} files are {what}, and nothing says which of {ranks} ranks loads which: "

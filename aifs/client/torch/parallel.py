@@ -21,6 +21,7 @@ import torch.distributed as dist
 from aifs.client.manifest import NAME, CheckpointError
 from aifs.client.publishing import PathLike, plain
 from aifs.client.saving import checkpoint
+from aifs.client.startup.stages import stage
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
 from aifs.client.torch.gather_files import AsFile, FoundFiles
 from aifs.client.torch.gather_plan import split
@@ -179,6 +180,7 @@ def find_parts(directory: str, file: str | None = None) -> list[str]:
     return [parts[index] for index in range(count)]
 
 
+@stage("parallel_load")
 def parallel_load(
     path: PathLike,
     group: Any = None,
