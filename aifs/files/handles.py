@@ -52,6 +52,8 @@ class Handles:
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
+        self._is_watched = False
+        """Somebody wants to hear of each open."""
         self._accessed: dict[int, int] = {}
         """By inode number, when inodes that were lent were opened last so that it counts as access,
         which is not on record yet."""
@@ -181,12 +183,13 @@ class Handles:
         if programs have had it open, and would be answered the same way again. Does not block.
         """
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
-        if file.kept and (self._places[file.kept] != place or not inode.nlink):
+        if file.kept and (self._is_watched or self._places[file.kept] != place or not inode.nlink):
             self._drop_kept(file)
         passthrough, backing = self._kernel.passthrough, file.kept
         if (
             passthrough is None
             or not self._lends
+            or self._is_watched
             or not (file.was_opened and inode.nlink)
             or file.home
             or (not backing and (place is not None or _is_written_object(file)))
@@ -271,6 +274,14 @@ class Handles:
         passthrough = self._kernel.passthrough
         for lent in [] if passthrough is None else passthrough.all_lent("all"):
             self.recall(lent.ino)
+
+    def watch_opens(self, is_watched: bool) -> None:
+        """Whether nothing is lent from now on, so that each first open is asked for. Does not
+        block.
+        """
+        self._is_watched = is_watched
+        if is_watched:
+            self.recall_all()
 
     def end(self) -> None:
         """The kernel has gone, and all that was open and lent with it."""

@@ -14,9 +14,11 @@ from aifs.files.types import AHEAD
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.starts import starts
 from tests.support import modes, stores
+from tests.support.kernel import Kernel
 from tests.support.stores import OWNER, ask, moved_out, put, read_file, write_file
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
+ADMIN = Caller(uid=0, gid=0)
 SHAPE = modes.WAITING | {"burst.stage_on_read": "64MiB"}
 
 opened = partial(stores.opened, base=SHAPE)
@@ -41,8 +43,8 @@ async def ended(fs: Filesystem, directory: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
-async def recorded(fs: Filesystem, directory: int, run: str) -> StartRecord:
-    await put(fs, directory, "start", "stop")
+async def recorded(fs: Filesystem, directory: int, run: str, caller: Caller = OWNER) -> StartRecord:
+    await put(fs, directory, "start", "stop", caller=caller)
     await ended(fs, directory)
     inode = await fs.lookup(directory, f"{run}{SUFFIX}".encode())
     return decode(await read_file(fs, inode.ino))
@@ -194,6 +196,27 @@ async def test_what_is_read_ahead_is_recorded_if_the_job_opens_it(directory: Pat
         await look(fs, used, 2 * BLOCK)
         found = await recorded(fs, top, "2")
         assert [(file.ino, file.runs) for file in found.files] == [(used, ((0, 1), (2, 1)))]
+
+
+@pytest.mark.parametrize("reader", [AHEAD, 0])
+async def test_opens_are_heard_of_while_a_start_is_recorded(directory: Path, reader: int) -> None:
+    """What a prefetcher, or somebody before, has opened was lent when it was left alone: the bridge
+    answered the open of the job, and the file was not recorded."""
+    async with opened(directory) as fs, Kernel(fs) as kernel:
+        top = await job(fs)
+        ino = await write_file(fs, b"file", b"x" * 5000)
+        before = [await kernel.open(ino, os.O_RDONLY) for _ in range(not reader)]
+        await put(fs, top, "start", "record=1", caller=ADMIN)
+        if reader:
+            before.append(await kernel.open(ino, os.O_RDONLY | reader))
+        for handle in before:
+            await kernel.release(handle)
+        await kernel.release(await kernel.open(ino, os.O_RDONLY))
+        found = await recorded(fs, top, "1", ADMIN)
+        assert [file.ino for file in found.files] == [ino]
+        for _ in range(2):
+            await kernel.release(await kernel.open(ino, os.O_RDONLY))
+        assert kernel.find_lent(ino) is not None
 
 
 async def test_without_cachestat_files_that_are_passed_through_count_as_a_whole(

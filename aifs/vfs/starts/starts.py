@@ -142,7 +142,7 @@ class Starts:
             del self._starts[ended[0]]
         start = self._starts[ino] = _Start(ino, caller, run)
         self._recordings.add(start.recording)
-        self._handles.recall_all()  # or we would not hear of the first open of what is lent
+        self._handles.watch_opens(True)
         self._upkeep.at(Work.STARTS, start.stages_s)
 
     def _stop(self, ino: int) -> None:
@@ -155,6 +155,7 @@ class Starts:
     def _end(self, start: _Start) -> None:
         start.state = "ending"
         self._recordings.remove(start.recording)
+        self._handles.watch_opens(self._recordings.is_on)
         self._ending.append(start)
         self._upkeep.wake(Work.STARTS)
 
