@@ -174,7 +174,7 @@ def _print(found: "LoadPlan", places: dict[str, str], tensors: bool) -> None:
         ("from servers", served),
     ]
     if not found.tensors:
-        facts.append(("order", "of tensors not known: more than weights is in the pickle"))
+        facts.append(("order", "not known: no tensors, or more than weights, are in the pickle"))
     print_facts(facts)
     print()
     columns = _columns(places)

@@ -8,11 +8,14 @@ says so.
 
 import errno
 import os
+import re
 import stat
 from contextlib import suppress
 
 from aifs.core import files, libc
 from aifs.core.files import _after, _before
+
+_BESIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
@@ -109,6 +112,12 @@ def beside(path: str) -> str:
     """
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{os.urandom(4).hex()}.tmp")
+
+
+def whose(name: str) -> str:
+    """Of which name beside it ``beside`` has made this one; "" of none."""
+    found = _BESIDE.fullmatch(name)
+    return found[1] if found else ""
 
 
 def rename_new(old: str, new: str) -> None:

@@ -275,22 +275,40 @@ def test_what_a_full_disk_has_put_there_by_half_is_mended(
     assert tree(again).keys() == tree(site).keys()
 
 
+def killed(point: int, envs: Path, path: Path, work: str) -> None:
+    """Asks for it, and dies at its ``point``-th operation."""
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from aifs.core import files\n"
+        "from tests.unit.test_captured import _Hook, ask, install, never\n"
+        f"files.set_hook(_Hook('', {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
+        f"ask(Path(sys.argv[1]), Path(sys.argv[2]), {work})\n"
+    )
+    command = [sys.executable, "-c", script, str(envs), str(path)]
+    died = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert list(path.glob(".aifs-capture"))
+
+
 @pytest.mark.parametrize("point", [20, 45, 66, 74])
 def test_a_capture_that_is_killed_is_made_anew(tmp_path: Path, site: Path, point: int) -> None:
     """While it copies, writes what it has captured, syncs, and publishes."""
     envs, again = tmp_path / "envs", target(tmp_path / "again")
-    script = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from aifs.core import files\n"
-        "from tests.unit.test_captured import _Hook, ask\n"
-        f"files.set_hook(_Hook('', {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
-        "ask(Path(sys.argv[1]), Path(sys.argv[2]))\n"
-    )
-    command = [sys.executable, "-c", script, str(envs), str(site)]
-    died = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False, capture_output=True)
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert (site / "new").exists() and list(site.glob(".aifs-capture"))
+    killed(point, envs, site, "install")
     ask(envs, site, nothing)
     ask(envs, again, never)
     assert tree(again).keys() == tree(site).keys()
     assert len(startup.list_made(envs)) == 1 == len(os.listdir(envs)) - 1
+
+
+def test_what_was_killed_while_it_put_files_there_leaves_none_of_its_own(
+    tmp_path: Path, site: Path
+) -> None:
+    """A file that had not got its name yet stayed for good."""
+    envs, again = tmp_path / "envs", target(tmp_path / "again")
+    ask(envs, site)
+    killed(21, envs, again, "never")
+    assert list(again.glob("**/.*.tmp"))
+    (again / ".mine.01234567.tmp").touch()
+    ask(envs, again, never)
+    assert tree(again).keys() == {*tree(site).keys(), ".mine.01234567.tmp"}

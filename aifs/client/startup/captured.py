@@ -17,7 +17,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -175,11 +175,21 @@ def _restore(made: str, target: str) -> None:
     others = [entry for entry in entries if not stat.S_ISDIR(entry[1].st_mode)]
     for entry in directories:
         restore(*entry)
+    above = ["", *(path for path, _ in directories)]
+    _remove_temporary(target, above, {path for path, _ in others})
     with ThreadPoolExecutor(hashing.WORKERS) as pool:
         list(pool.map(lambda entry: restore(*entry), others))  # which raises what they raise
     for path, _ in entries:
         if rewritten and path.endswith(".dist-info/RECORD"):
             relocate.note(target, path, rewritten)
+
+
+def _remove_temporary(target: str, directories: Sequence[str], wanted: Container[str]) -> None:
+    """What one that was killed has left beside the files that are ``wanted``."""
+    for directory in directories:
+        for name in os.listdir(os.path.join(target, directory)):
+            if os.path.join(directory, trees.whose(name)) in wanted:
+                files.unlink(os.path.join(target, directory, name))
 
 
 def _told(made: str) -> dict[str, Any]:
