@@ -285,7 +285,9 @@ class Transitions:
         if (inode.size, inode.mtime_ns) != (stored.size, stored.mtime_ns):
             file.shown = None
         inode.size, inode.blocks, inode.mtime_ns = stored.size, stored.blocks, stored.mtime_ns
-        inode.atime_ns = max(inode.atime_ns, stored.atime_ns)
+        # It may have been set back there. What is not on record may be an access of our programs.
+        atime_ns = inode.atime_ns if file.unsaved else 0
+        inode.atime_ns = max(atime_ns, stored.atime_ns)
         return not namespace.has_form_of(stored, inode)
 
     async def look_again(self, file: OpenInode) -> None:

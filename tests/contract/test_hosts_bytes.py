@@ -333,6 +333,21 @@ async def test_a_cached_copy_is_evicted_on_the_host_that_has_it(scratch: Path):
             assert await read_file(fs, ino) == DATA
 
 
+async def test_an_access_time_that_is_set_back_stays_so(scratch: Path):
+    """Also on a host that has the file in core, which records what core knows of it some day."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        ino = await write_file(north, b"f", DATA)
+        await moved_out(north, ino)
+        reader, *_ = await south.open(ino, os.O_RDONLY | os.O_NOATIME)
+        await read_file(north, ino)
+        assert (await south.getattr(ino)).atime_ns > 10**9
+        await north.setattr(ino, SetAttr(atime_ns=10**9), ROOT)
+        assert (await south.getattr(ino)).atime_ns == 10**9
+        await south.release(reader)
+        for fs in (north, south):
+            assert (await fs.getattr(ino)).atime_ns == 10**9
+
+
 async def test_who_wants_to_write_gets_the_file_from_its_home(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         ino = await write_file(north, b"f", DATA)
