@@ -5,6 +5,8 @@ reached by a crash is done by the next mount, which begins at the top again.
 
 from typing import Any
 
+import trio
+
 from aifs.core import faults
 from aifs.core.errors import AccessDenied, Invalid, NoAttribute
 from aifs.core.pairs import parse_pairs
@@ -44,6 +46,8 @@ class QuotaTrees:
         self._attributes = attributes
         self._rooms = rooms
         self._upkeep = upkeep
+        self._working = trio.Lock()
+        """Held by who gives projects in the order in which quotas were set."""
 
     # --- what is set ---
 
@@ -82,10 +86,11 @@ class QuotaTrees:
     async def work(self) -> float:
         """Give all that lies in quotas their projects, and take them from what does not any
         more."""
-        for project, quota in await self._engine.view(quotas.unfinished):
-            await self._spread([quota.directory], project if quota.state == REMOVED else 0)
-            await self._engine.transact(quotas.conclude, project, quota.state)
-        await self._engine.transact(quotas.drop_unused)
+        async with self._working:
+            for project, quota in await self._engine.view(quotas.unfinished):
+                await self._spread([quota.directory], project if quota.state == REMOVED else 0)
+                await self._engine.transact(quotas.conclude, project, quota.state)
+            await self._engine.transact(quotas.drop_unused)
         await self._rooms.look()
         return NEVER_S
 

@@ -200,7 +200,8 @@ class Life:
             await self._check_below(*new)
             await self._check(new[0])
         else:
-            await self.fs.doomed.empty()  # what was too much for a quota counts until then
+            await self.fs.doomed.empty()  # what was too much for a quota counts until it is erased
+            await self.fs.collector.drain()
 
     async def _check_below(self, directory: OracleInode, name: bytes) -> None:
         inode = directory.names[name]
@@ -244,8 +245,9 @@ class Life:
             told = None
         chain = inode.counted.chain if inode.counted else []
         found = [] if told is None else [told, *told["within"]]
+        expected = [self.oracle.used(quota) for quota in chain]
         counts = [(quota["used_bytes"], quota["used_files"]) for quota in found]
-        assert counts == [self.oracle.used(quota) for quota in chain], f"{told} at {inode.ino}"
+        assert counts == expected, f"{told} at {inode.ino}: {expected}"
 
     async def _readlink(self, path: tuple[bytes, ...]) -> None:
         inode = self.target(path)
