@@ -80,7 +80,7 @@ class Content:
         self.size = size
 
 
-@dataclass
+@dataclass(eq=False)
 class Quota:
     """How much may lie below a directory."""
 
@@ -373,8 +373,9 @@ class Oracle:
             new.counted = self.inodes[new_parent].counted
             new.xattrs, new.target = dict(inode.xattrs), inode.target
             new.content.size, new.content.pages = inode.content.size, dict(inode.content.pages)
-            # What is open is copied as a reader sees it, who may not be told of its holes.
-            new.allocated = inode.allocated or bool(inode.handles)
+            # What is open is copied as a reader sees it, who may not be told of its holes; what is
+            # shared is by its first change, in pieces that are larger than a page.
+            new.allocated = inode.allocated = True
             for below, child in inode.names.items():
                 new.names[below] = copy(child)
                 if child.is_dir:
