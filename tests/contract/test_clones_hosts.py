@@ -58,7 +58,7 @@ async def require(data: Mapping[int, bytes], *hosts: Filesystem) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("cloner", ["north", "south"])
+@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
 async def test_what_the_other_host_has_not_drained(scratch: Path, form: str, cloner: str) -> None:
     async with two_hosts(scratch / "s", SMALL | FORMS[form]) as (north, south, _):
         one, other = (north, south) if cloner == "north" else (south, north)
@@ -76,7 +76,7 @@ async def test_what_the_other_host_has_not_drained(scratch: Path, form: str, clo
 
 
 @every_form
-@pytest.mark.parametrize("cloner", ["north", "south"])
+@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
 async def test_what_the_other_host_has_open_for_reading(
     scratch: Path, form: str, cloner: str
 ) -> None:
@@ -134,7 +134,7 @@ async def test_both_change_what_they_share_at_the_same_time(scratch: Path, form:
 
 
 @every_form
-@pytest.mark.parametrize("remover", ["north", "south"])
+@pytest.mark.parametrize("remover", ["north", pytest.param("south", marks=LONG)])
 async def test_the_original_goes_on_either_host(scratch: Path, form: str, remover: str) -> None:
     """Who has it open goes on; its bytes go with the last who has them."""
     async with two_hosts(scratch / "s", SMALL | FORMS[form]) as (north, south, _):
@@ -160,7 +160,7 @@ async def test_the_original_goes_on_either_host(scratch: Path, form: str, remove
 
 
 @pytest.mark.parametrize("form", ["in place", pytest.param("coded", marks=LONG)])
-@pytest.mark.parametrize("cloner", ["north", "south"])
+@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
 async def test_columns_move_while_the_other_host_clones(
     scratch: Path, form: str, cloner: str
 ) -> None:

@@ -264,7 +264,7 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lost", ["clone after it", "changed after it", "removed after it"])
-@pytest.mark.parametrize("mode", ["striped", "interleaved"])
+@pytest.mark.parametrize("mode", ["striped", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_clones_come_back_with_the_bytes_that_they_share(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, mode: str, lost: str
 ) -> None:
