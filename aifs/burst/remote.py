@@ -152,14 +152,16 @@ class Homes:
 
     async def drain(self, host: int, inos: Sequence[int], strict: bool) -> None:
         """As ``request_drain``; each of them is on the capacity tier, or gone, on return. Raises
-        Unavailable; ``strict``: see Drain.wait."""
+        Unavailable; ``strict``: see Drain.wait, Busy for one that is open for writing there."""
         for first in range(0, len(inos), _DRAINED_AT_ONCE):
             asked = [inos[first : first + _DRAINED_AT_ONCE], strict]
 
-            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> None:
-                await peers.call(name, DRAIN, asked, timeout_s=math.inf)
+            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> str:
+                reason: str = (await peers.call(name, DRAIN, asked, timeout_s=math.inf)).value
+                return reason
 
-            await self._ask(host, inos[first], call)
+            if reason := await self._ask(host, inos[first], call):
+                raise Busy(reason)
 
     async def carry_out(
         self,

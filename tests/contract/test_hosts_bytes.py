@@ -19,6 +19,7 @@ from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import FilledSource
+from aifs.files import waiter
 from aifs.files.flips import Draining, DrainOutcome
 from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
@@ -331,6 +332,23 @@ async def test_a_cached_copy_is_evicted_on_the_host_that_has_it(scratch: Path):
         for fs in (north, south):
             assert (await fs.getattr(ino)).copy is None
             assert await read_file(fs, ino) == DATA
+
+
+async def test_who_waits_for_a_drain_is_told_that_another_host_writes(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiter, "GRACE_S", 0.0)
+    async with two_hosts(scratch / "s") as (north, south, _):
+        runs = (await north.mkdir(ROOT_INO, b"runs", 0o755, ROOT)).ino
+        await put(north, runs, "publish", "capacity", ROOT)
+        (writer, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_WRONLY, ROOT)
+        await north.write(writer, 0, DATA)
+        with trio.fail_after(60), pytest.raises(Busy, match="open for writing"):
+            await south.rename(ROOT_INO, b"f", runs, b"f")
+        await north.release(writer)
+        await south.rename(ROOT_INO, b"f", runs, b"f")
+        for fs in (north, south):
+            assert not (await fs.getattr(inode.ino)).in_burst
 
 
 async def test_an_access_time_that_is_set_back_stays_so(scratch: Path):
