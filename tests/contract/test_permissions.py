@@ -52,6 +52,7 @@ MAY_SET = {
     "expected_size": OWNERS,
     "publish": OWNERS,
     "state": NOBODY,
+    "sharing": NOBODY,
     "drain": WRITER,
     "stage": OWNERS,
     "evict": OWNERS,

@@ -208,7 +208,8 @@ def test_any_ioctl_gets_an_answer(request: int, data: bytes, out_size: int) -> N
         handed_over.IOCTL,
         ioctl_body(request, data, out_size),
     )
-    assert number in (0, errno.ENOTTY, errno.EINVAL)
+    # EOPNOTSUPP: chattr(1) with flags that there are not, which few draws are.
+    assert number in (0, errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 # --- the other requests ---
