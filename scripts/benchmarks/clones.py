@@ -20,7 +20,7 @@ def clones_rows(base: Path, files: int, entries: int, rounds: int) -> list[Row]:
     rates: dict[str, list[float]] = {"original": [], "other": []}
     with Aifs("clones", base) as system:
         for name in rates:
-            system.run("small-write", f"{name}/files", count=entries, size=FILE_BYTES)
+            system.run("small-write", f"{name}/files", count=entries, bytes=FILE_BYTES)
         system.rest()
         before, begin_s = _stored(system), time.perf_counter()
         clone(str(system.path / "original"), str(system.path / "clone"))
