@@ -10,21 +10,21 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.core.errors import Busy, Stale, Unavailable
+from aifs.core.errors import Stale, Unavailable
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.servers import Servers
 from aifs.meta import hosts, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Result
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
-from aifs.peers.transport import Answer, Body
+from aifs.peers.transport import Answer, Body, Overloaded
 
 READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
 DROP = "burst.drop"
 EVICT = "burst.evict"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
-"""Services of a home: see files/home.py, and vfs/publishing/barrier.py. The request for a drain is
-pushed."""
+"""Services of a home: see files/home.py, vfs/publishing/barrier.py and vfs/burst_hints.py. The
+request for a drain is pushed."""
 
 
 class Operation(str, enum.Enum):
@@ -129,15 +129,14 @@ class Homes:
 
         return await self._ask(host, ino, call, waits=False)
 
-    async def evict(self, host: int, ino: int) -> str:
-        """Have ``host`` evict the clean copy of a file, which is on record here on return. Why it
-        has to stay; "": it has gone. Raises Unavailable."""
+    async def evict(self, host: int, ino: int) -> None:
+        """Have ``host`` evict the clean copy of a file, which is on record here on return. Raises
+        Busy where it has to stay, Unavailable."""
 
-        async def call(peers: Peers, name: str) -> str:
-            reason: str = (await peers.call(name, EVICT, ino)).value
-            return reason
+        async def call(peers: Peers, name: str) -> None:
+            await peers.call(name, EVICT, ino)
 
-        return await self._ask(host, ino, call, waits=False)
+        await self._ask(host, ino, call, waits=False)
 
     async def name_of(self, host: int) -> str:
         return await self._engine.view(hosts.name_of, host)
@@ -156,12 +155,10 @@ class Homes:
         for first in range(0, len(inos), _DRAINED_AT_ONCE):
             asked = [inos[first : first + _DRAINED_AT_ONCE], strict]
 
-            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> str:
-                reason: str = (await peers.call(name, DRAIN, asked, timeout_s=math.inf)).value
-                return reason
+            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> None:
+                await peers.call(name, DRAIN, asked, timeout_s=math.inf)
 
-            if reason := await self._ask(host, inos[first], call):
-                raise Busy(reason)
+            await self._ask(host, inos[first], call)
 
     async def carry_out(
         self,
@@ -228,8 +225,8 @@ class Homes:
                 if not is_asked:
                     raise Unavailable(f"host {name} is not connected")
                 return await call(self._peers, name)
-            except Busy:
-                pass  # it has too much to do for us, and has not begun with this
+            except Overloaded:
+                pass
             except Unavailable as error:
                 if place is not None and await self._engine.view(_find_copy, ino) != place:
                     raise Stale(f"inode {ino} has another home") from None

@@ -159,17 +159,12 @@ class Home:
             await self._close(file, True)
 
     async def _drain_for(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Files, as [inode numbers, strict], are drained, or gone, which is on record there. Why
-        they cannot be now (who asks takes Busy for a host that is to be asked again); "": they are.
-        """
+        """Files, as [inode numbers, strict], are drained, or gone, which is on record there."""
         inos, strict = arguments
         self._drain.request(inos)
-        try:
-            await self._drain.wait(inos, strict)
-        except Busy as error:
-            return Answer(str(error))
+        await self._drain.wait(inos, strict)
         await self._engine.shown()
-        return Answer("")
+        return Answer()
 
     async def _join(self, session: int, ino: int) -> int:
         """Count another host among those who have a file open for writing, until it leaves by the

@@ -59,9 +59,9 @@ PROOF_BYTES = 32
 MAX_HEAD = 64 << 10
 MAX_BODY = 16 << 20
 MAX_REQUESTS = 1024
-"""Of the other end that are under way here; more are refused with Busy."""
+"""Of the other end that are under way here; more are refused with Overloaded."""
 MAX_WAITING = 64 << 20
-"""Bytes of bodies of the requests that are under way here; more are refused with Busy."""
+"""Bytes of bodies of the requests that are under way here; more are refused with Overloaded."""
 MAX_UNSENT = 8 << 20
 """Bytes that the connection has not taken: behind more, requests and answers wait, and what is
 pushed is dropped."""
@@ -112,6 +112,12 @@ Listener = Callable[[Peer, Any, Body], None]
 
 class Refused(UserError):
     """The other end of a connection is not who it should be; the text says in what."""
+
+
+class Overloaded(Busy):
+    """The other host has too many requests of this one under way, and has not begun with the one
+    that it refuses: unlike Busy of a service, it may be asked again.
+    """
 
 
 async def shake_hands(end: trio.SocketStream, own: Peer, secret: bytes, dialed: str | None) -> Peer:
@@ -488,7 +494,7 @@ class PeerLink:
             return  # it has been carried out, or is
         self._heard = number
         if len(self._serving) >= MAX_REQUESTS or self._waiting_bytes + length > MAX_WAITING:
-            self._answer_error(number, Busy(f"too many requests of {self} are under way"))
+            self._answer_error(number, Overloaded(f"too many requests of {self} are under way"))
         elif name not in self._services:
             self._answer_error(number, NotSupported(f"no host answers {name!r}"))
         else:
@@ -523,7 +529,11 @@ class PeerLink:
 
     def _answer_error(self, number: int, error: AifsError) -> None:
         kinds = type(error).__mro__
-        name = next(kind.__name__ for kind in kinds if kind.__module__ == errors.__name__)
+        name = next(
+            kind.__name__
+            for kind in kinds
+            if kind is Overloaded or kind.__module__ == errors.__name__
+        )
         self._queue(ERROR, number, _json([name, str(error)[: MAX_HEAD >> 4]]))
 
     async def _take_answer(self, kind: int, number: int, head: bytearray, length: int) -> None:
@@ -582,7 +592,7 @@ def _named(head: bytearray, link: PeerLink) -> tuple[str, Any]:
 def _error_of(value: Any) -> AifsError:
     """The error that another host has raised."""
     name, text = value if isinstance(value, list) and len(value) == 2 else ("", str(value))
-    kind = getattr(errors, str(name), None)
+    kind = Overloaded if name == Overloaded.__name__ else getattr(errors, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, AifsError):
         kind = Unavailable
     return kind(text)

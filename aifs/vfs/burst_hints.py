@@ -285,28 +285,28 @@ class BurstHints:
         """
         inode = await self._file(ino)
         home = 0 if inode.in_burst or inode.copy is None else self._homes.of(inode.copy.server)
-        if reason := await (self._homes.evict(home, ino) if home else self._evict(inode)):
-            raise Busy(reason)
+        await (self._homes.evict(home, ino) if home else self._evict(inode))
 
     async def _serve_evict(self, asker: Peer, ino: Any, body: Body) -> Answer:
-        """Why the copy of a file has to stay; "": it has gone, which is on record there."""
-        reason = await self._evict(await self._file(ino))
+        """A file has no clean copy here, which is on record there. Raises Busy as ``evict``."""
+        await self._evict(await self._file(ino))
         await self._engine.shown()
-        return Answer(reason)
+        return Answer()
 
-    async def _evict(self, inode: Inode) -> str:
-        """Why a file keeps the copy that it has here; "": it has none on return."""
+    async def _evict(self, inode: Inode) -> None:
+        """As ``evict``, of the copy that is here."""
         if inode.in_burst:
-            return "its newest bytes are in the burst tier alone; drain it first"
+            raise Busy("its newest bytes are in the burst tier alone; drain it first")
         if inode.copy is None:
-            return ""
+            return
         if _is_pinned(inode):
-            return "it is pinned to the burst tier; unpin it first"
-        if await self._evictor.evict(inode.ino):
-            return ""
-        if self._needs.is_needed(inode.copy.id):
-            return "the data servers lack bytes of it, or do not answer: nobody else may have them"
-        return "it is open"
+            raise Busy("it is pinned to the burst tier; unpin it first")
+        if not await self._evictor.evict(inode.ino):
+            needed = self._needs.is_needed(inode.copy.id)
+            reason = (
+                "the data servers lack bytes of it, or do not answer: nobody else may have them"
+            )
+            raise Busy(reason if needed else "it is open")
 
     async def _file(self, ino: int) -> Inode:
         inode = await self._attributes.getattr(ino)

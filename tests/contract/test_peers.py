@@ -13,7 +13,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aifs.core.errors import Busy, ConfigError, NotFound, NotSupported, Unavailable
+from aifs.core.errors import ConfigError, NotFound, NotSupported, Unavailable
 from aifs.meta.kv import DamagedRecord
 from aifs.peers import transport
 from aifs.peers.peers import PeerAddress, Peers
@@ -24,6 +24,7 @@ from aifs.peers.transport import (
     Answer,
     Body,
     FilePart,
+    Overloaded,
     Peer,
     shake_hands,
 )
@@ -283,7 +284,7 @@ async def test_too_much_at_once_is_refused(two: Two, monkeypatch: pytest.MonkeyP
     async def ask() -> None:
         try:
             await two.b.call("a", "wait", timeout_s=PATIENT_S)
-        except Busy:
+        except Overloaded:
             refused.append(1)
             go.set()
 
