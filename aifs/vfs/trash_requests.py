@@ -134,7 +134,7 @@ class TrashRequests:
                 raise Busy("a program has the removed directory open, or works in it")
             await self._gather(entry, caller)
         is_counted = inode.project == inherited(home)
-        if (entry.is_dead or not is_counted) and (is_counted or wanted.parent in (0, entry.parent)):
+        if entry.is_dead if is_counted else wanted.parent in (0, entry.parent):
             # Quotas may have been set or removed since: they count it as if it had been there.
             await self._quotas.take_in(entry.ino, home)
         cookie = await self._ids.take()
