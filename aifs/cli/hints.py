@@ -45,12 +45,6 @@ def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
     return json.loads(os.getxattr(path, name, follow_symlinks=follow))
 
 
-def drop(path: str, name: str) -> None:
-    """Take the hint back. Raises OSError, which says why the mount has refused it."""
-    with explained(path, name):
-        os.removexattr(path, name)
-
-
 def is_missing(error: OSError) -> bool:
     """Whether it says that there is no such hint."""
     return error.errno == errno.ENODATA

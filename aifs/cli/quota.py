@@ -136,7 +136,7 @@ def rm_command(directory: str) -> None:
     require_inside(directory)
     if _read(directory)["directory"] != os.stat(directory).st_ino:
         raise UserError(f"{directory}: it has no quota of its own")
-    hints.drop(directory, hints.QUOTA)
+    hints.remove(directory, hints.QUOTA)
 
 
 def _read(path: str) -> dict[str, Any]:

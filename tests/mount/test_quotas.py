@@ -134,7 +134,7 @@ def test_a_normal_user(shared: Mounted, team: Path) -> None:
     assert in_process(full, ALICE) == errno.EDQUOT
     for order in (
         lambda: hints.put(str(team), hints.QUOTA, "size=1TiB"),
-        lambda: hints.drop(str(team), hints.QUOTA),
+        lambda: hints.remove(str(team), hints.QUOTA),
     ):
         assert in_process(lambda order=order: errno_of(order), ALICE) == errno.EPERM
     told = in_process(lambda: hints.read(str(team), hints.QUOTA), ALICE)
