@@ -42,12 +42,21 @@ LONG = pytest.mark.long
 every_form = pytest.mark.parametrize(
     "form", ["in place", *(pytest.param(form, marks=LONG) for form in FORMS if form != "in place")]
 )
+either_clones = pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
 
 
 async def clone(fs: Filesystem, name: bytes = b"clone") -> int:
     """The inode number of a clone of the file."""
     await fs.clone(ROOT_INO, b"file", ROOT_INO, name, ROOT)
     return (await fs.lookup(ROOT_INO, name)).ino
+
+
+async def opened_drained(writer: Filesystem, reader: Filesystem) -> tuple[int, int]:
+    """A file that one host has written, and moved to the data servers: its inode number, and the
+    handle by which the other one reads it."""
+    ino = await write_file(writer, b"file", DATA)
+    await moved_out(writer, ino)
+    return ino, (await reader.open(ino, os.O_RDONLY)).handle
 
 
 async def require(data: Mapping[int, bytes], *hosts: Filesystem) -> None:
@@ -58,7 +67,7 @@ async def require(data: Mapping[int, bytes], *hosts: Filesystem) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
+@either_clones
 async def test_what_the_other_host_has_not_drained(scratch: Path, form: str, cloner: str) -> None:
     async with two_hosts(scratch / "s", SMALL | FORMS[form]) as (north, south, _):
         one, other = (north, south) if cloner == "north" else (south, north)
@@ -76,16 +85,14 @@ async def test_what_the_other_host_has_not_drained(scratch: Path, form: str, clo
 
 
 @every_form
-@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
+@either_clones
 async def test_what_the_other_host_has_open_for_reading(
     scratch: Path, form: str, cloner: str
 ) -> None:
     """It has not heard of the clone when it goes on to write."""
     async with two_hosts(scratch / "s", SMALL | FORMS[form]) as (north, south, _):
         one, other = (north, south) if cloner == "north" else (south, north)
-        ino = await write_file(north, b"file", DATA)
-        await moved_out(north, ino)
-        reader = (await other.open(ino, os.O_RDONLY)).handle
+        ino, reader = await opened_drained(north, other)
         assert await other.read(reader, 0, 100) == DATA[:100]
         copy = await clone(one)
         assert await other.read(reader, 0, 100) == DATA[:100]
@@ -160,15 +167,13 @@ async def test_the_original_goes_on_either_host(scratch: Path, form: str, remove
 
 
 @pytest.mark.parametrize("form", ["in place", pytest.param("coded", marks=LONG)])
-@pytest.mark.parametrize("cloner", ["north", pytest.param("south", marks=LONG)])
+@either_clones
 async def test_columns_move_while_the_other_host_clones(
     scratch: Path, form: str, cloner: str
 ) -> None:
     async with two_hosts(scratch / "s", SMALL | FORMS[form]) as (north, south, _):
         one, other = (north, south) if cloner == "north" else (south, north)
-        ino = await write_file(north, b"file", DATA)
-        await moved_out(north, ino)
-        reader = (await other.open(ino, os.O_RDONLY)).handle
+        ino, reader = await opened_drained(north, other)
         [number, *_] = (await north.getattr(ino)).layout.servers
         await north.store.table.change(number, DRAINING)
         copies: list[int] = []
