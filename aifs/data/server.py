@@ -361,6 +361,16 @@ class DataServer:
         )
         return count
 
+    def read_object(self, key: Key, buffer: memoryview, offset: int) -> int:
+        """As ``read``, of an object that is opened for it alone; 0 if there is no such object."""
+        handle = self.open_object(key, create=False, write=False)
+        if handle is None:
+            return 0
+        try:
+            return self.read(key, handle, buffer, offset)
+        finally:
+            self.storage.close(handle)
+
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
         """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio
         thread.

@@ -9,6 +9,7 @@ import tarfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from aifs.datasets.virtual import Piece, SourceRange, cut
@@ -16,6 +17,7 @@ from aifs.datasets.virtual import Piece, SourceRange, cut
 BLOCK = tarfile.BLOCKSIZE
 _RECORD = tarfile.RECORDSIZE
 _NAME_MAX = 100
+_SIZE_AT, _SUM_AT, _SUM_BYTES = 124, 148, 8
 _OWNER_END = 8**7
 _SIZE_END = _TIME_END = 8**11
 _NS = 10**9
@@ -57,6 +59,8 @@ def is_member(mode: int) -> bool:
 
 def header_of(member: ArchiveMember) -> bytes:
     """What lies before a member's bytes."""
+    if _is_plain(member) and not member.target:
+        return _filled_in(_blank(member.mode, member.uid, member.gid), member)
     header = _encode(member)
     # Who finds pax headers takes all times for exact ones.
     return header if len(header) == BLOCK else _encode(member, exact_time=True)
@@ -72,9 +76,29 @@ def _encode(member: ArchiveMember, exact_time: bool = False) -> bytes:
     info.mtime = seconds
     if exact_time and seconds >= 0:
         info.pax_headers = {"mtime": f"{seconds}.{rest_ns:09}"}
-    if _is_plain(member):  # the same bytes as those of pax, in less than half of the time
-        return info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+@lru_cache(maxsize=256)
+def _blank(mode: int, uid: int, gid: int) -> bytes:
+    """The header of a member without a name, with nothing else that differs between files of one
+    owner."""
+    return _encode(ArchiveMember(b"", 0, mode, uid, gid, 0, 0))
+
+
+def _filled_in(blank: bytes, member: ArchiveMember) -> bytes:
+    """The rest of it: a third of what making a header costs (POSIX.1, ustar)."""
+    name = member.name + b"/" if stat.S_ISDIR(member.mode) else member.name
+    head = b"".join(
+        (
+            name.ljust(_NAME_MAX, b"\0"),
+            blank[_NAME_MAX:_SIZE_AT],
+            b"%011o\0%011o\0" % (member.size, member.mtime_ns // _NS),
+        )
+    )
+    rest = blank[_SUM_AT + _SUM_BYTES :]
+    total = sum(head) + sum(rest) + _SUM_BYTES * ord(" ")
+    return b"".join((head, b"%06o\0 " % total, rest))
 
 
 def _is_plain(member: ArchiveMember) -> bool:

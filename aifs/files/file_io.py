@@ -33,6 +33,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.open_table import OpenTable
 from aifs.files.quotas import Quotas
+from aifs.files.settled import SettledReads
 from aifs.files.stage import Stager
 from aifs.files.together import Together
 from aifs.files.transitions import Transitions
@@ -132,6 +133,10 @@ class FileIO:
             self.by_home,
         )
         """Copies of clean files into the burst tier."""
+        self.settled = SettledReads(
+            engine, servers, tier, containers.files, self.table, self.stager, verify
+        )
+        """Reads of many small files."""
 
     # --- reads ---
 
@@ -161,8 +166,8 @@ class FileIO:
             copy, objects, strict = file.copy, file.objects, not (file.marked or file.home)
             try:
                 if copy is None:
-                    if offset == 0:
-                        self.stager.read(file)
+                    if offset == 0 and not file.marked:
+                        self.stager.read(inode)
                     assert objects is not None  # it has a layout
                     data = await objects.read(offset, wanted, inode.size, strict)
                     if file.objects is objects or file.objects is None:

@@ -26,6 +26,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
+from aifs.meta.records import Inode
 from aifs.movers.movers import Movers
 
 _log = logger(__name__)
@@ -218,21 +219,19 @@ class Stager:
             if self._put_off.pop(ino, False):
                 self.request(ino)
 
-    def read(self, file: OpenInode) -> None:
-        """Somebody begins to read a file that has no copy: by policy it is staged meanwhile, for
-        the next one.
+    def read(self, inode: Inode) -> None:
+        """Somebody begins to read a file that has no copy, nor a dirty mark: by policy it is staged
+        meanwhile, for the next one.
 
         Not if so many wait that what has been read of them will not be in memory any more when it
         is their turn.
         """
-        inode = file.inode
         tier = (inode.policy or DEFAULT_POLICY).tier
         wanted = inode.size <= self.on_read or tier in ("burst", "pinned")
         if not (
             wanted
             and self.on_read
             and tier != "capacity"
-            and not file.marked
             and self._tier.has_devices
             and inode.oid not in self._wrong
         ):

@@ -134,6 +134,18 @@ class ContainerFiles:
         finally:
             objects.in_use(-1)
 
+    async def view(self, container: int, offset: int, length: int) -> memoryview:
+        """The same bytes where they are, if that is one piece of memory: not to be changed, and
+        reused once no view of them is left. Cancellable."""
+        found = await self._opened(container, offset + length)
+        objects = found.objects
+        objects.in_use(1)
+        try:
+            await objects.open()  # as in ``read``
+            return await objects.read(offset, length, found.entry.size(offset + length))
+        finally:
+            objects.in_use(-1)
+
     # --- bytes that are checked ---
 
     async def read_right(

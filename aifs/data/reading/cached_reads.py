@@ -293,9 +293,11 @@ async def collect(
     object ends. Copied if they are several.
     """
     views = []
+    start, left = offset % size, length
     for block in blocks:
-        views.append(await block.bytes())
-        if len(views[-1]) < size:
+        view = await block.bytes()
+        views.append(view[start : start + left])
+        if len(view) < size:
             break
-    start = offset % size
-    return (views[0] if len(views) == 1 else memoryview(b"".join(views)))[start : start + length]
+        start, left = 0, left - len(views[-1])
+    return views[0] if len(views) == 1 else memoryview(b"".join(views))

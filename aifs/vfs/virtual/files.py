@@ -24,10 +24,11 @@ from aifs.core.errors import (
 from aifs.core.tasks import run_all
 from aifs.data.reading.buffers import BufferPool
 from aifs.datasets.order_files.names import parsed
-from aifs.datasets.virtual import ShiftedNumbers, SourceRange
+from aifs.datasets.virtual import ShiftedNumbers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import HANDLE_MAX
 from aifs.files.permissions import asker_of
+from aifs.files.settled import SMALL, SettledPart, Source
 from aifs.files.types import CallerLike, Opened
 from aifs.meta import namespace
 from aifs.meta.askers import Asker
@@ -222,15 +223,24 @@ class VirtualFiles:
         if length <= 0:
             return b""
         data = self._buffers.take(length)
-        reads, at = [], 0
+        small: list[SettledPart] = []
+        reads: list[Callable[[], Awaitable[None]]] = []
+        at = 0
         for piece in content.bytes.pieces(offset, length):
-            if isinstance(piece, bytes):
-                target = data[at : at + len(piece)]
-                target[:] = piece
-            else:
-                target = data[at : at + piece.length]
-                reads.append(partial(self._read_source, content, piece, target))
+            target = data[at : at + (len(piece) if isinstance(piece, bytes) else piece.length)]
             at += len(target)
+            if isinstance(piece, bytes):
+                target[:] = piece
+                continue
+            source = content.source(piece.source)
+            if isinstance(piece, ShiftedNumbers):
+                reads.append(partial(self._read_numbers, source, piece, target))
+            elif source.size <= SMALL:
+                small.append(SettledPart(source, piece.offset, target))
+            else:
+                reads.append(partial(self._read_part, SettledPart(source, piece.offset, target)))
+        if small:
+            reads.append(partial(self._read_small, small))
         try:
             await run_all(*reads)
         except Stale:
@@ -238,13 +248,18 @@ class VirtualFiles:
             raise
         return data
 
-    async def _read_source(
-        self, content: VirtualContent, piece: SourceRange | ShiftedNumbers, target: memoryview
+    async def _read_small(self, parts: list[SettledPart]) -> None:
+        others = await self._io.settled.read(parts)
+        await run_all(*(partial(self._read_part, part) for part in others))
+
+    async def _read_part(self, part: SettledPart) -> None:
+        part.target[:] = await read_source(self._io, part.source, part.offset, len(part.target))
+
+    async def _read_numbers(
+        self, source: Source, piece: ShiftedNumbers, target: memoryview
     ) -> None:
-        wanted = piece if isinstance(piece, SourceRange) else piece.numbers
-        source = content.source(piece.source)
-        data = await read_source(self._io, source, wanted.offset, wanted.length)
-        target[:] = data if isinstance(piece, SourceRange) else piece.shifted(data)
+        _, offset, length = piece.numbers
+        target[:] = piece.shifted(await read_source(self._io, source, offset, length))
 
     def seek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""

@@ -31,10 +31,11 @@ from aifs.datasets.order_files.making import order_bytes
 from aifs.datasets.order_files.names import OrderName
 from aifs.datasets.virtual import VirtualBytes
 from aifs.files.file_io import FileIO
+from aifs.files.settled import Source
 from aifs.meta import namespace
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine
-from aifs.vfs.virtual.sources import Source, VirtualContent, read_source, require_all, right_to
+from aifs.vfs.virtual.sources import VirtualContent, read_source, require_all, right_to
 from aifs.vfs.virtual.trees import member_of, source_of
 from aifs.vfs.virtual.walking import Found, walk
 from aifs.vfs.virtual.watching import SourceWatch

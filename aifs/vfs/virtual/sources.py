@@ -9,19 +9,10 @@ from aifs.core.errors import AccessDenied, NotFound, Stale
 from aifs.datasets.virtual import VirtualBytes
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, SEARCH
+from aifs.files.settled import Source
 from aifs.meta import acl
 from aifs.meta.askers import Asker
 from aifs.meta.records import Inode
-
-
-class Source(NamedTuple):
-    """A file on record, and what tells that its bytes are still the same."""
-
-    ino: int
-    size: int
-    mtime_ns: int
-    name: bytes
-    """Below the directory, for messages."""
 
 
 async def read_source(io: FileIO, source: Source, offset: int, length: int) -> bytes | memoryview:

@@ -9,9 +9,10 @@ import trio
 
 from aifs.datasets.archive import Archive, ArchiveMember, is_member
 from aifs.files.file_io import FileIO
+from aifs.files.settled import Source
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
-from aifs.vfs.virtual.sources import Source, VirtualContent, right_to
+from aifs.vfs.virtual.sources import VirtualContent, right_to
 from aifs.vfs.virtual.walking import Found, Place, walk
 from aifs.vfs.virtual.watching import SourceWatch
 

@@ -1,0 +1,294 @@
+"""Many small files at once, none of which is brought into core.
+
+To open a small file costs the daemon several times what its bytes cost. Who reads many files that
+nobody changes has them read here: with one look at the records of all; one request for what lies
+side by side in a container; one call for each file that is an object, or a burst copy, of its own.
+What is not as simple as that is left to ``FileIO.read``: a file that is open, has a dirty mark, has
+been changed, is compressed, lies on several servers, or could not be read. So are objects where the
+store has several hosts, any of which may change them in place.
+
+Bytes of two versions are never mixed. Those in a record or in a container are not changed in place,
+so they are what the record said. Objects and copies may be changed, but under a dirty mark alone
+(I3): so their records are looked at once more when the bytes have been read.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from aifs.burst.tier import BurstTier
+from aifs.core.errors import FsError
+from aifs.core.tasks import run_all
+from aifs.data.containers.chunk_codec import PLAIN
+from aifs.data.containers.files import STRIPE_BLOCK, ContainerFiles
+from aifs.data.objects.runs import runs_of
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.storage import Key
+from aifs.data.workers import gather
+from aifs.files.open_table import OpenTable
+from aifs.files.stage import Stager
+from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Location
+from aifs.layout.striped import Striped
+from aifs.meta import keys
+from aifs.meta.chunk_lists import decode_chunks
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Inode, decode_inode
+
+SMALL = CHUNK
+"""Larger files are better read one by one: who reads one in order is read ahead of."""
+
+_GAP = 64 << 10
+"""Bytes between two chunks of a container that are read, too, rather than asking twice."""
+
+
+class Source(NamedTuple):
+    """A file on record, and what tells that its bytes are still the same."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+    name: bytes
+    """For messages."""
+
+
+class SettledPart(NamedTuple):
+    """What somebody wants to read of a file: the bytes from ``offset`` on that fill ``target``."""
+
+    source: Source
+    offset: int
+    target: memoryview
+
+
+class _Stored(NamedTuple):
+    """A file without a dirty mark, as it is on record."""
+
+    record: bytes
+    inode: Inode
+    chunks: Sequence[Location | None]
+    """The first ones of a file in containers."""
+
+
+class _Span(NamedTuple):
+    """Bytes of a container that ``part`` is to be filled with."""
+
+    container: int
+    start: int
+    end: int
+    part: SettledPart
+
+
+class _Call(NamedTuple):
+    """The same of an object, or of a burst copy."""
+
+    server: DataServer
+    key: Key
+    offset: int
+    part: SettledPart
+    record: bytes
+    """Of the file, before they are read."""
+
+
+class SettledReads:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        tier: BurstTier,
+        containers: ContainerFiles,
+        table: OpenTable,
+        stager: Stager,
+        verify: bool,
+    ) -> None:
+        """``verify``: all that comes from data servers has to be compared with its checksum, which
+        is not done here."""
+        self._engine = engine
+        self._servers = servers
+        self._tier = tier
+        self._containers = containers
+        self._table = table
+        self._stager = stager
+        self._verify = verify
+
+    async def read(self, parts: Sequence[SettledPart]) -> list[SettledPart]:
+        """Fill the targets of those that can be read in this way. The others are returned; their
+        targets hold anything. Cancellable."""
+        await self._servers.descriptors.find_room()
+        try:
+            stored = await self._engine.view(_look, [part.source.ino for part in parts])
+        except FsError:  # one of the records is damaged: who reads the others is not told
+            return list(parts)
+        others: list[SettledPart] = []
+        spans: list[_Span] = []
+        calls: list[_Call] = []
+        for part, found in zip(parts, stored, strict=True):
+            if found is None or not self._is_as_wanted(part.source, found.inode):
+                others.append(part)
+            elif found.inode.data is not None:
+                part.target[:] = found.inode.data[part.offset : part.offset + len(part.target)]
+            else:
+                step = self._plan(part, found)
+                if isinstance(step, _Span):
+                    spans.append(step)
+                elif isinstance(step, _Call):
+                    calls.append(step)
+                else:
+                    others.append(part)
+        reads = [partial(self._read_run, run, others) for run in _runs_of(spans)]
+        if calls:
+            reads.append(partial(self._read_files, calls, others))
+        await run_all(*reads)
+        return others
+
+    # --- what is to be read ---
+
+    def _is_as_wanted(self, source: Source, inode: Inode) -> bool:
+        return (
+            inode.is_file
+            and inode.nlink > 0
+            and (inode.size, inode.mtime_ns) == (source.size, source.mtime_ns)
+            and not inode.in_burst
+            and not self._table.is_open(source.ino)
+        )
+
+    def _plan(self, part: SettledPart, found: _Stored) -> _Span | _Call | None:
+        """What fills the part; None: nothing that is read here."""
+        inode, copy = found.inode, found.inode.copy
+        if copy is not None and copy.server not in self._servers.elsewhere:
+            self._tier.touch(copy.id)
+            return self._call(part, found, copy.server, (0, copy.id), part.offset)
+        if self._verify:
+            return None
+        if inode.objects is None:
+            step: _Span | _Call | None = _span_of(part, found.chunks)
+        else:
+            step = self._call_of_object(part, found, inode.objects)
+        if step is not None and part.offset == 0:
+            self._stager.read(inode)
+        return step
+
+    def _call_of_object(self, part: SettledPart, found: _Stored, layout: Striped) -> _Call | None:
+        runs = runs_of(layout, part.offset, part.target)
+        if self._engine.host or layout.is_protected or len(runs) > 1:
+            return None
+        index, offset, _ = runs[0]
+        key = (found.inode.named_by, found.inode.oid)
+        return self._call(part, found, layout.servers[index], key, offset)
+
+    def _call(
+        self, part: SettledPart, found: _Stored, number: int, key: Key, offset: int
+    ) -> _Call | None:
+        server = self._servers.find(number)
+        return None if server is None else _Call(server, key, offset, part, found.record)
+
+    # --- reading it ---
+
+    async def _read_run(self, run: "_Run", others: list[SettledPart]) -> None:
+        """What lies side by side in a container."""
+        try:
+            data = await self._containers.view(run.container, run.start, run.end - run.start)
+        except FsError:  # it has moved; or who reads it by itself is told why
+            others.extend(span.part for span in run.spans)
+            return
+        for span in run.spans:
+            span.part.target[:] = data[span.start - run.start : span.end - run.start]
+
+    async def _read_files(self, calls: list[_Call], others: list[SettledPart]) -> None:
+        """What are files of their own."""
+        near = [call for call in calls if call.server.may_inline]
+        far = [call for call in calls if not call.server.may_inline]
+        filled = [_fill(call) for call in near]
+        if far:
+            waited_for = [(call.server.workers, _fill, (call,)) for call in far]
+            filled += await gather(waited_for, abandonable=True)
+        calls = near + far
+        now = await self._engine.view(_unmarked, [call.part.source.ino for call in calls])
+        for call, is_filled, record in zip(calls, filled, now, strict=True):
+            if not is_filled or record != call.record:
+                others.append(call.part)
+
+
+def _look(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored | None]:
+    """Each file, None if it has a dirty mark or is gone. Raises Unavailable."""
+    inodes = {
+        place: (record, decode_inode(inos[place], record))
+        for place, record in enumerate(_unmarked(tx, inos))
+        if record is not None
+    }
+    in_chunks = [
+        place
+        for place, (_, inode) in inodes.items()
+        if inode.chunks is not None and not inode.chunks.variable
+    ]
+    lists = tx.get_many([keys.chunk_list(inodes[place][1].oid, 0) for place in in_chunks])
+    chunks = {
+        place: decode_chunks(record)
+        for place, record in zip(in_chunks, lists, strict=True)
+        if record is not None
+    }
+    return [
+        _Stored(*inodes[place], chunks.get(place, ())) if place in inodes else None
+        for place in range(len(inos))
+    ]
+
+
+def _unmarked(tx: ReadTransaction, inos: Sequence[int]) -> list[bytes | None]:
+    """The record of each inode, None if it has a dirty mark."""
+    wanted = [keys.inode(ino) for ino in inos] + [keys.dirty(ino) for ino in inos]
+    found = tx.get_many(wanted)
+    marks = found[len(inos) :]
+    return [
+        record if mark is None else None
+        for record, mark in zip(found[: len(inos)], marks, strict=True)
+    ]
+
+
+def _span_of(part: SettledPart, chunks: Sequence[Location | None]) -> _Span | None:
+    """Where the part lies, if it is in one chunk, as it is."""
+    place = chunks[0] if len(chunks) == 1 else None
+    if place is None or place.codec != PLAIN or place.raw != part.source.size:
+        return None
+    start = place.offset + HEADER_BYTES + part.offset
+    return _Span(place.container, start, start + len(part.target), part)
+
+
+class _Run(NamedTuple):
+    """What one request reads of a container, and whose bytes that are."""
+
+    container: int
+    start: int
+    end: int
+    spans: list[_Span]
+
+
+def _runs_of(spans: list[_Span]) -> list[_Run]:
+    """What lies side by side is read together, as far as the cache has it in one piece."""
+    runs: list[_Run] = []
+    for span in sorted(spans, key=_place_of):
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.container == span.container
+            and span.start - last.end <= _GAP
+            and (span.end - 1) // STRIPE_BLOCK == last.start // STRIPE_BLOCK
+        ):
+            last.spans.append(span)
+            runs[-1] = last._replace(end=max(last.end, span.end))
+        else:
+            runs.append(_Run(span.container, span.start, span.end, [span]))
+    return runs
+
+
+def _place_of(span: _Span) -> tuple[int, int]:
+    return span.container, span.start
+
+
+def _fill(call: _Call) -> bool:
+    """Whether all that is wanted was there. Blocks, but where ``may_inline`` says otherwise."""
+    target = call.part.target
+    try:
+        return call.server.read_object(call.key, target, call.offset) == len(target)
+    except FsError:
+        return False  # who reads it by itself is told why
