@@ -21,14 +21,14 @@ from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_a
 if TYPE_CHECKING:
     from aifs.store.owner import Owner
 
-ANSWER_S = 30.0
-"""How long a daemon may take to answer what it always can. One that works hard takes some
-milliseconds.
-"""
-
-_WAITS_S = (1.0, 7.0, ANSWER_S - 8.0)
+WAITS_S = (1.0, 7.0, 22.0)
 """After each of these an owner file is looked at: in 8 s a daemon has noticed that its database is
 away. One that answers is not, so what it takes to read the file is not needed then.
+"""
+
+ANSWER_S = sum(WAITS_S)
+"""How long a daemon may take to answer what it always can. One that works hard takes some
+milliseconds.
 """
 
 _END_S = 10.0  # what a process that was killed may take to end
@@ -80,7 +80,7 @@ def is_dead(path: str) -> bool:
     Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
     and a statvfs wait for a data server.
     """
-    for limit_s in _WAITS_S:
+    for limit_s in WAITS_S:
         try:
             within(limit_s, os.getxattr, path, hints.NONE)
         except TimeoutError:

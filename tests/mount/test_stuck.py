@@ -83,7 +83,8 @@ import sys
 from aifs.cli import mounts
 from aifs.cli.main import main
 
-mounts.ANSWER_S = 2.0
+mounts.WAITS_S = (0.5, 0.5, 1.0)
+mounts.ANSWER_S = sum(mounts.WAITS_S)
 sys.exit(main())
 """
 
