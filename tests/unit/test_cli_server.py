@@ -29,6 +29,7 @@ def source() -> Iterator[Path]:
         source.mkdir()
         (source / "aifs.yaml").write_text(
             "layout: {unit: 4KiB, count: 1}\nburst: {directories: [burst]}\n"
+            "meta: {backup_interval: 1s}\n"  # for what has moved away is deleted when one is made
         )
         assert main(["format", str(source)]) == 0
         trio.run(fill, source)
