@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core.errors import Invalid, NotFound, ReadOnly, Stale
+from aifs.core.errors import AccessDenied, Invalid, NotFound, ReadOnly, Stale
+from aifs.datasets.formats import files
 from aifs.vfs import Caller, SetAttr
 from aifs.vfs.virtual import walking
 from aifs.vfs.virtual.numbers import FIRST, NAME
-from tests.support.stores import opened, write_file
+from tests.support.stores import opened, read_file, rewrite, write_file
 
 ROOT = 1
 
@@ -90,3 +91,39 @@ async def test_what_is_made_again_has_another_number(directory: Path) -> None:
             await fs.lookup(gone, NAME)
         with pytest.raises(NotFound):
             await fs.lookup(FIRST | gone, b"files.tar")
+
+
+async def test_files_one_after_another(directory: Path) -> None:
+    """As their catalogue has them: there is no such file of another one."""
+    contents = {b"2": b"two" * 30_000, b"1": b"", b".0": b"hidden", b"0": b"zero"}
+    async with opened(directory) as fs:
+        inos = {name: await write_file(fs, name, data) for name, data in contents.items()}
+        top = (await fs.mkdir(ROOT, b"d", 0o755, Caller())).ino
+        inos[b"d/3"] = await write_file(fs, b"3", b"three", top)
+        rows = [(ino, name, (await fs.getattr(ino)).size) for name, ino in inos.items()]
+        catalogue, _ = files.catalogue_of(row for row in rows if row[1] != b".0")
+        assert [row.start for row in files.entries(catalogue)] == [0, 90_000, 90_000, 90_004]
+        name = files.joined_name(catalogue)
+        joined = await fs.lookup(FIRST | ROOT, name)
+        expected = contents[b"2"] + b"zero" + b"three"
+        assert await read_file(fs, joined.ino) == expected
+        assert await fs.lookup(FIRST | ROOT, name) == joined
+        handle, *_ = await fs.open(joined.ino, os.O_RDONLY)
+        assert bytes(await fs.read(handle, 89_999, 7)) == expected[89_999:90_006]
+        with pytest.raises(Invalid, match="other files"):
+            await fs.lookup(FIRST | ROOT, files.joined_name(catalogue + b"x"))
+        with pytest.raises(AccessDenied):
+            await fs.setattr(inos[b"0"], SetAttr(mode=0o600), Caller())
+            await fs.lookup(FIRST | ROOT, name, Caller(uid=5, gid=5))
+        await rewrite(fs, inos[b"0"], b"ZERO")
+        with pytest.raises(Stale, match="0 has changed"):
+            await fs.read(handle, 90_000, 4)
+        assert bytes(await fs.read(handle, 90_004, 5)) == b"three"
+        await fs.release(handle)
+        changed = await fs.lookup(FIRST | ROOT, name)
+        assert (changed.ino, changed.size) != (joined.ino, joined.size)
+        await rewrite(fs, inos[b"0"], b"larger")
+        with pytest.raises(Invalid, match="of other sizes"):
+            await fs.lookup(FIRST | ROOT, name)
+        with pytest.raises(NotFound):
+            await fs.lookup(FIRST | ROOT, b"files=.bin")

@@ -1,6 +1,7 @@
 """Datasets on a mount: each format gives the rows and the order that it gives elsewhere, also from
 the data servers, and after the daemon was killed in the middle of an epoch."""
 
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from aifs.client import data
+from aifs.client.data.rows import files as file_rows
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 arrow = pytest.importorskip("pyarrow")
@@ -134,6 +136,40 @@ def test_the_order_of_small_files_stays_as_bytes_move(mounted: Mounted):
         whole = list(reader)
     with data.reader(data.open(directory), state=state, transform=content) as reader:
         assert first + list(reader) == whole
+
+
+def test_blocks_of_small_files_are_read_whole(mounted: Mounted, monkeypatch: pytest.MonkeyPatch):
+    """None of the files is opened; if that cannot be done, each is, and says what is wrong."""
+    directory = mounted.path / "set"
+    for number in range(40):
+        folder = directory / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:02}").write_bytes(b"%02d" % number * 20_000)
+    (directory / ".hidden").write_bytes(b"no row")
+    aifs("drain", mounted.path)
+    aifs("evict", directory / "0")
+    expected = {
+        f"{number % 2}/{number:02}": (b"%02d" % number * 20_000, number % 2) for number in range(40)
+    }
+
+    def rows_of(dataset: data.Dataset) -> dict[str, Any]:
+        with data.reader(dataset, seed=3) as reader:
+            return {row["path"]: (row["data"], row["label"]) for row in reader}
+
+    dataset, other = data.open(directory), data.open(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(file_rows, "read_each", None)
+        assert rows_of(dataset) == expected
+    mounted.kill()
+    mounted.mount()
+    assert rows_of(dataset) == expected  # its descriptor is of no use any more
+    (directory / "0" / "00").write_bytes(b"changed")
+    with pytest.raises(OSError, match=r"0/00") as caught:
+        rows_of(other)
+    assert caught.value.errno == errno.ESTALE
+    (directory / "0" / "00").write_bytes(expected["0/00"][0])
+    (directory / "1" / "link").symlink_to("01")
+    assert rows_of(data.open(directory)) == expected | {"1/link": expected["1/01"]}
 
 
 def told(directory: Path) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class DiskFile:
         """What it is now."""
         return version_of(os.fstat(self._fd))
 
+    def expect_random(self) -> None:
+        """Nothing is worth reading ahead of what is asked for."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
     def read(self, offset: int, length: int) -> bytes:
         parts = []
         while length > 0 and (part := os.pread(self._fd, length, offset)):

@@ -1,16 +1,17 @@
 """A directory of files: each file is a row, with a label where each class has a folder of its own.
 
 What stands for the one "file" of the dataset is its *catalogue*: of each file its path below the
-directory, a zero byte, its size and the number of its label (-1: it has none), a zero byte. Blocks
-are runs of it. On a mount of AIFS files are in the order of their inode numbers: that in which they
-were made, and drained, so the files of a block lie together in few containers; unlike their places,
-which draining and compaction change, it is the same for all ranks, and when a job goes on.
-Elsewhere they are in the order of their paths.
+directory, a zero byte, where it begins if all are one after another, its size, the number of its
+label (-1: it has none), a zero byte. Blocks are runs of it. On a mount of AIFS files are in the
+order of their inode numbers: that in which they were made, and drained, so the files of a block lie
+together in few containers; unlike their places, which draining and compaction change, it is the
+same for all ranks, and when a job goes on. Elsewhere they are in the order of their paths.
 """
 
+import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from aifs.core.errors import DatasetError
@@ -31,21 +32,28 @@ class SmallFile(NamedTuple):
     """A row of a catalogue."""
 
     path: bytes
+    start: int
+    """Where it begins if all files are one after another."""
     size: int
     label: int
 
 
 def catalogue(root: str, options: Mapping[str, Any]) -> tuple[bytes, list[RowBlock]]:
-    """Regular files below ``root``, without hidden ones, and their blocks.
+    """Regular files below ``root``, without hidden ones, and their blocks."""
+    return catalogue_of(_found(os.fsencode(root), b""))
+
+
+def catalogue_of(found: Iterable[tuple[int, bytes, int]]) -> tuple[bytes, list[RowBlock]]:
+    """The same of files of which each has an inode number (0: it does not count), a path, a size.
 
     Labels are the numbers of the sorted folders, if all files are in one of several folders.
     """
-    found = sorted(_found(os.fsencode(root), b""))
-    labels = _labels([path for _, path, _ in found])
+    in_order = sorted(found)
+    labels = _labels([path for _, path, _ in in_order])
     parts: list[bytes] = []
     blocks: list[RowBlock] = []
-    start = end = rows = room = 0
-    for _, path, size in found:
+    start = end = rows = room = total = 0
+    for _, path, size in in_order:
         row_bytes_checked(end, size)
         if rows and (rows == BLOCK_ROWS or size > room):
             blocks.append(RowBlock(start, end - start, rows))
@@ -53,13 +61,25 @@ def catalogue(root: str, options: Mapping[str, Any]) -> tuple[bytes, list[RowBlo
         if not rows:
             room = BLOCK_BYTES
         label = labels.get(path.split(b"/", 1)[0], -1)
-        parts.append(b"%s\0%d %d\0" % (path, size, label))
+        parts.append(b"%s\0%d %d %d\0" % (path, total, size, label))
         end += len(parts[-1])
+        total += size
         room -= size
         rows += 1
     if rows:
         blocks.append(RowBlock(start, end - start, rows))
     return b"".join(parts), blocks
+
+
+def is_hidden(path: bytes) -> bool:
+    """Whether it, or what lies below it, is none of the dataset's."""
+    return path.rpartition(b"/")[2].startswith(b".")
+
+
+def joined_name(catalogue: bytes | memoryview) -> bytes:
+    """What the virtual file is called, below ``.aifs-data`` of the directory, that holds the files
+    of just this catalogue one after another."""
+    return b"files=%s.bin" % hashlib.blake2b(catalogue, digest_size=16).hexdigest().encode()
 
 
 def entries(part: bytes) -> Iterator[SmallFile]:
@@ -69,10 +89,10 @@ def entries(part: bytes) -> Iterator[SmallFile]:
         raise DatasetError("a torn catalogue of files")
     for path, numbers in zip(fields[0:-1:2], fields[1::2], strict=True):
         try:
-            size, label = map(int, numbers.split(b" "))
+            start, size, label = map(int, numbers.split(b" "))
         except ValueError as error:
             raise DatasetError("a torn catalogue of files") from error
-        yield SmallFile(path, size, label)
+        yield SmallFile(path, start, size, label)
 
 
 def _found(root: bytes, below: bytes) -> Iterator[tuple[int, bytes, int]]:
@@ -82,7 +102,7 @@ def _found(root: bytes, below: bytes) -> Iterator[tuple[int, bytes, int]]:
     folders = []
     with os.scandir(directory) as listing:
         for entry in listing:
-            if entry.name.startswith(b"."):
+            if is_hidden(entry.name):
                 continue
             path = below + b"/" + entry.name if below else entry.name
             if entry.is_dir(follow_symlinks=False):

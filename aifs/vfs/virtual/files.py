@@ -36,6 +36,7 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.virtual import numbers, trees
+from aifs.vfs.virtual.joined import is_joined, join_files
 from aifs.vfs.virtual.numbers import FILES, FIRST, ORDERS
 from aifs.vfs.virtual.orders import OrderFiles
 from aifs.vfs.virtual.sources import VirtualContent, read_source, require_all, right_to
@@ -109,6 +110,8 @@ class VirtualFiles:
         """Of a name in a virtual directory. Raises NotFound, Invalid for what is no order."""
         if parent < ORDERS and name == b"files.tar":
             return partial(trees.list_tree, self._engine, self._io)
+        if parent < ORDERS and is_joined(name):
+            return partial(join_files, self._engine, self._io, name, asker)
         if parent < ORDERS or b"=" not in name:
             raise NotFound()
         try:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aifs.core.errors import NotFound, ReadOnly
+from aifs.datasets.virtual import DIRECTORY
 
-NAME = b".aifs-data"
-"""In each directory. A name on record wins. It is another one than that of a data server's marker:
-a server may lie in a mount."""
+NAME = DIRECTORY
+"""In each directory. A name on record wins."""
 
 FIRST = 1 << 62
 """Of all numbers of what is virtual: it and the number of the directory are that of

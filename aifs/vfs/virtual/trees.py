@@ -38,7 +38,7 @@ async def list_tree(
         newest_ns = max(newest_ns, member.mtime_ns)
         return True
 
-    rights = await walk(engine, io, top, watch, visit)
+    rights = await walk(engine, io, top, watch, visit, with_places=True)
     rights.add(right_to(directory))
     archive = None if known is None or known.fingerprint != fingerprint else known.bytes
     if not isinstance(archive, Archive):

@@ -11,7 +11,8 @@ import trio
 
 from aifs.core.errors import Invalid, NotFound, Unavailable
 from aifs.files.file_io import FileIO
-from aifs.meta import chunks
+from aifs.meta import keys
+from aifs.meta.chunk_lists import decode_chunks
 from aifs.meta.extents import get_extents
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
@@ -62,11 +63,13 @@ async def walk(
     top: int,
     watch: SourceWatch,
     visit: Callable[[Found], bool],
+    with_places: bool = False,
 ) -> set[ReadRight]:
     """Show all that lies below ``top`` to ``visit``, which says whether it belongs to the virtual
-    file; what is in a directory that does not is not looked at. Returns the rights that who reads
-    the file needs to what belongs to it. Raises Invalid for too many names, too long paths, too
-    many different rights."""
+    file; what is in a directory that does not is not looked at. ``with_places``: where files lie in
+    containers is looked up, too; else all are shown as if they lay in none. Returns the rights that
+    who reads the virtual file needs to what belongs to it. Raises Invalid for too many names, too
+    long paths, too many different rights."""
     rights: set[ReadRight] = set()
     count = text = 0
     waiting = [(top, b"")]
@@ -74,7 +77,7 @@ async def walk(
         ino, path = waiting.pop()
         watch.directories.add(ino)
         cookie = 0
-        while entries := await _list(engine, ino, cookie):
+        while entries := await _list(engine, ino, cookie, with_places):
             for name, recorded, cookie, place in entries:
                 inode = io.inodes.current(recorded)
                 count += 1
@@ -99,31 +102,41 @@ async def walk(
     return rights
 
 
-async def _list(engine: Engine, ino: int, cookie: int) -> Sequence[_Entry]:
+async def _list(engine: Engine, ino: int, cookie: int, with_places: bool) -> Sequence[_Entry]:
     with suppress(NotFound):  # removed meanwhile
-        return await engine.view(_read_slice, ino, cookie)
+        return await engine.view(_read_slice, ino, cookie, with_places)
     return ()
 
 
-def _read_slice(tx: ReadTransaction, ino: int, cookie: int) -> list[_Entry]:
+def _read_slice(tx: ReadTransaction, ino: int, cookie: int, with_places: bool) -> list[_Entry]:
+    listed = list(list_directory(tx, ino, cookie, _SLICE))
+    inodes = [inode for _, inode, _ in listed]
+    places = _places_of(tx, inodes) if with_places else {}
     return [
-        _Entry(name, inode, place, _place_of(tx, inode))
-        for name, inode, place in list_directory(tx, ino, cookie, _SLICE)
+        _Entry(name, inode, next_cookie, places.get(inode.ino) or _place_without(inode))
+        for name, inode, next_cookie in listed
     ]
 
 
-def _place_of(tx: ReadTransaction, inode: Inode) -> Place:
-    layout = inode.chunks
-    if inode.is_dir:
-        return _FIRST  # what lies in them follows; by name among themselves
-    if layout is None:
-        return math.inf, inode.ino
-    with suppress(Unavailable):  # who reads it is told
-        if layout.variable:
-            places = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
-        else:
-            places = chunks.get_chunks(tx, inode.oid, 0)[1]
-        for place in places:
-            if place is not None:
-                return place.container, place.offset
-    return math.inf, inode.ino
+def _places_of(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, Place]:
+    """By inode number, where the first stored byte of what lies in containers is."""
+    stored = [inode for inode in inodes if inode.chunks is not None]
+    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
+    places = {}
+    for inode, record in zip(stored, lists, strict=True):
+        with suppress(Unavailable):  # who reads it is told
+            if inode.lists_extents:
+                found = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
+            else:
+                found = decode_chunks(record or b"")
+            for place in found:
+                if place is not None:
+                    places[inode.ino] = float(place.container), place.offset
+                    break
+    return places
+
+
+def _place_without(inode: Inode) -> Place:
+    """Of what lies in no container. What lies in directories follows these; they are by name among
+    themselves."""
+    return _FIRST if inode.is_dir else (math.inf, inode.ino)
