@@ -7,9 +7,10 @@ waits in the kernel keeps the descriptors of a process that was killed, so for s
 is the only way.
 """
 
-import ctypes
 import os
 from contextlib import suppress
+
+from aifs.core.libc import library
 
 _DEVICE = "/dev/fuse"
 _FUSECTL = "/sys/fs/fuse/connections"
@@ -73,7 +74,9 @@ def _mount_unseen() -> int:
 
 
 def _call(*arguments: object) -> int:
-    result = ctypes.CDLL(None, use_errno=True).syscall(*arguments)
+    import ctypes
+
+    result = library().syscall(*arguments)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), "fusectl")

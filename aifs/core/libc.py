@@ -5,6 +5,9 @@ commands need none, and that takes as long as a quarter of what they import.
 import functools
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
+"""prctl: which signal this process gets when its parent ends."""
+
 
 @functools.cache
 def library() -> Any:

@@ -13,7 +13,6 @@ system's. What the directory holds:
 Nobody reaches the database but over the network, as ``aifs``, with the password (scram-sha-256).
 """
 
-import ctypes
 import fcntl
 import importlib.util
 import os
@@ -24,11 +23,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from glob import glob
 from typing import IO, Any
 
 from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError
+from aifs.core.libc import PR_SET_PDEATHSIG, library
 from aifs.core.secret import read_secret
 
 ROLE = "aifs"
@@ -43,8 +44,6 @@ _SYSTEM = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin")
 """Where the packages of Debian, and of PostgreSQL's own for RHEL, put the programs."""
 
 _DYING_S, _LOOK_S = 10.0, 0.02
-
-_PR_SET_PDEATHSIG = 1
 
 _SETTINGS = """\
 # Written once, when aifs meta serve made this database. Change what you like: it holds from the
@@ -87,8 +86,6 @@ _RIGHTS = f"""\
 # TYPE  DATABASE  USER  ADDRESS  METHOD
 host    all       {ROLE}  all      scram-sha-256
 """
-
-_libc = ctypes.CDLL(None)
 
 
 def find_programs() -> dict[int, str]:
@@ -275,7 +272,7 @@ class EmbeddedDatabase:
             cwd="/",
             env=_environment(),
             start_new_session=True,  # the terminal's Ctrl-C is for us, who then stop it
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(library().prctl, PR_SET_PDEATHSIG, signal.SIGINT),
             **self._as_user,
         )
         while not self._is_ready(self.process.pid):
@@ -293,11 +290,6 @@ class EmbeddedDatabase:
     def release(self) -> None:
         """Somebody else may start it, once the processes that this one has started have ended."""
         files.close_file(self._lock)
-
-
-def _end_with_parent() -> None:
-    """In a process that is about to become PostgreSQL."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def require_free(address: str, port: int) -> None:

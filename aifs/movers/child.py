@@ -10,7 +10,6 @@ Messages from the daemon: ``start``, ``work``, ``go`` (the answer to ``leave``),
 ``damage``, ``health``, ``log``, ``retire`` (start another process when this one has no work left).
 """
 
-import ctypes
 import logging
 import os
 import pickle
@@ -26,6 +25,7 @@ import trio
 from aifs.burst.making import MakingTools
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
+from aifs.core.libc import PR_SET_PDEATHSIG, library
 from aifs.core.tasks import first_error
 from aifs.data.patience import giving_up
 from aifs.data.reading.buffers import BudgetedBuffers
@@ -36,7 +36,6 @@ from aifs.layout.striped import Striped
 from aifs.movers.channel import Channel
 
 _LOOK_S = 0.5
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Start(NamedTuple):
@@ -286,7 +285,7 @@ async def _serve(end: socket.socket) -> None:
 
 def main() -> None:
     number, parent = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    library().prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it has died before
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the daemon, which ends us
