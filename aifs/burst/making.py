@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.transfer import Mover, Source
+from aifs.burst.transfer import Mover
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
@@ -26,23 +26,12 @@ from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import Followed, ObjectSet
+from aifs.data.objects.settled import InObjects, Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Interleaved, Location
 from aifs.layout.striped import Striped
 from aifs.meta.records import Copy
-
-
-class InObjects(NamedTuple):
-    """The bytes of a settled file are in objects."""
-
-    ino: int
-    oid: int
-    layout: Striped
-    unread: int = 0
-    """Mask of columns that must not be read."""
-    digests: bytes = b""
-    """The checksum of each MiB of the file; b"" of a file that has none."""
 
 
 class InChunks(NamedTuple):

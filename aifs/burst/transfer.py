@@ -21,8 +21,9 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.holes import Sparse, pieces_with_data, without_zeros
+from aifs.data.objects.holes import pieces_with_data, without_zeros
 from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.settled import Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import Workers, gather
 
@@ -70,15 +71,6 @@ class Limiter:
         while start > now and self.counts:
             await trio.sleep(min(start - now, _LOOK_S))
             now = trio.current_time()
-
-
-class Source(Sparse, Protocol):
-    """The bytes of a settled file of ``size`` bytes."""
-
-    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the
-        file's. Raises Unavailable.
-        """
 
 
 class ColumnReader(Protocol):

@@ -29,6 +29,9 @@ def info_command(path: str, as_json: bool) -> None:
     """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not
     followed.
 
+    Of files in containers, stored_bytes are those that they take there, before redundancy, and
+    compression how many times fewer that is than their size.
+
     unique_bytes are those that would come back if it were removed, shared_bytes those that clones
     and snapshots elsewhere have, too. Those of a directory are added up, with the number of files
     below and their bytes as ls shows them.
@@ -46,6 +49,8 @@ def info_command(path: str, as_json: bool) -> None:
         info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
     if layout:
         info["layout"] = describe_layout(layout)
+    if "compression" in info:
+        info["compression"] = f"{info['compression']:.2f}x"
     print_facts(info.items())
     if parts:
         print()

@@ -142,6 +142,8 @@ def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("cluster", _describe_cluster(status["cluster"])))
     if "together" in status:
         facts.append(("together", _describe_together(status["together"])))
+    if aging := _describe_aging(status.get("aging", {})):
+        facts.append(("aging", aging))
     facts.append(("removing", _describe_doomed(status["doomed"])))
     if "trash" in status:
         facts.append(("trash", _describe_trash(status["trash"])))
@@ -201,6 +203,20 @@ def _describe_undrained(state: dict[str, Any]) -> str:
     """Which host has how much in its burst tier alone."""
     hosts = [f"{host['name']} {_size(host, 'undrained_bytes')}" for host in state["hosts"]]
     return f"{', '.join(hosts)}; what is undrained can be read as long as its host is there"
+
+
+def _describe_aging(aging: dict[str, Any]) -> str:
+    """Of old files; '' if there were none."""
+    parts = []
+    if aging.get("files"):
+        compressed = aging["compressed_files"]
+        parts.append(
+            f"{count(aging['files'], 'old file')} ({_size(aging, 'bytes')}) moved since the mount, "
+            f"{compressed} of them compressed"
+        )
+    if aging.get("left_files"):
+        parts.append(f"{aging['left_files']} stay for now: {aging['reason']}")
+    return "; ".join(parts)
 
 
 def _describe_doomed(doomed: dict[str, Any]) -> str:

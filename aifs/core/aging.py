@@ -1,35 +1,52 @@
-"""Where files go when they are old, as ``user.aifs.age`` says it: ``30d:cold``. Pure; the daemon
-and fsck share it.
+"""What becomes of files when they are old, as ``user.aifs.age`` says it:
+``30d:cold,compress=zstd:3``. Pure; the daemon and fsck share it.
 
-The first part is how long nobody has written or read a file; the second one a class of data
-servers, as the configuration and ``aifs server add --class`` name them.
+The first part is how long nobody has written or read a file. Behind the colon are a class of data
+servers that it moves to, as the configuration and ``aifs server add --class`` name them, and how it
+is compressed; one of both is enough.
 """
 
 import re
 from typing import NamedTuple
 
-from aifs.core.units import format_duration, parse_duration
+from aifs.core.units import format_compress, format_duration, parse_compress, parse_duration
 
 _CLASS = re.compile("[a-z0-9][a-z0-9-]{0,31}")
+_COMPRESS = "compress="
 
 
 class AgeRule(NamedTuple):
-    """Files that nobody has written or read for ``age_s`` seconds move to a class of servers."""
+    """What becomes of files that nobody has written or read for ``age_s`` seconds."""
 
     age_s: float
-    storage_class: str
+    storage_class: str = ""
+    """The class of servers that they move to; "": they stay in that where they are."""
+    level: int = 0
+    """Of zstd, which they are compressed with; 0: they are not."""
 
 
 def parse_age_rule(text: str) -> AgeRule:
     """Raises ValueError, which says what is wrong."""
-    age, colon, storage_class = text.partition(":")
-    if not colon:
-        raise ValueError(f"age: {text!r} is not AGE:CLASS, such as 30d:cold")
-    return AgeRule(parse_duration(age), _named(storage_class))
+    age, _, rest = text.partition(":")
+    terms = [term.strip() for term in rest.split(",")]
+    compress = [term for term in terms if term.startswith(_COMPRESS)]
+    classes = [term for term in terms if term not in compress]
+    if not rest or len(compress) > 1 or len(classes) > 1:
+        raise ValueError(
+            f"age: {text!r} is not AGE:CLASS, such as 30d:cold, AGE:compress=zstd:LEVEL, or "
+            "AGE:CLASS,compress=zstd:LEVEL"
+        )
+    level = parse_compress(compress[0].removeprefix(_COMPRESS)) if compress else 0
+    if not classes and not level:
+        raise ValueError(f"age: {text!r} says nothing that is to become of old files")
+    return AgeRule(parse_duration(age), _named(classes[0]) if classes else "", level)
 
 
 def format_age_rule(rule: AgeRule) -> str:
-    return f"{format_duration(rule.age_s)}:{rule.storage_class}"
+    terms = [rule.storage_class] if rule.storage_class else []
+    if rule.level:
+        terms.append(_COMPRESS + format_compress(rule.level))
+    return f"{format_duration(rule.age_s)}:{','.join(terms)}"
 
 
 def parse_class(value: object) -> str:

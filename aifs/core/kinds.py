@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from pydantic_core import core_schema
 
 from aifs.core.aging import parse_class
-from aifs.core.units import format_duration, format_size, parse_duration, parse_size
+from aifs.core.units import (
+    format_compress,
+    format_duration,
+    format_size,
+    parse_compress,
+    parse_duration,
+    parse_size,
+)
 
 DOMAIN_MAX = 255
 
@@ -126,16 +133,7 @@ def _parse_boolean(value: Any, base: str) -> bool:
 
 
 def _parse_compress(value: Any, base: str) -> int:
-    if value == "none":
-        return 0
-    codec, _, level = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if codec != "zstd":
-        raise ValueError
-    return _within(int(level), 1, 19)
-
-
-def _format_compress(level: int) -> str:
-    return f"zstd:{level}" if level else "none"
+    return parse_compress(str(value))
 
 
 def _parse_pack_below(value: Any, base: str) -> int | None:
@@ -296,7 +294,7 @@ CODED = Kind(
     lambda columns: f"{columns[0]}+{columns[1]}" if columns[1] else "none",
 )
 HEDGE = Kind("auto, off, or a duration from 100us to 1min", _parse_hedge, _format_hedge)
-COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, _format_compress)
+COMPRESS = Kind("none or zstd:LEVEL with a level from 1 to 19", _parse_compress, format_compress)
 PACK_BELOW = Kind("unit, or a size from 0 to 1GiB", _parse_pack_below, _format_pack_below)
 DATABASE = Kind(
     "postgresql://USER@HOST:PORT/DATABASE (the password is in the file that meta.secret names)",

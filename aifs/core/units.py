@@ -1,5 +1,5 @@
-"""Sizes in bytes, counts, and durations in seconds, as people write them: ``1MiB``, ``1M``,
-``100ms``. Pure.
+"""Sizes in bytes, counts, durations in seconds, and levels of compression, as people write them:
+``1MiB``, ``1M``, ``100ms``, ``zstd:3``. Pure.
 """
 
 import re
@@ -21,6 +21,8 @@ _DURATIONS = {
     "h": Decimal(3600),
     "d": Decimal(86400),
 }
+
+_ZSTD_LEVEL = 3
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -86,3 +88,24 @@ def describe_size(size: int) -> str:
     else:
         unit = "EiB"
     return f"{size} B" if unit == "B" else f"{value:.{2 - (value >= 10) - (value >= 100)}f} {unit}"
+
+
+def parse_compress(text: str) -> int:
+    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none.
+    ValueError says what is allowed.
+    """
+    codec, colon, level = text.partition(":")
+    if text == "none":
+        return 0
+    if codec != "zstd" or (
+        colon and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 19)
+    ):
+        raise ValueError(
+            f"compress={text} is neither 'none' nor 'zstd:LEVEL' with a level from 1 to 19"
+        )
+    return int(level) if colon else _ZSTD_LEVEL
+
+
+def format_compress(level: int) -> str:
+    """The text that ``parse_compress`` reads back as ``level``."""
+    return f"zstd:{level}" if level else "none"

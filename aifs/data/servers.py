@@ -156,11 +156,11 @@ class Servers:
         """The burst directories, by ascending id."""
         return tuple(server for server in self._servers.values() if server.role == "burst")
 
-    def usable(self) -> tuple[int, ...]:
-        """Ids of the data servers that new files should use, ascending: those in use that do not
-        fail, or all if all do.
+    def usable(self, storage_class: str = "") -> tuple[int, ...]:
+        """Ids of the data servers that new files, or those that go to a class, should use,
+        ascending: those in use that do not fail, or all if all do.
         """
-        return tuple(server.id for server in self._chosen())
+        return tuple(server.id for server in self._chosen(storage_class))
 
     @property
     def all_in_place(self) -> bool:
@@ -191,6 +191,13 @@ class Servers:
         active = tuple(server for server in self.capacity() if server.standing == ACTIVE)
         chosen = tuple(server for server in active if server.storage_class == storage_class)
         return chosen if chosen or storage_class else active
+
+    def class_of(self, numbers: Sequence[int]) -> str:
+        """The class that what lies on these servers is to stay in: that of the first, if it has
+        servers in use, else "", that of new files."""
+        server = self.find(numbers[0])
+        found = "" if server is None else server.storage_class
+        return found if self._chosen(found) else ""
 
     def _chosen(self, storage_class: str = "") -> tuple[DataServer, ...]:
         active = self.of_class(storage_class)

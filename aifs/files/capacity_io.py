@@ -8,13 +8,14 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from aifs.burst.making import InObjects, Made, Making, NewObjects, Origin
+from aifs.burst.making import Made, Making, NewObjects, Origin
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.settled import InObjects
 from aifs.data.servers import Servers
 from aifs.files.containers import Containers
 from aifs.files.open_inode import OpenInode

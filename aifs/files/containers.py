@@ -26,7 +26,7 @@ from aifs.data.workers import gather
 from aifs.files.collector import Collector
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
-from aifs.layout.redundancy import PLAIN, Redundancy
+from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
@@ -76,7 +76,7 @@ class Containers:
         self._ids = ids
         self._collector = collector
         self.writer = ContainerWriter(self, container_size, spare)
-        self._placed: dict[tuple[Redundancy, tuple[int, ...]], _Placed] = {}
+        self._placed: dict[tuple[Redundancy, tuple[int, ...], str], _Placed] = {}
 
     async def recover(self) -> None:
         """Go on with the plain containers that earlier mounts of this host have not filled; seal
@@ -154,16 +154,20 @@ class Containers:
 
     # --- placement ---
 
-    def has_place(self, allowed: Sequence[int], redundancy: Redundancy) -> bool:
+    def has_place(
+        self, allowed: Sequence[int], redundancy: Redundancy, storage_class: str = ""
+    ) -> bool:
         """Whether there are servers for containers of this redundancy, as ``slots`` says."""
         try:
-            return bool(self.slots(redundancy, allowed))
+            return bool(self.slots(redundancy, allowed, storage_class))
         except (NotSupported, Unavailable):
             return False
 
-    def slots(self, redundancy: Redundancy, allowed: Sequence[int] = ()) -> tuple[Striped, ...]:
-        """What containers new files may go to are laid out like: on servers ``allowed`` (none: any)
-        that are in use, and whose objects can grow.
+    def slots(
+        self, redundancy: Redundancy, allowed: Sequence[int] = (), storage_class: str = ""
+    ) -> tuple[Striped, ...]:
+        """What containers that files may go to are laid out like: on servers ``allowed`` (none:
+        any) of a class ("": those for new files) that are in use, and whose objects can grow.
 
         Stays the same as long as the servers do: else ever more containers would be begun. Where
         too few work, the others get columns that will lack, to be rebuilt elsewhere. Raises
@@ -171,7 +175,7 @@ class Containers:
         """
         candidates = tuple(
             candidate
-            for candidate in self._servers.candidates()
+            for candidate in self._servers.candidates(storage_class)
             if self._servers[candidate.id].storage.append
         )
         if not candidates:
@@ -180,18 +184,18 @@ class Containers:
         if not redundancy.is_protected:
             return tuple(container_layout((candidate.id,)) for candidate in chosen)
         needed = redundancy.least_servers
-        chosen = (*chosen, *self._others(chosen, allowed)[: max(needed - len(chosen), 0)])
+        others = self._others(chosen, allowed, storage_class)
+        chosen = (*chosen, *others[: max(needed - len(chosen), 0)])
         if len(chosen) < needed:
             raise Unavailable(
                 f"the policy of files asks for {needed} data servers; there are {len(chosen)}"
             )
         chosen = tuple(sorted(chosen))
         names = frozenset((candidate.id, candidate.domain) for candidate in chosen)
-        placed = self._placed.get((redundancy, tuple(allowed)))
+        asked = redundancy, tuple(allowed), storage_class
+        placed = self._placed.get(asked)
         if placed is None or placed.names != names:
-            placed = self._placed[redundancy, tuple(allowed)] = _Placed(
-                names, _place(redundancy, chosen)
-            )
+            placed = self._placed[asked] = _Placed(names, _place(redundancy, chosen))
         return placed.slots
 
     def servers_of(self, redundancy: Redundancy, allowed: Sequence[int]) -> frozenset[int]:
@@ -200,21 +204,21 @@ class Containers:
             server for layout in self.slots(redundancy, allowed) for server in layout.servers
         )
 
-    def _others(self, chosen: Sequence[Candidate], allowed: Sequence[int]) -> list[Candidate]:
+    def _others(
+        self, chosen: Sequence[Candidate], allowed: Sequence[int], storage_class: str
+    ) -> list[Candidate]:
         """Servers that do not work just now."""
         known = {candidate.id for candidate in chosen}
         return [
             Candidate(server.id, server.domain or f"server {server.id}")
-            for server in self._servers.capacity()
-            if server.standing == ACTIVE
-            and server.id not in known
-            and (not allowed or server.id in allowed)
+            for server in self._servers.of_class(storage_class)
+            if server.id not in known and (not allowed or server.id in allowed)
         ]
 
     def is_usable(self, layout: Striped) -> bool:
         """Whether new containers may be laid out so."""
-        usable = self._servers.usable()
-        return all(number in usable for number in layout.servers)
+        servers = self._servers
+        return all(n in servers.usable(servers.class_of((n,))) for n in layout.servers)
 
     # --- writing ---
 
@@ -222,18 +226,16 @@ class Containers:
     async def append(
         self,
         sources: Sequence[FileSource],
+        slots: Sequence[Striped],
         movers: Movers,
-        servers: Sequence[int] = (),
-        redundancy: Redundancy = PLAIN,
     ) -> AsyncIterator[StoredFiles]:
-        """Have ``movers`` store files in containers on ``servers`` (none: any). Within the block
-        they are durable, and their chunk lists, which it yields in the order of ``sources``, are to
-        be recorded with ``put_chunks``.
+        """Have ``movers`` store files in containers that are laid out like ``slots``. Within the
+        block they are durable, and their chunk lists, which it yields in the order of ``sources``,
+        are to be recorded with ``put_chunks``.
 
         Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
         leaves no trace.
         """
-        slots = self.slots(redundancy, servers)
         cut = await self._cut(sources)
         whole = [piece for file in cut for piece in file if piece is not None]
         async with self.append_pieces(whole, slots, movers) as appended:
@@ -244,7 +246,7 @@ class Containers:
     async def _cut(self, sources: Sequence[FileSource]) -> list[list[FilePiece | None]]:
         if not any(source.sparse for source in sources):
             return _cut_all(sources, self._servers)
-        device = self._servers[sources[0].copy[0]]
+        device = self._servers[sources[0].origin[0]]
         return (await gather([(device.workers, _cut_all, (sources, self._servers))]))[0]
 
     @asynccontextmanager

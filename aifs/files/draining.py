@@ -17,7 +17,7 @@ from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.file_io import FileIO
 from aifs.files.flips import Draining, DrainOutcome, Flips, errors_of
 from aifs.layout.hint import Policy
-from aifs.layout.interleaved import CHUNK, Interleaved
+from aifs.layout.interleaved import CHUNK, Interleaved, may_list
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.chunks import NOTHING_LOST
 from aifs.movers.movers import Movers
@@ -34,10 +34,6 @@ _BEGUN_AT_ONCE = 32
 
 _FLIPPED_AT_ONCE = 16
 """In one transaction, which takes some 0.4 ms of the event loop."""
-
-_HOLES_LISTED = 1 << 30
-"""An interleaved file that is mostly holes has so many bytes at most: its list has an entry for
-each hole of the size of a chunk. Larger ones are striped, whatever their policy says."""
 
 
 class Drainer:
@@ -102,7 +98,7 @@ class Drainer:
         kind = policy.kind or self._layout.kind
         if kind != "interleaved" and draining.size >= self._pack_below(policy):
             return False
-        return draining.size <= max(_HOLES_LISTED, 2 * 512 * draining.blocks)
+        return may_list(draining.size, draining.blocks * 512)
 
     def _pack_below(self, policy: Policy) -> int:
         """Files that are smaller go into containers, whatever their policy's kind."""
@@ -198,12 +194,12 @@ class Drainer:
     async def _append_all(
         self, files: list[Draining], servers: tuple[int, ...], redundancy: Redundancy
     ) -> None:
+        slots = self._containers.slots(redundancy, servers)
         sources = []
         for file in files:
             sources.append(await self._source(file))
             await self._give_way()
-        movers = self._movers
-        async with self._containers.append(sources, movers, servers, redundancy) as stored:
+        async with self._containers.append(sources, slots, self._movers) as stored:
             for file, source, chunks in zip(files, sources, stored.lists, strict=True):
                 self._flips.drop_made(file)  # the list of the last time, if there is one
                 file.layout, file.oid, file.chunks = source.layout, source.oid, chunks

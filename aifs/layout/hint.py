@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 from aifs.core.errors import Invalid
 from aifs.core.kinds import LAYOUT_KINDS
 from aifs.core.pairs import parse_pairs
-from aifs.core.units import format_size, parse_size
+from aifs.core.units import format_compress, format_size, parse_compress, parse_size
 from aifs.layout.kinds import Layout
 from aifs.layout.redundancy import REPLICAS_MAX, Redundancy, check_coded_unit, format_ec, parse_ec
 from aifs.layout.striped import UNIT_MAX, UNIT_MIN
 
 COUNT_MAX = 255
 SERVER_ID_MAX = 0x7FFF
-_ZSTD_LEVEL = 3
-
 
 # Numbers in these lists are recorded: new members go to the end.
 KINDS = ("", *LAYOUT_KINDS)
@@ -120,26 +118,6 @@ def format_layout_hint(policy: Policy) -> str:
     return ",".join(parts)
 
 
-def format_compress(level: int) -> str:
-    return f"zstd:{level}" if level else "none"
-
-
-def parse_compress(text: str) -> int:
-    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none.
-    Raises Invalid.
-    """
-    codec, colon, level = text.partition(":")
-    if text == "none":
-        return 0
-    if codec != "zstd" or (
-        colon and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 19)
-    ):
-        raise Invalid(
-            f"layout: compress={text} is neither 'none' nor 'zstd:LEVEL' with a level from 1 to 19"
-        )
-    return int(level) if colon else _ZSTD_LEVEL
-
-
 def _parse_kind(text: str) -> str:
     if text not in KINDS[1:]:
         raise Invalid(f"layout: kind={text} is unknown; there are {' and '.join(KINDS[1:])}")
@@ -175,6 +153,13 @@ def _parse_replicas(text: str) -> int:
     return replicas
 
 
+def _parse_compress(text: str) -> int:
+    try:
+        return parse_compress(text)
+    except ValueError as error:
+        raise Invalid(f"layout: {error}") from None
+
+
 def _number(key: str, text: str, largest: int) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= largest):
         raise Invalid(f"layout: {key}: {text!r} is not a whole number from 0 to {largest}")
@@ -186,7 +171,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "unit": _parse_unit,
     "count": _parse_count,
     "servers": _parse_servers,
-    "compress": parse_compress,
+    "compress": _parse_compress,
     "replicas": _parse_replicas,
     "ec": parse_ec,
 }

@@ -30,6 +30,8 @@ HEADER_BYTES = 64
 STRIPE = 4 * (CHUNK + HEADER_BYTES)
 """Bytes, headers included, that are appended to one container at a time."""
 
+_HOLES_LISTED = 1 << 30
+
 UNIT = 64 << 10
 """The stripe unit of containers."""
 
@@ -122,6 +124,13 @@ class Interleaved(Layout):
     def length(self, index: int, size: int) -> int:
         """Bytes of chunk ``index`` of a file of ``size`` bytes: all are whole but the last."""
         return min(self.chunk, size - index * self.chunk)
+
+
+def may_list(size: int, allocated: int) -> bool:
+    """Whether a file is to be interleaved. Not if it is large and mostly holes: its list has an
+    entry for each hole of the size of a chunk. Such a file is striped, whatever its policy says.
+    """
+    return size <= max(_HOLES_LISTED, 2 * allocated)
 
 
 def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:

@@ -1,4 +1,5 @@
-"""Files that nobody has used for long move to another class of data servers, in the background.
+"""Files that nobody has used for long move to another class of data servers, or are compressed, in
+the background.
 
 The rule of a directory (``user.aifs.age``, core/aging.py) holds for all that lies below, up to the
 next directory that has one. It is looked up when a pass meets a file, so it holds for what was
@@ -6,12 +7,14 @@ there before, too. A file moves as a whole, by laying it out anew (relayout): wh
 and a file that is changed meanwhile stays. It has the protection that it had, or stays. Nothing
 moves back by itself: a file that is written anew is a new one, and goes where new files go.
 
-Striped files move. Those that lie in containers stay: they are small, and share their objects with
-others. So do files with several names, of which nobody knows where they are.
+Striped files move. One that is to be compressed moves into containers, where chunks have codecs and
+checksums of their own. Those that lie in containers stay: they are small, and share their objects
+with others, or have been compressed. So do files with several names, of which nobody knows where
+they are.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -24,12 +27,18 @@ from aifs.core.errors import FsError, Invalid, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
+from aifs.files.collector import Collector
+from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
+from aifs.layout.hint import DEFAULT_POLICY
+from aifs.layout.interleaved import may_list
+from aifs.layout.striped import Striped
 from aifs.meta import degraded, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_inode
 from aifs.meta.slices import read_slice
 from aifs.store.ids import IdAllocator
+from aifs.upkeep.compressing import Compressing
 from aifs.upkeep.mending import FileSubject
 from aifs.upkeep.relayout import Relayout
 
@@ -45,6 +54,8 @@ class Aged(NamedTuple):
     ino: int
     oid: int
     storage_class: str
+    level: int
+    """Of zstd, 0 for no compression."""
 
 
 class Aging:
@@ -57,17 +68,21 @@ class Aging:
         servers: Servers,
         io: FileIO,
         ids: IdAllocator,
+        containers: Containers,
+        collector: Collector,
         upkeep: Upkeep,
     ) -> None:
         self._engine = engine
         self._servers = servers
         self._io = io
+        self._containers = containers
         self._upkeep = upkeep
         self.limiter = Limiter(config.rebuild.bandwidth)
         """Of all moves."""
         self._mover = Mover(servers.budget, self.limiter, config.burst.ioprio)
         movers = io.sets.movers(self._mover)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
+        self._compressing = Compressing(io, ids, containers, collector, movers)
         self._left = 0
         """How many files the last pass has left where they are, though they are old enough."""
         self._reason = ""
@@ -123,7 +138,7 @@ class Aging:
     async def _move(self, aged: Aged) -> None:
         """Raises Unavailable, NoSpace if it stays though nobody uses it."""
         if not self._servers.candidates(aged.storage_class):
-            raise Unavailable(f"no data server of the class {aged.storage_class} can be used")
+            raise Unavailable(f"no data server of {_described(aged)} can be used")
         file = await self._io.inodes.acquire(aged.ino)
         try:
             inode = file.inode
@@ -131,13 +146,17 @@ class Aging:
             subject = FileSubject(self._io, self._engine, file)
             if subject.is_busy or before is None or inode.oid != aged.oid:
                 return
-            layout = self._io.capacity.place(inode, storage_class=aged.storage_class)
-            if layout.tolerates < before.tolerates:
-                raise Unavailable(
-                    f"the class {aged.storage_class} has too few data servers for the protection "
-                    "that files have"
-                )
-            await self._relayout.lay_out(subject, layout)
+            capacity = self._io.capacity
+            if aged.level:
+                allowed = (inode.policy or DEFAULT_POLICY).servers
+                asked = capacity.redundancy(inode), allowed, aged.storage_class
+                slots = self._containers.slots(*asked)
+                _require(before, slots, aged)
+                await self._compressing.compress(subject, slots, aged.level)
+            else:
+                layout = capacity.place(inode, storage_class=aged.storage_class)
+                _require(before, [layout], aged)
+                await self._relayout.lay_out(subject, layout)
         finally:
             with trio.CancelScope(shield=True):
                 await self._io.inodes.release(file)
@@ -145,11 +164,24 @@ class Aging:
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows."""
         return {
-            "files": self._relayout.files,
+            "files": self._relayout.files + self._compressing.files,
+            "compressed_files": self._compressing.files,
             "bytes": self._mover.moved_bytes,
             "left_files": self._left,
             "reason": self._reason,
         }
+
+
+def _require(before: Striped, after: Sequence[Striped], aged: Aged) -> None:
+    """Raises Unavailable if a file would be less protected than ``before``."""
+    if any(layout.tolerates < before.tolerates for layout in after):
+        raise Unavailable(
+            f"{_described(aged)} has too few data servers for the protection that files have"
+        )
+
+
+def _described(aged: Aged) -> str:
+    return f"the class {aged.storage_class}" if aged.storage_class else "those for new files"
 
 
 @grows
@@ -194,13 +226,14 @@ def _find_aged(
             if layout is None or inode.in_burst or not inode.nlink:
                 continue
             rule = _rule_above(tx, inode, above)
-            if (
-                rule is not None
-                and max(inode.mtime_ns, inode.atime_ns) + rule.age_s * 1e9 <= now_ns
-                and {classes.get(server) for server in layout.servers} != {rule.storage_class}
-                and not degraded.is_marked(tx, inode.oid)  # it is mended first
-            ):
-                found.append(Aged(inode.ino, inode.oid, rule.storage_class))
+            if rule is None or max(inode.mtime_ns, inode.atime_ns) + rule.age_s * 1e9 > now_ns:
+                continue
+            level = rule.level if may_list(inode.size, inode.blocks * 512) else 0
+            found_in = {classes.get(server, "") for server in layout.servers}
+            is_elsewhere = rule.storage_class and found_in != {rule.storage_class}
+            if (is_elsewhere or level) and not degraded.is_marked(tx, inode.oid):  # mended first
+                storage_class = rule.storage_class or min(found_in)
+                found.append(Aged(inode.ino, inode.oid, storage_class, level))
     return found, following
 
 

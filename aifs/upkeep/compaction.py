@@ -152,13 +152,14 @@ class Compaction:
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
         """Where its chunks go: to the same servers, which somebody may have asked for, or if that
-        cannot be to any.
+        cannot be to any, of their class if possible.
         """
-        return (
-            (layout,)
-            if self._containers.is_usable(layout)
-            else self._containers.slots(redundancy_of(layout))
-        )
+        if self._containers.is_usable(layout):
+            return (layout,)
+        redundancy, storage_class = redundancy_of(layout), self._servers.class_of(layout.servers)
+        if not self._containers.has_place((), redundancy, storage_class):
+            storage_class = ""
+        return self._containers.slots(redundancy, (), storage_class)
 
     async def _move(
         self, live: list[tuple[ScannedChunk, Location]], slots: tuple[Striped, ...]

@@ -227,9 +227,7 @@ class Mender:
             return False
         if self.staying().issuperset(seen.objects.layout.servers):
             return False  # what does not work now may do so later
-        storage_class = self._servers[seen.objects.layout.servers[0]].storage_class
-        if not self._servers.candidates(storage_class):
-            storage_class = ""
+        storage_class = self._servers.class_of(seen.objects.layout.servers)
         layout = self._io.capacity.place(subject.file.inode, storage_class=storage_class)
         if layout.tolerates < seen.objects.layout.tolerates:
             return False

@@ -246,7 +246,7 @@ class Filesystem:
             damage,
             upkeep,
         )
-        self.aging = aging = Aging(config, engine, servers, io, ids, upkeep)
+        self.aging = aging = Aging(config, engine, servers, io, ids, containers, collector, upkeep)
         self.scrub = scrub = Scrub(
             config, engine, servers, io, rebuild, from_copies, evictor, handles, findings, upkeep
         )

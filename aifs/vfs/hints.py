@@ -25,8 +25,8 @@ files.
                              (publishing/publish_hint.py)
     user.aifs.keep           directory: get and set which checkpoints in it are kept
                              (core/retention.py)
-    user.aifs.age            directory: get and set where old files below go, AGE:CLASS
-                             (upkeep/aging.py)
+    user.aifs.age            directory: get and set what becomes of old files below,
+                             AGE:CLASS,compress=zstd:LEVEL (core/aging.py)
     user.aifs.trash          directory: get and set for how long what is removed below is kept, 7d
                              or off (upkeep/trash_rules.py)
     user.aifs.trashed[.N]    root: JSON, what of the caller's is in the trash (trash_requests.py)

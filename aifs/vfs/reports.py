@@ -45,6 +45,7 @@ _TYPES = {
 }
 
 _REASONS = {"error", "last_error", "reason"}
+_PARTS_THAT_FAIL = ("drain", "backup", "aging")
 
 
 async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[str, Any]:
@@ -90,6 +91,8 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
         ]
     elif (chunked := inode.chunks) is not None:
         shares = await _shares(store.engine, inode.oid)
+        info["stored_bytes"] = stored = sum(shares.values())
+        info["compression"] = round(inode.size / stored, 2) if stored else 1.0
         layouts = await store.engine.view(_container_layouts, shares)
         weakest = min(layouts.values(), key=lambda each: each.tolerates, default=Striped(1, (0,)))
         info["layout"] = {
@@ -239,7 +242,7 @@ class MountStatus:
             "bridge": edge,
         }
         devices = told["burst"]["devices"]
-        for part in (*told["servers"], *devices, told["drain"], told["backup"]):
+        for part in (*told["servers"], *devices, *map(told.get, _PARTS_THAT_FAIL)):
             without_reason(part, caller)
         return told
 

@@ -240,7 +240,7 @@ async def test_cancelled_between_stripes(servers, tmp_path):
 
 async def test_a_source_that_shrinks_is_refused(servers, tmp_path):
     with shelf(servers, tmp_path) as made, made.sources({1: b"x" * 100_000}) as sources:
-        device, number = sources[0].copy
+        device, number = sources[0].origin
         os.truncate(servers[device].where((0, number)), 70_000)
         with pytest.raises(Unavailable, match="fewer bytes"):
             piece = pieces.FilePiece(sources[0], 1)

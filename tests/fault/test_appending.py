@@ -24,9 +24,9 @@ from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location, contain
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
-from tests.support.stores import opened, write_file
+from tests.support.stores import moved_out, opened, write_file
 
-CHUNK = 65_536
+CHUNK, MIB = 65_536, 1 << 20
 DATA = os.urandom(3 * CHUNK) + b"ab" * 30_000 + os.urandom(4321)
 KINDS = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}
 UNDRAINED = {"burst.drain_delay": "1h"}
@@ -120,7 +120,7 @@ async def test_chunks_of_all_kinds(directory: Path, kind: str, where: str) -> No
 
         # What lies behind the end is overwritten, and the end is where it was said to be.
         part = DATA[100:20_000]
-        hashed = HashedPiece(source.copy, source.ino, 100, len(part), digest_of(part), 0)
+        hashed = HashedPiece(source.origin, source.ino, 100, len(part), digest_of(part), 0)
         for _ in range(2):
             value = first(appended.end, hashed)
             more = await carry_out(fs, where, value)
@@ -141,6 +141,20 @@ async def test_chunks_of_all_kinds(directory: Path, kind: str, where: str) -> No
         ]
 
 
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+async def test_chunks_whose_bytes_are_in_objects(directory: Path, where: str) -> None:
+    data = b"ab" * MIB + os.urandom(MIB) + b"cd" * 1000
+    async with opened(directory, UNDRAINED, servers=3) as fs, new_container(fs, "plain") as first:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        origin = await fs.io.capacity.describe(await fs.getattr(ino))
+        source = FileSource(ino, await fs.ids.take(), len(data), origin, Interleaved(MIB), 3)
+        value = first(0, *(FilePiece(source, number) for number in range(4)))
+        appended = await carry_out(fs, where, value)
+        assert b"".join(await chunks_of(fs, appended, value)) == data
+        assert [place.codec for place in appended.places] == [1, 1, 0, 1]
+
+
 async def test_what_it_is_not_done_with(directory: Path) -> None:
     async with opened(directory, UNDRAINED) as fs, new_container(fs, "plain") as appending:
         source = await copied(fs)
@@ -148,7 +162,7 @@ async def test_what_it_is_not_done_with(directory: Path) -> None:
         with pytest.raises(DamagedContainer, match="missing"):
             await append(appending(4096, piece), tools, never)
         assert await append(appending(0, piece), tools, lambda: True) is None
-        gone = piece._replace(source=source._replace(copy=(source.copy.server, 1 << 50)))
+        gone = piece._replace(source=source._replace(origin=(source.origin[0], 1 << 50)))
         with pytest.raises(Unavailable, match="is missing"):
             await append(appending(0, gone), tools, never)
         appended = await carry_out(fs, "here", appending(0, piece))

@@ -170,10 +170,8 @@ class Mounted:
             FileSource(ino, oid, len(content), copy_of(content), LAYOUT, ino % 2)
             for ino, oid, content in zip(inos, oids, contents, strict=True)
         ]
-        async with self.containers.append(sources, self.movers, (), self.redundancy) as (
-            lists,
-            lost,
-        ):
+        slots = self.containers.slots(self.redundancy)
+        async with self.containers.append(sources, slots, self.movers) as (lists, lost):
             await self.engine.transact(put_files, sources, lists, lost)
         return inos
 

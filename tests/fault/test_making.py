@@ -16,7 +16,6 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.making import (
     ColumnMaking,
     InChunks,
-    InObjects,
     Made,
     Making,
     NewObjects,
@@ -28,6 +27,7 @@ from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import digests_of
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.settled import InObjects
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys

@@ -80,7 +80,20 @@ def test_old_files_move_to_a_server_with_a_class(
         assert reader.read() == DATA
     [part] = json.loads(aifs("info", path / "old", "--json").stdout)["parts"]
     assert part["path"].startswith(str(scratch / "cold"))
+    words = b"the same words\n" * (1 << 17)
+    (path / "words").write_bytes(words)
+    aifs("drain", path)
+    os.utime(path / "words", (1, 1))
+    rule = "30d:cold,compress=zstd"
+    subprocess.run(["setfattr", "-n", "user.aifs.age", "-v", rule, path], check=True)
+    with open(path / "words", "rb") as reader:
+        until(lambda: aging_of(path)["compressed_files"] >= 1, "it is compressed")
+        assert reader.read() == words
+    said = aifs("info", path / "words").stdout
+    assert "interleaved" in said and "compression" in said
+    assert "moved since the mount" in aifs("status", path).stdout
     store.remount()
+    assert (path / "words").read_bytes() == words
     assert (path / "old").read_bytes() == (path / "young").read_bytes() == DATA
     assert "cold" in aifs("server", "status", path).stdout
-    assert "30d:cold" in aifs("hints", path).stdout
+    assert "30d:cold,compress=zstd:3" in aifs("hints", path).stdout

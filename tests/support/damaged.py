@@ -21,6 +21,7 @@ from aifs.data.naming import object_path
 from aifs.files.types import Caller, SetAttr
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
+from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction
@@ -127,7 +128,8 @@ class DamagedStore:
                 inode.layout, inode.oid, inode.size = source.layout, source.oid, source.size
                 namespace.put_inode(tx, inode)
 
-        async with fs.containers.append(sources, fs.drain.movers, (0, 1)) as (lists, _):
+        slots = fs.containers.slots(Redundancy(), (0, 1))
+        async with fs.containers.append(sources, slots, fs.drain.movers) as (lists, _):
             await fs.store.engine.transact(flip, lists)
         copies.close()
 

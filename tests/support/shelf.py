@@ -169,7 +169,13 @@ class Shelf:
                     else:
                         own = (source.oid, len(some)) if len(some) % 5 == 4 else (0, 0)
                         piece = pieces.HashedPiece(
-                            source.copy, source.ino, start, len(part), digest_of(part), level, *own
+                            source.origin,
+                            source.ino,
+                            start,
+                            len(part),
+                            digest_of(part),
+                            level,
+                            *own,
                         )
                         some.append(named(len(part), piece.digest))
                         wanted.setdefault((piece.digest, *own), piece)

@@ -1,22 +1,25 @@
 """Appending chunks to one container, as a plain value, and who carries it out.
 
 An ``Appending`` says all that has to be known: the container, where its end is, and which chunks go
-there, by the burst copies or containers that they lie in. So it can be handed to another process.
-Nothing of what is written counts before a transaction has put it into chunk lists; whoever has
-asked for it keeps the container to himself until then (writer.py).
+there, by the burst copies, objects or containers that they lie in. So it can be handed to another
+process. Nothing of what is written counts before a transaction has put it into chunk lists; whoever
+has asked for it keeps the container to himself until then (writer.py).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import trio
 
 from aifs.core import faults
+from aifs.core.tasks import run_all
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.open_containers import OpenContainer, open_container
-from aifs.data.containers.pieces import OpenCopies, Piece, StoredPiece
+from aifs.data.containers.pieces import FilePiece, OpenCopies, Piece, StoredPiece
+from aifs.data.objects.settled import InObjects, Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES, STRIPE, UNIT, Location, deal
@@ -89,6 +92,9 @@ class Tools(Protocol):
     def reading(self, table: Containers) -> AbstractContextManager[ContainerFiles]:
         """These containers, to be read."""
 
+    def opened(self, origin: InObjects, followed: bool) -> AbstractContextManager[Source]:
+        """The bytes of a file, to be read, and compared with their checksums."""
+
 
 async def append(
     appending: Appending, tools: Tools, cancelled: Callable[[], bool]
@@ -105,7 +111,11 @@ async def append(
     memory = await tools.buffers.take(_BUFFER)
     about = appending.layout, appending.container, appending.end
     container = open_container(servers, *about, mover.io_priority)
-    with closing(container), tools.reading(appending.containers) as files:
+    with (
+        closing(container),
+        tools.reading(appending.containers) as files,
+        _Objects(tools) as objects,
+    ):
         await container.open()
         for stripe in _stripes(pieces):
             await trio.lowlevel.checkpoint()
@@ -115,7 +125,7 @@ async def append(
             try:
                 if cancelled():
                     return None
-                await _load(stripe, files, memory[container.carried :])
+                await _load(stripe, files, objects, memory[container.carried :])
                 await container.append(_builder(container, stripe, places, servers), memory)
                 moved = space
             finally:
@@ -131,13 +141,43 @@ def _stripes(pieces: tuple[Piece, ...]) -> Iterator[tuple[Piece, ...]]:
         yield pieces[stripe.first : stripe.end]
 
 
-async def _load(stripe: tuple[Piece, ...], files: ContainerFiles, memory: memoryview) -> None:
-    """Put the chunks that are stored already where they will be looked for."""
+class _Objects(ExitStack):
+    """The objects that chunks are read from, open from their first use on."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__()
+        self._tools = tools
+        self._sources: dict[int, Source] = {}
+
+    def of(self, origin: InObjects) -> Source:
+        source = self._sources.get(origin.oid)
+        if source is None:
+            opened = self._tools.opened(origin, False)
+            source = self._sources[origin.oid] = self.enter_context(opened)
+        return source
+
+
+async def _load(
+    stripe: tuple[Piece, ...], files: ContainerFiles, objects: _Objects, memory: memoryview
+) -> None:
+    """Put what is on data servers where it will be looked for: chunks as they are stored, or bytes
+    in objects."""
     start = 0
+    loads = list[Callable[[], Awaitable[None]]]()
     for piece in stripe:
+        part = memory[start : start + piece.space]
         if isinstance(piece, StoredPiece):
-            await files.read_stored(piece.place, memory[start : start + piece.length])
+            await files.read_stored(piece.place, part)
+        elif isinstance(piece, FilePiece) and piece.objects is not None:
+            loads.append(partial(piece.load, part, objects.of(piece.objects)))
         start += piece.space
+    await run_all(*loads)
+
+
+def _is_loaded(piece: Piece) -> bool:
+    """Whether ``_load`` has put it, or its bytes, into memory."""
+    is_in_objects = isinstance(piece, FilePiece) and piece.objects is not None
+    return is_in_objects or isinstance(piece, StoredPiece)
 
 
 def _builder(
@@ -147,9 +187,13 @@ def _builder(
     end, number, first = container.end, container.id, container.layout.servers[0]
 
     def build(memory: memoryview) -> int:
-        filled = 0
+        filled = start = 0
         with closing(OpenCopies(servers)) as copies:
             for piece in stripe:
+                if start > filled and _is_loaded(piece):  # those before it are compressed
+                    part = memory[start : start + piece.space]
+                    memory[filled : filled + piece.space] = part
+                start += piece.space
                 _, _, codec, stored, raw, digest = piece.fill(memory[filled:], copies)
                 places.append(Location(first, number, end + filled, stored, raw, codec, digest))
                 filled += HEADER_BYTES + stored

@@ -1,5 +1,6 @@
-"""Chunks on their way into a container: those of a file's burst copy, and those of another
-container. All of them are plain values: they name where the bytes are, and hold nothing open.
+"""Chunks on their way into a container: those of a file's burst copy or objects, and those of
+another container. All of them are plain values: they name where the bytes are, and hold nothing
+open.
 """
 
 import errno
@@ -10,6 +11,7 @@ from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data.containers import chunk_codec
 from aifs.data.containers.chunk_codec import ChunkHeader
+from aifs.data.objects.settled import InObjects, Source
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 
@@ -66,14 +68,14 @@ class FileSource(NamedTuple):
     """Of its new chunk list."""
     size: int
     """Bytes of the file."""
-    copy: CopyPlace
+    origin: CopyPlace | InObjects
     """What has its bytes."""
     layout: Interleaved
     """How it is cut into chunks."""
     level: int
     """Of zstd; 0 for no compression."""
     sparse: bool = False
-    """There are holes, which are to be found."""
+    """There are holes in a burst copy, which are to be found."""
 
 
 class FilePiece(NamedTuple):
@@ -83,17 +85,30 @@ class FilePiece(NamedTuple):
     number: int
 
     @property
+    def objects(self) -> InObjects | None:
+        """What its bytes are ``load``-ed from before it is filled; None: ``fill`` reads them."""
+        origin = self.source.origin
+        return origin if isinstance(origin, InObjects) else None
+
+    @property
     def space(self) -> int:
         """Bytes of a container that it takes at most."""
         return HEADER_BYTES + self.source.layout.length(self.number, self.source.size)
 
     def fill(self, memory: memoryview, copies: OpenCopies) -> ChunkHeader:
         """Make the beginning of ``memory`` the chunk. Blocks. Raises Unavailable."""
-        ino, oid, size, copy, layout, level, _ = self.source
+        ino, oid, size, origin, layout, level, _ = self.source
         length = layout.length(self.number, size)
-        target = memory[HEADER_BYTES : HEADER_BYTES + length]
-        copies.read(copy, ino, target, self.number * layout.chunk)
+        if not isinstance(origin, InObjects):
+            target = memory[HEADER_BYTES : HEADER_BYTES + length]
+            copies.read(origin, ino, target, self.number * layout.chunk)
         return chunk_codec.encode(memory, length, level, oid, self.number)
+
+    async def load(self, memory: memoryview, objects: Source) -> None:
+        """Put its bytes, which are in objects, where ``fill`` expects them. Raises Unavailable."""
+        _, _, size, _, layout, _, _ = self.source
+        offset, length = self.number * layout.chunk, layout.length(self.number, size)
+        await objects.read_into(offset, memory[HEADER_BYTES : HEADER_BYTES + length], size)
 
 
 class HashedPiece(NamedTuple):
@@ -172,7 +187,8 @@ def cut(source: FileSource, copies: OpenCopies) -> list[FilePiece | None]:
 
 def _with_data(source: FileSource, count: int, copies: OpenCopies) -> list[int]:
     """The numbers of the chunks that are no holes."""
-    fd = copies.open(source.copy, source.ino)
+    assert not isinstance(source.origin, InObjects)
+    fd = copies.open(source.origin, source.ino)
     numbers: list[int] = []
     offset = 0
     try:
