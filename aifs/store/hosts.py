@@ -18,6 +18,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine
 from aifs.meta.replicated.exchange import Exchange
+from aifs.meta.replicated.held import Held
 from aifs.meta.replicated.joining import join
 from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session, holder_of
 from aifs.peers.peers import PeerAddress, Peers
@@ -40,13 +41,19 @@ class Hosts:
     """Made with the session of this host. Used from one trio thread."""
 
     def __init__(
-        self, session: Session, database: MapDatabase, peers: Peers, exchange: Exchange
+        self,
+        session: Session,
+        held: Held,
+        database: MapDatabase,
+        peers: Peers,
+        exchange: Exchange,
     ) -> None:
         self.peers = peers
         self.role = Role(self.ask_live)
         self.members: list[Member] = []
         """Sessions that had not ended when that was asked last, the oldest one first."""
         self._session = session
+        self._held = held
         self._database = database
         self._exchange = exchange
         self._seen = -1
@@ -60,8 +67,8 @@ class Hosts:
         return self._session.number
 
     def own_status(self) -> dict[str, Any]:
-        """As Session.status. Does not block."""
-        return self._session.status()
+        """As Session.status and Held.status. Does not block."""
+        return {**self._session.status(), **self._held.status()}
 
     def live(self) -> frozenset[int]:
         """The sessions that are not known to have ended, our own among them."""
@@ -156,7 +163,7 @@ async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[Replicat
     except BaseException:
         peers.close()
         raise
-    hosts = Hosts(engine.session, database, peers, exchange)
+    hosts = Hosts(engine.session, engine.held, database, peers, exchange)
     await hosts.look()
     return engine, hosts
 

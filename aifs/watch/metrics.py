@@ -101,6 +101,30 @@ _WAITS = (
         "cluster.unshown",
         "The same, of what its kernel was not told of; who changed it may wait for that.",
     ),
+    Metric(
+        "aifs_host_delegations",
+        GAUGE,
+        "cluster.delegations",
+        "Directories that this host changes without waiting for the database.",
+    ),
+    Metric(
+        "aifs_host_delegation_age_seconds",
+        GAUGE,
+        "cluster.delegation_age_s",
+        "Since it was given the oldest of these.",
+    ),
+    Metric(
+        "aifs_host_delegations_granted_total",
+        COUNTER,
+        "cluster.granted_delegations",
+        "How many it was given since the mount.",
+    ),
+    Metric(
+        "aifs_host_delegations_recalled_total",
+        COUNTER,
+        "cluster.recalled_delegations",
+        "How many of these it gave up as another host needed the directory.",
+    ),
 )
 
 METRICS = (

@@ -26,6 +26,25 @@ async def test_delegations_are_those_of_each_host(scratch: Path, database: TestD
             assert [one["state"] for one in told] == ["live", "live"]
 
 
+async def test_a_host_counts_what_is_delegated_to_it_and_what_others_take(
+    scratch: Path, database: TestDatabase
+):
+    async with joined(scratch, database) as (one, two):
+        inos = [(await one.mkdir(ROOT_INO, b"%d" % n, 0o755, OWNER)).ino for n in range(2)]
+        await one.store.engine.shown()
+        own = one.store.hosts.own_status
+        before = own()
+        assert (before["delegations"], before["granted_delegations"]) == (2, 2)
+        assert before["recalled_delegations"] == 0 and before["delegation_age_s"] >= 0
+        await two.mkdir(inos[0], b"below", 0o755, OWNER)
+        assert (own()["delegations"], own()["recalled_delegations"]) == (1, 1)
+        await one.rmdir(ROOT_INO, b"1")
+        await one.store.engine.shown()
+        after = own()
+        assert (after["delegations"], after["recalled_delegations"]) == (0, 1), "it went by itself"
+        assert (after["granted_delegations"], after["delegation_age_s"]) == (2, 0.0)
+
+
 async def test_a_host_that_copies_the_map_is_joining(scratch: Path, database: TestDatabase):
     async with joined(scratch, database) as (one, _):
         await one.mkdir(ROOT_INO, b"d", 0o755, OWNER)

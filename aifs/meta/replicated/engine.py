@@ -497,7 +497,7 @@ class ReplicatedEngine(Engine):
         """Another host needs these directories: they are not delegated to this session on return,
         and all that it has changed in them is in the feed up to the number that is returned.
         """
-        self.held.rest(delegations)
+        self.held.recall(delegations)
         await self.transact(_give_up, delegations, self.held.me)
         faults.reach(GIVEN_UP)
         return self.session.cursor

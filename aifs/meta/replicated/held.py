@@ -29,8 +29,12 @@ class Held:
     def __init__(self, delegate: Delegate) -> None:
         self.me = delegate.encode()
         """Of the record of a delegation that this session has."""
-        self.keys: dict[bytes, None] = {}
-        """The keys of these, the oldest first."""
+        self.keys: dict[bytes, float] = {}
+        """The keys of these, the oldest first, and since when it has them, by ``clock_s``."""
+        self._granted = 0
+        """How many it has been given."""
+        self._recalled = 0
+        """How many of these other hosts have needed."""
         self._uses: dict[bytes, int] = {}
         """Of delegations that nobody has, how often this host alone has used the directory."""
         self._resting: dict[bytes, float] = {}
@@ -74,7 +78,8 @@ class Held:
             if key[:1] == b"D":
                 self._uses.pop(key, None)
                 if value == self.me:
-                    self.keys[key] = None
+                    self._granted += key not in self.keys
+                    self.keys.setdefault(key, clock_s())
                 else:
                     self.keys.pop(key, None)
 
@@ -85,8 +90,24 @@ class Held:
                 if key[:1] == b"d":
                     self._uses.pop(b"D" + key[1:9], None)
 
+    def recall(self, delegations: Collection[bytes]) -> None:
+        """Another host needs these directories."""
+        self._recalled += sum(key in self.keys for key in delegations)
+        self.rest(delegations)
+
     def rest(self, delegations: Iterable[bytes]) -> None:
         """Several hosts need these directories."""
         now_s = clock_s()
         self._resting = {key: at_s for key, at_s in self._resting.items() if at_s > now_s}
         self._resting.update(dict.fromkeys(delegations, now_s + REST_S))
+
+    def status(self) -> dict[str, int | float]:
+        """How many delegations the session has, since how many seconds the oldest one; how many it
+        has been given, and how many of these others have needed."""
+        oldest_s = next(iter(self.keys.values()), None)
+        return {
+            "delegations": len(self.keys),
+            "delegation_age_s": 0.0 if oldest_s is None else round(clock_s() - oldest_s, 3),
+            "granted_delegations": self._granted,
+            "recalled_delegations": self._recalled,
+        }
