@@ -171,6 +171,10 @@ def _call(command: "Command", place: str, *values: Any, path: str = "") -> tuple
             raise MountError(f"{path}: the mount is without its bridge (aifs doctor)") from None
         if error.errno == errno.EEXIST:
             raise MountError(f"{path}: the name is taken; say where to put it (--to)") from None
+        if error.errno == errno.EXDEV:
+            raise MountError(
+                f"{path}: {error.strerror}; restore it without --to, then mv copies it"
+            ) from None
         raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(fd)

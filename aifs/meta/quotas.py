@@ -110,6 +110,14 @@ def find_own(tx: ReadTransaction, inode: Inode) -> Quota | None:
     return quota if quota is not None and quota.directory == inode.ino else None
 
 
+def is_left(tx: ReadTransaction, inode: Inode) -> bool:
+    """Whether the quota is gone in which an inode counts, or in which its own one lies: nobody
+    counts it any more."""
+    own = find_own(tx, inode)
+    project = inode.project if own is None else own.above
+    return project >= FIRST_PROJECT and tx.get(keys.quota(project)) is None
+
+
 # --- making and removing --------------------------------------------------------------------------
 # Each directory gives its project to what is in it, from the top down, in slices: what is made in
 # one meanwhile has it already, and nothing comes in from elsewhere (namespace.rename).

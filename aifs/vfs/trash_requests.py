@@ -18,7 +18,7 @@ from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotP
 from aifs.files import permissions
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
-from aifs.meta import keys, namespace, restoring
+from aifs.meta import keys, namespace, quotas, restoring
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.quotas import inherited
 from aifs.meta.records import Inode
@@ -120,7 +120,8 @@ class TrashRequests:
 
         A directory has on return what was removed from it, or below, shortly before (TOGETHER_S),
         and appears with all of it. A crash leaves it in the trash, or restored.
-        Where it was it counts for the quotas that there are now, and is not refused by any.
+        Where it was it counts for the quotas that there are now, and is not refused by any; so it
+        does elsewhere if the quota that it counted in is gone.
         Raises NotFound, Exists, AccessDenied, NotPermitted, Busy (programs are in a directory that
         rmdir(2) has removed), Invalid, CrossDevice (another project, elsewhere), ReadOnly.
         """
@@ -134,7 +135,12 @@ class TrashRequests:
                 raise Busy("a program has the removed directory open, or works in it")
             await self._gather(entry, caller)
         is_counted = inode.project == inherited(home)
-        if entry.is_dead if is_counted else wanted.parent in (0, entry.parent):
+        is_home = wanted.parent in (0, entry.parent)
+        if is_counted:
+            is_due = entry.is_dead
+        else:
+            is_due = is_home or await self._engine.view(quotas.is_left, inode)
+        if is_due:
             # Quotas may have been set or removed since: they count it as if it had been there.
             await self._quotas.take_in(entry.ino, home)
         cookie = await self._ids.take()

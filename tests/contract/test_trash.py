@@ -423,12 +423,31 @@ async def test_what_comes_back_counts_for_the_quotas_that_there_are_then(
         await remove(fs, home, b"top")
         await fs.removexattr(home, b"user.aifs.quota", ROOT)
         await fs.quota_trees.work()
-        with pytest.raises(CrossDevice):
-            await fs.restore(Restoring(home, b"top", parent=ROOT_INO), OWNER)
         await fs.restore(Restoring(home, b"top"), OWNER)
         told = await stores.ask(fs, top, "quota")
         assert (told["used_bytes"], told["used_files"], told["within"]) == (size, 6, [])
         await fs.rename(home, b"top", ROOT_INO, b"top", 0)
+
+
+async def test_what_counted_in_a_quota_that_is_gone_goes_anywhere(directory: Path) -> None:
+    async with with_trash(directory) as fs:
+        team = (await fs.mkdir(ROOT_INO, b"team", 0o777, OWNER)).ino
+        other = (await fs.mkdir(ROOT_INO, b"other", 0o777, OWNER)).ino
+        await put(fs, team, "quota", "files=100", ROOT)
+        await put(fs, other, "quota", "files=100", ROOT)
+        await fs.quota_trees.work()
+        top = await make_tree(fs, team)
+        await fs.remove_tree(team, b"top", OWNER)
+        with pytest.raises(CrossDevice):
+            await fs.restore(Restoring(team, b"top", parent=other), OWNER)
+        await put(fs, team, "trash", "off", ROOT)
+        await fs.rmdir(ROOT_INO, b"team", OWNER)
+        fs.forget([team])
+        await fs.collector.drain()
+        await fs.restore(Restoring(ROOT_INO, b"", top, parent=other), OWNER)
+        await require_tree(fs, top)
+        assert (await stores.ask(fs, other, "quota"))["used_files"] == 7
+        await fs.rename(other, b"top", other, b"renamed", 0)
 
 
 async def test_what_was_removed_from_a_directory_counts_where_that_comes_back(

@@ -68,6 +68,19 @@ def test_what_shell_tools_remove_comes_back(bridged: Mounted, here: Path) -> Non
     assert paths(here, "--all") == []
 
 
+def test_who_restores_out_of_a_quota_is_told_what_to_do(bridged: Mounted, here: Path) -> None:
+    team = here / "team"
+    team.mkdir()
+    aifs("quota", "set", team, "--files", "10")
+    (team / "note").write_text("precious")
+    (team / "note").unlink()
+    said = aifs("trash", "restore", team / "note", "--to", here, check=False)
+    assert said.returncode == 1 and "counts in a quota" in said.stderr
+    assert "restore it without --to, then mv copies it" in said.stderr
+    aifs("trash", "restore", team / "note")
+    assert (team / "note").read_text() == "precious"
+
+
 def test_where_nothing_is_kept_nothing_can_be_restored(bridged: Mounted, here: Path) -> None:
     os.setxattr(here, "user.aifs.trash", b"off")
     (here / "f").touch()
