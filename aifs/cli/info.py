@@ -21,11 +21,12 @@ _TYPES = {
     "info",
     short_help="Show where the bytes of a file lie.",
     epilog="\b\nExamples:\n  aifs info /mnt/store/model.pt\n"
-    "  aifs info /mnt/store/run/.snapshots/before-merge",
+    "  aifs info --tree /mnt/store/run/.snapshots/before-merge",
 )
 @click.argument("path", type=PATH)
+@click.option("--tree", is_flag=True, help="Of a directory, add up what all files below have.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def info_command(path: str, as_json: bool) -> None:
+def info_command(path: str, tree: bool, as_json: bool) -> None:
     """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not
     followed.
 
@@ -33,13 +34,13 @@ def info_command(path: str, as_json: bool) -> None:
     compression how many times fewer that is than their size.
 
     unique_bytes are those that would come back if it were removed, shared_bytes those that clones
-    and snapshots elsewhere have, too. Those of a directory are added up, with the number of files
-    below and their bytes as ls shows them.
+    and snapshots elsewhere have, too. Those of a directory are added up with --tree, with the
+    number of files below and their bytes as ls shows them.
     """
     from aifs.cli.output import print_facts, print_json, print_table
     from aifs.core.units import describe_size
 
-    info = _read_info(path)
+    info = _read_info(path, tree)
     if as_json:
         print_json(info)
         return
@@ -81,13 +82,14 @@ def describe_layout(layout: dict[str, Any]) -> str:
     return f"{layout['kind']}, {name} {format_size(layout[name])}, servers {servers}{protection}"
 
 
-def _read_info(path: str) -> dict[str, Any]:
+def _read_info(path: str, tree: bool) -> dict[str, Any]:
     from aifs.cli.mounts import require_inside
 
     found = require_inside(path, follow=False)
     kind = _TYPES.get(stat.S_IFMT(found.st_mode))
     if kind:  # the kernel lets nobody ask user.* attributes of these
         return {"inode": found.st_ino, "type": kind, "size": found.st_size, "links": found.st_nlink}
-    return hints.read(path, hints.INFO, follow=False) | hints.read(
-        path, hints.SHARING, follow=False
-    )
+    info = hints.read(path, hints.INFO, follow=False)
+    if tree or not stat.S_ISDIR(found.st_mode):
+        info |= hints.read(path, hints.SHARING, follow=False)
+    return info

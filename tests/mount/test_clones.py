@@ -137,10 +137,11 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
     told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
     assert [each["name"] for each in told] == ["before", "after"]
     assert "before" in aifs("snapshot", "ls", top).stdout
-    told = json.loads(aifs("info", kept, "--json").stdout)
+    told = json.loads(aifs("info", "--tree", kept, "--json").stdout)
+    assert "files" not in json.loads(aifs("info", kept, "--json").stdout), "it was not asked"
     assert told["files"] == 3 and told["unique_bytes"] + told["shared_bytes"] == told["bytes"]
     assert told["unique_bytes"] > 3 * MIB and told["shared_bytes"] >= 100_000
-    assert f"shared_bytes     {told['shared_bytes']}\n" in aifs("info", kept).stdout
+    assert f"shared_bytes     {told['shared_bytes']}\n" in aifs("info", "--tree", kept).stdout
     read_only = errno.EROFS
     assert errno_of((kept / "large").write_bytes, b"x") == read_only
     assert errno_of((kept / "small").unlink) == read_only
