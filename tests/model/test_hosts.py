@@ -25,10 +25,13 @@ SHAPES = {
     "defaults": {},
     "waiting": modes.WAITING | SMALL | {"layout.inline_limit": "0"},
     "eager": SMALL | {"meta.commit_interval": "10ms", "burst.drain_delay": "0s"},
+    "quotas": modes.BY_DAEMON | SMALL | {"burst.drain_delay": "0s"},  # so limits are exact
 }
+GENERATORS = {"quotas": model_ops.generate_with_quotas}
 LONG = pytest.mark.long
 CASES = [
     ("eager", 0),
+    ("quotas", 0),
     *(pytest.param(shape, seed, marks=LONG) for shape in SHAPES for seed in range(1, 8)),
 ]
 
@@ -61,7 +64,8 @@ async def read(fs: Filesystem, ino: int) -> None:
 async def test_random_operations_while_the_other_host_looks(
     scratch: Path, database: TestDatabase, shape: str, seed: int
 ) -> None:
-    ops = model_ops.generate(seed, 1000 if seed else 200)
+    generate = GENERATORS.get(shape, model_ops.generate)
+    ops = generate(seed, 1000 if seed else 200)
     async with joined(scratch, database, 2, SHAPES[shape]) as (north, south):
         oracle, numbers = Oracle(), {ROOT: ROOT}
         real = await north.getattr(ROOT)
