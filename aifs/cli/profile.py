@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from aifs.cli.arguments import DURATION, PATH
+from aifs.core.errors import UserError
 from aifs.watch import usage
 from aifs.watch.usage import Usage
 
@@ -89,6 +90,8 @@ def _records(source: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
         if limit_s is not None:
             raise click.UsageError("--for is for a mount; a file is read as it is")
         return _read(source)
+    if not os.path.lexists(source):
+        raise UserError(f"{source}: no such file or mount")
     return trace.told(trace.follow(require_aifs(source), 10 if limit_s is None else limit_s))
 
 

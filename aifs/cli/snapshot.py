@@ -53,8 +53,12 @@ def snapshot_group() -> None:
 def make_command(directory: str, name: str) -> None:
     """Make the snapshot NAME of the directory DIR."""
     from aifs.cli.clone import clone
+    from aifs.cli.mounts import require_inside
     from aifs.core.ioctl import SNAPSHOT
 
+    if "/" in name or name in ("", ".", ".."):
+        raise click.UsageError(f"{name!r} is not the name of a snapshot")
+    require_inside(directory)
     place = os.path.join(directory, DIRECTORY)
     with suppress(FileExistsError):
         os.mkdir(place)

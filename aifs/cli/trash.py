@@ -129,6 +129,7 @@ def empty_command(paths: tuple[str, ...], number: int, as_json: bool) -> None:
 def _restore(path: str, to: str | None, number: int) -> str:
     """Where it is now."""
     from aifs.core import ioctl
+    from aifs.core.errors import MountError
 
     place, rest = _existing(path)
     if not rest and not number:
@@ -136,7 +137,10 @@ def _restore(path: str, to: str | None, number: int) -> str:
     parent, name = 0, ""
     if to is not None:
         directory, name = (to, "") if os.path.isdir(to) else os.path.split(to.rstrip("/"))
-        parent = os.stat(directory or ".").st_ino
+        found = os.stat(directory or ".")
+        if found.st_dev != os.stat(place).st_dev:
+            raise MountError(f"{to}: does not lie in the mount of {path}; mv copies it there")
+        parent = found.st_ino
     wanted = (number, parent, os.fsencode(name), b"" if number else os.fsencode(rest))
     ino, home, *_ = _call(ioctl.AIFS_IOC_RESTORE, place, *wanted, path=path)
     if to is not None:
@@ -192,7 +196,7 @@ def _existing(path: str) -> tuple[str, str]:
     while not os.path.isdir(place):
         place, name = os.path.split(place)
         rest = os.path.join(name, rest)
-    require_inside(place)
+    require_inside(path if os.path.lexists(path) else place, follow=False)
     return os.path.realpath(place), rest
 
 

@@ -77,6 +77,8 @@ def test_who_restores_out_of_a_quota_is_told_what_to_do(bridged: Mounted, here: 
     said = aifs("trash", "restore", team / "note", "--to", here, check=False)
     assert said.returncode == 1 and "counts in a quota" in said.stderr
     assert "restore it without --to, then mv copies it" in said.stderr
+    elsewhere = aifs("trash", "restore", team / "note", "--to", "/", check=False)
+    assert elsewhere.returncode == 1 and "/: does not lie in the mount of" in elsewhere.stderr
     aifs("trash", "restore", team / "note")
     assert (team / "note").read_text() == "precious"
 

@@ -1,9 +1,11 @@
 """What is made from the help of the commands: man pages, and completion in a shell."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -46,6 +48,35 @@ def test_each_command_has_a_page_with_its_options(pages: dict[str, str]):
 
 def test_a_page_keeps_the_lines_of_examples(pages: dict[str, str]):
     assert ".nf\nExample:\n  aifs pin /mnt/store/datasets/train\n.fi" in pages["aifs-pin"]
+
+
+def examples(command: click.Command) -> list[list[str]]:
+    """What follows aifs in its examples."""
+    paragraphs = (command.epilog or "").replace("\\\n", "").split("\n\n")
+    lines = [each.splitlines() for each in paragraphs if "\nExample" in f"\n{each}"]
+    found = []
+    for line in [line for some in lines for line in some if line.startswith("  ")]:
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        for is_operator, some in groupby(words, lambda word: set(word) <= set("();<>|&")):
+            first, *arguments = some
+            if not is_operator and first == "aifs":
+                found.append(arguments)
+    return found
+
+
+def test_each_example_is_a_command_as_its_help_describes_it(monkeypatch: pytest.MonkeyPatch):
+    found = [each for command in commands(cli).values() for each in examples(command)]
+    assert len(found) > 100
+    called: list[click.Command] = []
+    monkeypatch.setattr(click.Command, "invoke", lambda command, context: called.append(command))
+    for arguments in found:
+        called.clear()
+        try:
+            cli.main(list(arguments), standalone_mode=False)
+        except click.UsageError as error:
+            raise AssertionError(f"aifs {' '.join(arguments)}: {error.message}") from None
+        assert not isinstance(called[-1], click.Group), arguments
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff is not installed")
