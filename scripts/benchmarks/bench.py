@@ -34,7 +34,7 @@ from starts import NORMAL as NORMAL_START
 from starts import QUICK as QUICK_START
 from starts import start_rows
 from systems import Aifs, Nothing, System, medium, touch_memory
-from trash import trash_rows
+from trash import trash_row
 from works import COURSES, WORKS, Size, Work
 
 QUICK = Size(files=1000, entries=10_000, mib=128)
@@ -187,7 +187,7 @@ def bench(
         if "operations" in chosen:
             with log.status("operations"):
                 rows += operations_rows(base, size.files, rounds)
-                rows += trash_rows(base, size.files, size.entries, rounds)
+                rows.append(trash_row(base, size.files, rounds))
                 rows += clones_rows(base, size.files, size.entries, rounds)
         if "start" in chosen:
             with log.status("start"):
