@@ -37,7 +37,7 @@ class _PathType(click.ParamType):
 
 @functools.cache
 def _require_answer(mountpoint: str) -> None:
-    from aifs.cli.mounts import require_answer
+    from aifs.cli.answers import require_answer
 
     require_answer(mountpoint)
 

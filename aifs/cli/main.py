@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import click
 
+import aifs
 from aifs.cli.output import describe_error, print_error
 from aifs.core.errors import AifsError, UserError
 
@@ -139,7 +140,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
-@click.version_option(package_name="aifs", message="%(package)s %(version)s")
+@click.version_option(aifs.__version__, message="aifs %(version)s")
 def cli() -> None:
     """AIFS: a POSIX filesystem striped over data servers."""
 

@@ -71,7 +71,8 @@ def backup_command(source: str, directory: str) -> None:
 
 def _ask(mountpoint: str, directory: str) -> None:
     """Have the mount make one, and wait for it."""
-    from aifs.cli.mounts import read_status, require_answer
+    from aifs.cli.answers import require_answer
+    from aifs.cli.mounts import read_status
     from aifs.core.errors import MountError
 
     require_answer(mountpoint)
@@ -201,7 +202,8 @@ def _store_of(mountpoint: str) -> str:
     """The uuid of the store that is mounted there; '' if its daemon is dead, or it has been
     unmounted meanwhile.
     """
-    from aifs.cli.mounts import is_dead, mounted_at, read_status
+    from aifs.cli.answers import is_dead
+    from aifs.cli.mounts import mounted_at, read_status
     from aifs.core.errors import MountError
 
     try:

@@ -158,7 +158,8 @@ def _name_missing_servers(mountpoint: str) -> None:
 
 def _prepare(mountpoint: str) -> str:
     """The absolute path of a directory that can be mounted on. Raises MountError."""
-    from aifs.cli.mounts import FSTYPE, Stuck, end, is_dead, mounted_at, resolve, unmount
+    from aifs.cli.answers import Stuck, is_dead
+    from aifs.cli.mounts import FSTYPE, end, mounted_at, resolve, unmount
     from aifs.cli.output import print_error
 
     path = resolve(mountpoint)

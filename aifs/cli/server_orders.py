@@ -143,7 +143,7 @@ def _mountpoint(place: str) -> str:
 
 def _mount_of(config: Config, busy: StoreBusy) -> str:
     """Where the store that is in use is mounted on this host. Raises ``busy`` if nowhere."""
-    from aifs.cli.mounts import require_answer
+    from aifs.cli.answers import require_answer
     from aifs.store.owner import read_owner
 
     owner = read_owner(config.meta.directory)

@@ -21,7 +21,8 @@ def status_command(mountpoint: str, as_json: bool) -> None:
     """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its
     drain.
     """
-    from aifs.cli.mounts import ANSWER_S, AwaitsDatabase, read_status, require_aifs
+    from aifs.cli.answers import ANSWER_S, AwaitsDatabase
+    from aifs.cli.mounts import read_status, require_aifs
     from aifs.cli.output import print_facts, print_json, print_table
 
     path = require_aifs(mountpoint)

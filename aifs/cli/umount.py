@@ -72,16 +72,8 @@ def umount_command(
     in mapped memory and not synced is lost; what was acknowledged is recovered by the next mount.
     That is refused as long as the system cannot end calls to a server.
     """
-    from aifs.cli.mounts import (
-        LOCKED,
-        AwaitsDatabase,
-        end,
-        is_dead,
-        mounted_at,
-        read_status,
-        require_aifs,
-        unmount,
-    )
+    from aifs.cli.answers import AwaitsDatabase, is_dead
+    from aifs.cli.mounts import LOCKED, end, mounted_at, read_status, require_aifs, unmount
 
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy

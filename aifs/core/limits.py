@@ -7,11 +7,14 @@ keeps only itself.
 
 import errno
 import os
+import pickle
+import select
 import signal
+import time
 from collections.abc import Callable
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
+
+_PART = 1 << 16
 
 
 def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
@@ -21,34 +24,52 @@ def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
     Raises TimeoutError if it has not ended after ``limit_s``; the child ends when the system lets
     it.
     """
-    answer, pipe = Pipe(duplex=False)
+    answer, pipe = os.pipe()
     child = os.fork()
     if child == 0:
         _answer(pipe, function, args)
-    pipe.close()
-    with answer:
-        if not answer.poll(limit_s):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, os.WNOHANG)
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
-        result = answer.recv()
+    os.close(pipe)
+    try:
+        data = _receive(answer, limit_s)
+    except TimeoutError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, os.WNOHANG)
+        raise
+    finally:
+        os.close(answer)
     os.waitpid(child, 0)
+    result = pickle.loads(data)
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def _answer(pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
+def _receive(pipe: int, limit_s: float) -> bytes:
+    """All that is written to the pipe until it is closed. Raises TimeoutError."""
+    data, until_s = bytearray(), time.monotonic() + limit_s
+    readable = select.poll()
+    readable.register(pipe, select.POLLIN)
+    while readable.poll(max(0.0, 1000 * (until_s - time.monotonic()))):
+        part = os.read(pipe, _PART)
+        if not part:
+            return bytes(data)
+        data += part
+    raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
+
+
+def _answer(pipe: int, function: Callable[..., Any], args: tuple) -> None:
     """In the child. Never returns. It holds nothing of its parent's that others wait for, such as a
     pipe of its output.
     """
-    os.closerange(0, pipe.fileno())
-    os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(0, pipe)
+    os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
     try:
         try:
             result = function(*args)
         except Exception as error:  # noqa: BLE001 (raised again by the parent)
             result = error
-        pipe.send(result)
+        data = pickle.dumps(result)
+        while data:
+            data = data[os.write(pipe, data) :]
     finally:
         os._exit(0)

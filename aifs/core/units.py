@@ -3,7 +3,10 @@
 """
 
 import re
-from decimal import Decimal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 _SIZES = {"B": 1}
 for _power, _letter in enumerate("KMGTPE", start=1):
@@ -13,18 +16,18 @@ _SIZES["kB"] = 1000
 
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
-_DURATIONS = {
-    "us": Decimal("0.000001"),
-    "ms": Decimal("0.001"),
-    "s": Decimal(1),
-    "min": Decimal(60),
-    "h": Decimal(3600),
-    "d": Decimal(86400),
-}
+_DURATIONS = {"us": 1, "ms": 10**3, "s": 10**6, "min": 60 * 10**6, "h": 3600 * 10**6}
+_DURATIONS["d"] = 24 * _DURATIONS["h"]  # in microseconds
 
 _ZSTD_LEVEL = 3
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def _exact(number: str) -> "Decimal":
+    from decimal import Decimal  # most commands are given no quantity, and this takes 3 ms
+
+    return Decimal(number)
 
 
 def parse_size(text: str) -> int:
@@ -33,7 +36,7 @@ def parse_size(text: str) -> int:
     """
     match = _QUANTITY.fullmatch(text)
     factor = _SIZES.get(match[2] or "B") if match else None
-    size = Decimal(match[1]) * factor if match and factor else None
+    size = _exact(match[1]) * factor if match and factor else None
     if size is None or size != int(size):
         raise ValueError(f"{text!r} is not a size in bytes, such as 4096, 64KiB, 1MiB or 2GB")
     return int(size)
@@ -43,7 +46,7 @@ def parse_count(text: str) -> int:
     """How many: ``1500``, ``20k``, ``1.5M``, ``2G`` (1000s). ValueError says what is allowed."""
     match = _QUANTITY.fullmatch(text)
     factor = _COUNTS.get(match[2]) if match else None
-    number = Decimal(match[1]) * factor if match and factor else None
+    number = _exact(match[1]) * factor if match and factor else None
     if number is None or number != int(number):
         raise ValueError(f"{text!r} is not a number, such as 1500, 20k or 1M")
     return int(number)
@@ -55,7 +58,7 @@ def parse_duration(text: str) -> float:
     factor = _DURATIONS.get(match[2] or "s") if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a duration, such as 100ms, 1s, 5min, 2h or 1d")
-    return float(Decimal(match[1]) * factor)
+    return float(_exact(match[1]) * factor / _DURATIONS["s"])
 
 
 def format_size(size: int) -> str:
@@ -71,11 +74,11 @@ def format_duration(seconds: float) -> str:
     """The largest unit that divides ``seconds``, which ``parse_duration`` reads back: ``1d``,
     ``100ms``.
     """
-    exact = Decimal(str(seconds))
+    us = _exact(str(seconds)) * _DURATIONS["s"]
     for unit in ("d", "h", "min", "s", "ms"):
-        if exact and exact % _DURATIONS[unit] == 0:
-            return f"{int(exact / _DURATIONS[unit])}{unit}"
-    return f"{int(exact / _DURATIONS['us'])}us" if exact else "0s"
+        if us and us % _DURATIONS[unit] == 0:
+            return f"{int(us / _DURATIONS[unit])}{unit}"
+    return f"{int(us)}us" if us else "0s"
 
 
 def describe_size(size: int) -> str:

@@ -80,11 +80,11 @@ def test_a_killed_daemon_ends_though_the_kernel_holds_one_of_its_threads(
 
 IMPATIENT = """
 import sys
-from aifs.cli import mounts
+from aifs.cli import answers
 from aifs.cli.main import main
 
-mounts.WAITS_S = (0.5, 0.5, 1.0)
-mounts.ANSWER_S = sum(mounts.WAITS_S)
+answers.WAITS_S = (0.5, 0.5, 1.0)
+answers.ANSWER_S = sum(answers.WAITS_S)
 sys.exit(main())
 """
 

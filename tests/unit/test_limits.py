@@ -15,6 +15,7 @@ def test_what_a_call_returns_or_raises() -> None:
         within(60, os.stat, "/nowhere")
     with pytest.raises(StoreError, match="^as it was$"):
         within(60, _fail)
+    assert within(60, bytes, 1 << 20) == bytes(1 << 20)  # more than a pipe holds
 
 
 def _fail() -> None:

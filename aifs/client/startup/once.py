@@ -26,9 +26,8 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from aifs.client import locks
 from aifs.core import beneath, files, trees
@@ -48,8 +47,7 @@ class MakingFailed(UserError):
     exit_code = 10
 
 
-@dataclass
-class MadeRecord:
+class MadeRecord(NamedTuple):
     """What is known of a directory. A record that cannot be read is taken for an empty one."""
 
     key: Mapping[str, Any] | None = None
@@ -405,8 +403,7 @@ def _expire(above: str, records: str, name: str, now: bool = False) -> bool:
             return False
         # What is left when this process dies is found by the record.
         hidden = record.making or _pending(name)
-        record.making = hidden
-        _write(fd, record)
+        _write(fd, record._replace(making=hidden))
         with suppress(FileNotFoundError):
             files.rename(final, os.path.join(above, hidden))
         trees.remove_tree(os.path.join(above, hidden))
@@ -442,14 +439,13 @@ def _decode(data: bytes) -> MadeRecord:
     if not all(isinstance(value, _TYPES[name]) for name, value in known.items()):
         return MadeRecord()
     record = MadeRecord(**known)
-    if not _PENDING.fullmatch(record.making):  # it is going to be removed
-        record.making = ""
-    return record
+    is_name = _PENDING.fullmatch(record.making)  # of what is going to be removed
+    return record if is_name else record._replace(making="")
 
 
 def _write(fd: int, record: MadeRecord) -> None:
     """Where it is: the locks are those of this file. A torn one counts as empty."""
-    data = json.dumps(asdict(record)).encode()
+    data = json.dumps(record._asdict()).encode()
     files.write_at(fd, data, 0)
     files.truncate(fd, len(data))
     files.sync_file(fd)
