@@ -89,7 +89,6 @@ def run_command(
     from aifs.cli.output import print_error
     from aifs.client import startup
     from aifs.client.startup import stages
-    from aifs.client.startup.marks import MarkedOutput
 
     if marks and sys.stdout is None:
         raise click.UsageError("--marks: standard output is closed")
@@ -101,7 +100,11 @@ def run_command(
         begun = startup.JobStart(directory, run, print_error)
     except startup.StartUnknown as error:
         print_error(f"the start is not recorded: {error}")
-    output = MarkedOutput(sys.stdout.fileno()) if marks else None
+    output = None
+    if marks:
+        from aifs.client.startup.marks import MarkedOutput
+
+        output = MarkedOutput(sys.stdout.fileno())
     try:
         return _run(command, output)
     finally:

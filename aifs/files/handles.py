@@ -9,14 +9,18 @@ import trio
 
 from aifs.core.errors import BadHandle, Busy, FsError
 from aifs.core.log import logger
+from aifs.core.start_record import BLOCK
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.quotas import Quotas
-from aifs.files.types import AHEAD, LENT, WRITABLE, FileHandle, Lent, Opened
+from aifs.files.types import LENT, WRITABLE, FileHandle, Lent, Opened
 from aifs.meta.records import APPEND_ONLY, Inode
 
 _log = logger(__name__)
+
+WATCHED_BYTES = BLOCK
+"""Who watches the opens of smaller files needs not know what is in memory of them."""
 
 HANDLE_MAX = (1 << 31) - 1
 """The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew.
@@ -52,8 +56,6 @@ class Handles:
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
-        self._is_watched = False
-        """Somebody wants to hear of each open."""
         self._accessed: dict[int, int] = {}
         """By inode number, when inodes that were lent were opened last so that it counts as access,
         which is not on record yet."""
@@ -87,7 +89,7 @@ class Handles:
     async def add(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
         """A handle for one more open of ``file``, whose in-core state the caller has acquired.
         ``is_new``: the file is made with it."""
-        file.was_opened |= not flags & AHEAD
+        file.was_opened = True
         if not file.users and (file.kept or self._place_for(file, flags) is not None):
             await file.gate.enter_alone()  # or its form might change meanwhile
             try:
@@ -183,20 +185,20 @@ class Handles:
         if programs have had it open, and would be answered the same way again. Does not block.
         """
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
-        if file.kept and (self._is_watched or self._places[file.kept] != place or not inode.nlink):
+        if file.kept and (self._places[file.kept] != place or not inode.nlink):
             self._drop_kept(file)
         passthrough, backing = self._kernel.passthrough, file.kept
         if (
             passthrough is None
             or not self._lends
-            or self._is_watched
             or not (file.was_opened and inode.nlink)
             or file.home
             or (not backing and (place is not None or _is_written_object(file)))
         ):
             return
         copy_id = 0 if file.copy is None else file.copy.id
-        left = passthrough.lend(inode.ino, backing, copy_id, self._access_due_ns(inode))
+        due_ns, asks = self._access_due_ns(inode), inode.size > WATCHED_BYTES
+        left = passthrough.lend(inode.ino, backing, copy_id, due_ns, asks)
         if left is not None:
             self._give_up(left)
 
@@ -267,7 +269,8 @@ class Handles:
             self.recall(inode.ino)
         else:  # by the mount's rule an open may count as access from another time on
             due_ns = self._access_due_ns(inode)
-            passthrough.lend(inode.ino, lent.backing, lent.copy_id, due_ns)
+            asks = inode.size > WATCHED_BYTES
+            passthrough.lend(inode.ino, lent.backing, lent.copy_id, due_ns, asks)
 
     def recall_all(self) -> None:
         """What is lent was lent by rules that have changed. Does not block."""
@@ -276,12 +279,16 @@ class Handles:
             self.recall(lent.ino)
 
     def watch_opens(self, is_watched: bool) -> None:
-        """Whether nothing is lent from now on, so that each first open is asked for. Does not
-        block.
+        """Whether opens for reading that are answered without us are noted from now on, each anew;
+        those of files of more than WATCHED_BYTES are asked for. Does not block.
         """
-        self._is_watched = is_watched
-        if is_watched:
-            self.recall_all()
+        if self._kernel.passthrough is not None:
+            self._kernel.passthrough.watch_opens(is_watched)
+
+    def noted_opens(self) -> list[tuple[int, int]]:
+        """See Passthrough. Does not block."""
+        passthrough = self._kernel.passthrough
+        return [] if passthrough is None else passthrough.noted_opens()
 
     def end(self) -> None:
         """The kernel has gone, and all that was open and lent with it."""

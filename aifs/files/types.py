@@ -95,11 +95,12 @@ class Passthrough(Protocol):
 
     def detach(self, backing: int) -> None: ...
 
-    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
         """From now on an open of the inode for reading is answered without us: it is passed through
         to ``backing`` (0: not passed through). It counts as access, but not again for a day, if it
-        comes at ``due_ns`` or later; 0: each one counts. Returns what is not lent any more for
-        that, perhaps this inode itself. What is lent already, as the same, has another ``due_ns``.
+        comes at ``due_ns`` or later; 0: each one counts. ``asks``: not while opens are watched.
+        Returns what is not lent any more for that, perhaps this inode itself. What is lent already,
+        as the same, has another ``due_ns`` and ``asks``.
         """
 
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
@@ -114,6 +115,13 @@ class Passthrough(Protocol):
         """The inodes that are lent: those that have handles, or that were used since that was asked
         last, whose access is ours to record now, or all of them. Takes a millisecond.
         """
+
+    def watch_opens(self, on: bool) -> None:
+        """Whether opens of inodes that are lent are noted from now on, each anew."""
+
+    def noted_opens(self) -> list[tuple[int, int]]:
+        """Inode and uid of each open that was noted since this was asked last, the first one alone
+        of those by the same user; in order, without opens that are ``AHEAD``."""
 
 
 WRITABLE = 1 << 32

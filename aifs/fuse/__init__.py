@@ -16,12 +16,18 @@ extension: Any = None
 """The C module, which has no types; None: ``extension_error`` says why."""
 
 extension_error = ""
+
+_INTERFACE = 2
+"""Of bridge.c; both are counted up when what the two have of each other changes."""
+
 _flags = sys.getdlopenflags()
 sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
 try:
     extension = importlib.import_module("aifs.fuse._bridge")
     if "pyfuse3" in sys.modules:
         extension_error = "pyfuse3 was imported before aifs.fuse"
+    elif getattr(extension, "INTERFACE", 1) != _INTERFACE:
+        extension, extension_error = None, "it was built from other sources than these"
 except ModuleNotFoundError:
     extension_error = "it has not been built"
 except ImportError as error:

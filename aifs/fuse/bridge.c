@@ -305,12 +305,14 @@ static PyObject *bytes_of(const struct lent *lent, size_t count)
     return PyBytes_FromStringAndSize((const char *)lent, (Py_ssize_t)(count * sizeof *lent));
 }
 
-/* lend(ino, backing, copy, due_ns): what there is no place for any more. */
+/* lend(ino, backing, copy, due_ns, asks): what there is no place for any more. */
 static PyObject *lend_method(PyObject *self, PyObject *args)
 {
     struct lent lent = {0};
-    if (!PyArg_ParseTuple(args, "KiKK", &lent.ino, &lent.backing, &lent.copy, &lent.due_ns))
+    int asks;
+    if (!PyArg_ParseTuple(args, "KiKKp", &lent.ino, &lent.backing, &lent.copy, &lent.due_ns, &asks))
         return NULL;
+    lent.asks = asks;
     lent = lend(&bridge.opens, lent);
     return bytes_of(&lent, lent.ino != 0);
 }
@@ -339,6 +341,22 @@ static PyObject *all_lent(PyObject *self, PyObject *which)
     return bytes_of(found, list_lent(&bridge.opens, *span_of(which).start, found));
 }
 
+/* watch_opens(on): whether opens are noted from now on, each anew. */
+static PyObject *watch_opens_method(PyObject *self, PyObject *on)
+{
+    watch_opens(&bridge.opens, PyObject_IsTrue(on));
+    Py_RETURN_NONE;
+}
+
+/* noted_opens(): those that have been noted since that was asked last, as the bytes of their structs. */
+static PyObject *noted_opens(PyObject *self, PyObject *Py_UNUSED(nothing))
+{
+    struct opens *opens = &bridge.opens;
+    size_t count = opens->noted_count;
+    opens->noted_count = 0;
+    return PyBytes_FromStringAndSize((const char *)opens->noted, (Py_ssize_t)(count * sizeof *opens->noted));
+}
+
 static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
     {"reply", reply, METH_VARARGS, NULL},
@@ -348,6 +366,8 @@ static PyMethodDef methods[] = {
     {"take_back", take_back_method, METH_VARARGS, NULL},
     {"find_lent", find_lent_method, METH_O, NULL},
     {"all_lent", all_lent, METH_O, NULL},
+    {"watch_opens", watch_opens_method, METH_O, NULL},
+    {"noted_opens", noted_opens, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -359,7 +379,7 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
-/* Also `state`: the memory of struct state. */
+/* Also `state`: the memory of struct state; and INTERFACE: of aifs/fuse/__init__.py. */
 PyMODINIT_FUNC PyInit__bridge(void)
 {
     PyObject *made = PyModule_Create(&module);
@@ -367,5 +387,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 2) < 0)
+        Py_CLEAR(made);
     return made;
 }

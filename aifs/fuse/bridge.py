@@ -75,6 +75,7 @@ _BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
 _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
+_NOTED = struct.Struct("=QI4x")  # struct noted: ino, uid
 _OPCODES, _FRESH, _ACLS, _TOLD = 64, 4096, 1 << 20, 1 << 23
 
 _INC_EPOCH = struct.pack("=IiQ", 16, 8, 0)
@@ -239,10 +240,10 @@ class Bridge:
             except OSError as error:
                 _log.warning("the kernel keeps a backing file: %s", error)
 
-    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
         if not self.in_use:
             return Lent(ino, backing, copy_id, 0, 0)
-        return _first(extension.lend(ino, backing, copy_id, due_ns))
+        return _first(extension.lend(ino, backing, copy_id, due_ns, asks))
 
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         return _first(extension.take_back(ino, idle))
@@ -252,6 +253,12 @@ class Bridge:
 
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
         return _lent(extension.all_lent(which.encode()))
+
+    def watch_opens(self, on: bool) -> None:
+        extension.watch_opens(on)
+
+    def noted_opens(self) -> list[tuple[int, int]]:
+        return list(_NOTED.iter_unpack(extension.noted_opens()))
 
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""

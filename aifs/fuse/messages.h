@@ -33,6 +33,7 @@ enum {
 #define INIT_PASSTHROUGH (UINT64_C(1) << 37)
 #define OPEN_PASSTHROUGH (1u << 7)
 #define OPEN_NOATIME 01000000u /* O_NOATIME, as the kernel has it */
+#define OPEN_AHEAD O_NONBLOCK  /* AHEAD of aifs/files/types.py */
 
 enum { MAX_STACK_DEPTH_AT = 36 }; /* of struct fuse_init_out */
 
@@ -244,11 +245,12 @@ static inline bool was_written(const struct fuse_flush_in *in)
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct fuse_open_in *in, uint64_t now_ns,
                               struct answer *answer)
 {
+    const struct opener by = {bridge->state.uid, !(in->flags & OPEN_NOATIME), in->flags & OPEN_AHEAD};
     if (passes_on(bridge) || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
         return false;
     if (is_in(bridge->locked, ino))
         return false;
-    const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, !(in->flags & OPEN_NOATIME));
+    const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, by);
     if (lent == NULL)
         return false;
     answer->open = (struct open_out){

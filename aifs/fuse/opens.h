@@ -4,6 +4,8 @@
  *
  * The filesystem takes an inode back before it uses it in another way; handles that are open then become its own. So
  * a handle of ours names the inode, and means the same on both sides.
+ *
+ * While somebody watches what programs open, opens that are answered here are noted.
  */
 #ifndef AIFS_OPENS_H
 #define AIFS_OPENS_H
@@ -17,6 +19,7 @@
 #define LENT_SETS 2048u                 /* an inode has its place in one of these, by a hash of its number */
 #define LENT_WAYS 8
 #define LENT_DAY_NS (UINT64_C(86400) * 1000000000) /* relatime */
+#define NOTED_MAX 4096u                 /* opens that have been noted and not told; then the filesystem is asked */
 
 struct lent {
     uint64_t ino;         /* 0: a free place */
@@ -27,13 +30,30 @@ struct lent {
     int32_t backing;      /* what they are passed through to; 0: the kernel keeps the pages itself */
     bool used;            /* opened since that was told */
     bool recalled;        /* the filesystem wants it back: it gets the next requests */
-    uint8_t rest[6];
+    bool asks;            /* who watches wants to be asked, to see it before it is open */
+    bool noted;           /* an open by `noted_by` is noted, which is enough */
+    uint32_t noted_by;    /* a uid */
 };
 static_assert(sizeof(struct lent) == 48, "layout"); /* _LENT of aifs/fuse/bridge.py */
 
+struct noted { /* a program has opened it to read */
+    uint64_t ino;
+    uint32_t uid, rest;
+};
+static_assert(sizeof(struct noted) == 16, "layout"); /* _NOTED of aifs/fuse/bridge.py */
+
 struct opens {
     uint32_t hand;
+    bool watched;
+    size_t noted_count;
+    struct noted noted[NOTED_MAX];
     struct lent lent[LENT_SETS * LENT_WAYS];
+};
+
+struct opener {
+    uint32_t uid;
+    bool counts; /* it is access, if that is due */
+    bool ahead;  /* it is for what others will want, and not noted */
 };
 
 static inline struct lent *lent_set(struct opens *opens, uint64_t ino)
@@ -56,7 +76,7 @@ static inline int lent_worth(const struct lent *place)
 }
 
 /* What there is no place for: nothing (ino 0), an inode that was not used lately, or the new one itself. One that is
- * lent already, as the same, stays so; an open counts as access from the new time on. */
+ * lent already, as the same, stays so; an open counts as access from the new time on, and asks if that is new. */
 static inline struct lent lend(struct opens *opens, struct lent new)
 {
     struct lent *set = lent_set(opens, new.ino), *best = NULL;
@@ -67,6 +87,7 @@ static inline struct lent lend(struct opens *opens, struct lent new)
             return new;
         if (place->ino == new.ino) {
             place->due_ns = new.due_ns;
+            place->asks = new.asks;
             return (struct lent){0};
         }
         if (place->opens == 0 && (best == NULL || lent_worth(place) < lent_worth(best)))
@@ -79,15 +100,39 @@ static inline struct lent lend(struct opens *opens, struct lent new)
     return old;
 }
 
-/* The inode, with one more handle; NULL: the filesystem has to be asked. ``counts``: as access, if that is due. */
-static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, bool counts)
+/* Who watches will hear of this open; false: he has to be asked. */
+static inline bool note_open(struct opens *opens, struct lent *lent, struct opener by)
+{
+    bool is_known = by.ahead || (lent->noted && lent->noted_by == by.uid);
+    if (lent->asks || (!is_known && opens->noted_count == NOTED_MAX))
+        return false;
+    if (!is_known) {
+        opens->noted[opens->noted_count++] = (struct noted){lent->ino, by.uid, 0};
+        lent->noted = true;
+        lent->noted_by = by.uid;
+    }
+    return true;
+}
+
+/* Whether opens are noted from now on, each anew. */
+static inline void watch_opens(struct opens *opens, bool on)
+{
+    opens->watched = on;
+    for (struct lent *lent = opens->lent; lent < opens->lent + LENT_SETS * LENT_WAYS; lent++)
+        lent->noted = false;
+}
+
+/* The inode, with one more handle; NULL: the filesystem has to be asked. */
+static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, struct opener by)
 {
     struct lent *found = find_lent(opens, ino);
     if (found == NULL || found->recalled || found->opens == UINT32_MAX)
         return NULL;
+    if (opens->watched && !note_open(opens, found, by))
+        return NULL;
     found->opens++;
     found->used = true;
-    if (counts && now_ns >= found->due_ns) {
+    if (by.counts && now_ns >= found->due_ns) {
         found->accessed_ns = now_ns;
         found->due_ns += found->due_ns ? now_ns + LENT_DAY_NS - found->due_ns : 0;
     }

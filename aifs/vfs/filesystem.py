@@ -265,7 +265,7 @@ class Filesystem:
 
         # What programs ask for.
         virtual = VirtualFiles(engine, io, servers.buffers, refusals)
-        recordings = StartRecordings(stager)
+        recordings = StartRecordings(stager, handles)
         self.files = files = OpenFiles(
             engine,
             tier,
@@ -341,7 +341,7 @@ class Filesystem:
             looked_up,
         )
         self.starts = starts = Starts(
-            engine, io, handles, upkeep, kernel, files, names, publishing, recordings
+            engine, io, upkeep, kernel, files, names, publishing, recordings
         )
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
         clones = Clones(engine, ids, io, drain, doomed, kernel, files, options, quotas)

@@ -1,7 +1,8 @@
-"""The command ``aifs`` with 1 ms added to every request to a data server, through the tests'
-hook.
+"""The command ``aifs`` with 1 ms added to every request to a data server, through the tests' hook;
+with as many as SERVER_DELAY_MS (environment) says.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from aifs.cli.main import main
 from aifs.core import files
 
-DELAY_S = 0.001
+DELAY_S = float(os.environ.get("SERVER_DELAY_MS", 1)) / 1000
 
 
 class Delay:

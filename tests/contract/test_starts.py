@@ -10,7 +10,7 @@ import trio
 from aifs.core import page_cache
 from aifs.core.errors import FsError, Invalid, NoAttribute
 from aifs.core.start_record import BLOCK, SUFFIX, StartRecord, decode
-from aifs.files.types import AHEAD
+from aifs.files.types import AHEAD, SetAttr
 from aifs.vfs import Caller, Filesystem
 from aifs.vfs.starts import starts
 from tests.support import modes, stores
@@ -36,6 +36,13 @@ async def look(
     for offset in offsets:
         await fs.read(handle, offset, 10)
     await fs.release(handle)
+
+
+async def old_file(fs: Filesystem, name: bytes, size: int) -> int:
+    """One that has not been changed in this second."""
+    ino = await write_file(fs, name, b"x" * size)
+    await fs.setattr(ino, SetAttr(mtime_ns=10**18), ADMIN)
+    return ino
 
 
 async def ended(fs: Filesystem, directory: int) -> None:
@@ -199,24 +206,64 @@ async def test_what_is_read_ahead_is_recorded_if_the_job_opens_it(directory: Pat
 
 
 @pytest.mark.parametrize("reader", [AHEAD, 0])
-async def test_opens_are_heard_of_while_a_start_is_recorded(directory: Path, reader: int) -> None:
-    """What a prefetcher, or somebody before, has opened was lent when it was left alone: the bridge
-    answered the open of the job, and the file was not recorded."""
+@pytest.mark.parametrize("size", [5000, 2 * BLOCK])
+async def test_opens_are_heard_of_while_a_start_is_recorded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, reader: int, size: int
+) -> None:
+    """What a prefetcher, or somebody before, has opened is lent when it is left alone: the bridge
+    answers the open of the job if the file is small, and tells of it."""
+    monkeypatch.setattr(page_cache, "resident", lambda fd, size, step: None)
     async with opened(directory) as fs, Kernel(fs) as kernel:
         top = await job(fs)
-        ino = await write_file(fs, b"file", b"x" * 5000)
+        ino = await old_file(fs, b"file", size)
         before = [await kernel.open(ino, os.O_RDONLY) for _ in range(not reader)]
         await put(fs, top, "start", "record=1", caller=ADMIN)
         if reader:
             before.append(await kernel.open(ino, os.O_RDONLY | reader))
         for handle in before:
             await kernel.release(handle)
-        await kernel.release(await kernel.open(ino, os.O_RDONLY))
+        answered = kernel.answered
+        handle = await kernel.open(ino, os.O_RDONLY)
+        assert kernel.answered - answered == (size <= BLOCK)
+        await kernel.read(handle, 0, 10)
+        await kernel.release(handle)
         found = await recorded(fs, top, "1", ADMIN)
         assert [file.ino for file in found.files] == [ino]
         for _ in range(2):
             await kernel.release(await kernel.open(ino, os.O_RDONLY))
-        assert kernel.find_lent(ino) is not None
+        assert kernel.find_lent(ino) is not None and kernel.answered >= 2
+
+
+async def test_what_is_answered_without_us_is_recorded_in_order(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the user who has asked alone, and not what is read ahead, or has changed meanwhile."""
+    monkeypatch.setattr(page_cache, "resident", lambda fd, size, step: None)
+    async with opened(directory) as fs, Kernel(fs) as kernel:
+        top = await job(fs)
+        inos = [await old_file(fs, b"%d" % n, 5000) for n in range(3)]
+        large = await old_file(fs, b"large", 2 * BLOCK)
+        changed, unused, used = inos
+
+        async def use(ino: int, flags: int = 0, uid: int = ADMIN.uid) -> None:
+            handle = await kernel.open(ino, os.O_RDONLY | flags, uid)
+            await kernel.read(handle, 0, 10)
+            await kernel.release(handle)
+
+        for ino in inos:
+            await use(ino)
+        before = kernel.answered
+        await put(fs, top, "start", "record=1", caller=ADMIN)
+        await use(unused, uid=OTHER.uid)
+        await use(unused, AHEAD)
+        for ino in (used, changed, large, used):
+            await use(ino)
+        assert kernel.answered == before + 5
+        handle = await kernel.open(changed, os.O_WRONLY)
+        await kernel.write(handle, 0, b"new")
+        await kernel.release(handle)
+        found = await recorded(fs, top, "1", ADMIN)
+        assert [file.ino for file in found.files] == [used, large]
 
 
 async def test_without_cachestat_files_that_are_passed_through_count_as_a_whole(

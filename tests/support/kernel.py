@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from aifs.core import files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
-from aifs.files.types import LENT, Lent, Opened
+from aifs.files.types import AHEAD, LENT, Lent, Opened
 from aifs.vfs import Filesystem
 
 _NOT_DIRECT = (None, 0)
@@ -51,7 +51,11 @@ class Kernel:
         self._inos: dict[int, int] = {}  # handle -> ino
         self._lent: dict[int, Lent] = {}
         self._due_ns: dict[int, int] = {}
+        self._asks: dict[int, bool] = {}
         self._recalled: set[int] = set()
+        self._is_watched = False
+        self._noted: dict[tuple[int, int], None] = {}
+        self._told: set[tuple[int, int]] = set()
         self._lent_handles = 0
         self.answered = 0
         """Opens that were answered without the filesystem, as the bridge does."""
@@ -91,8 +95,9 @@ class Kernel:
     def detach(self, backing: int) -> None:
         del self._backing[backing]
 
-    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int) -> Lent | None:
+    def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
         assert not backing or backing in self._backing
+        self._asks[ino] = asks
         if ino in self._lent:
             assert self._lent[ino].backing == backing and self._lent[ino].copy_id == copy_id
             self._due_ns[ino] = due_ns
@@ -126,11 +131,23 @@ class Kernel:
             self._lent = {ino: each._replace(accessed_ns=0) for ino, each in self._lent.items()}
         return found
 
+    def watch_opens(self, on: bool) -> None:
+        self._is_watched = on
+        self._told.clear()
+
+    def noted_opens(self) -> list[tuple[int, int]]:
+        noted = list(self._noted)
+        self._told |= self._noted.keys()
+        self._noted.clear()
+        return noted
+
     # --- what programs ask of the kernel ---
 
-    async def open(self, ino: int, flags: int) -> int:
-        lent = self._lent.get(ino)
-        if lent is not None and ino not in self._recalled and not flags & _NOT_LENT:
+    async def open(self, ino: int, flags: int, uid: int = 0) -> int:
+        lent, asks = self._lent.get(ino), self._is_watched and self._asks.get(ino)
+        if lent is not None and ino not in self._recalled and not (asks or flags & _NOT_LENT):
+            if self._is_watched and not flags & AHEAD and (ino, uid) not in self._told:
+                self._noted[ino, uid] = None
             now_ns, due_ns = time.time_ns(), self._due_ns[ino]
             accessed_ns = now_ns if now_ns >= due_ns else lent.accessed_ns
             self._lent[ino] = lent._replace(opens=lent.opens + 1, accessed_ns=accessed_ns)

@@ -158,10 +158,20 @@ static void one_use(struct opens *opens)
 {
     uint64_t number = below(INODES), ino = crowd(number), now = random_bits() >> 1;
     struct lent *known = expected + number, was;
+    if (below(50000) == 0)
+        opens->noted_count = 0; /* told */
+    if (below(500) == 0) {
+        watch_opens(opens, below(4) != 0);
+        for (unsigned i = 0; i < INODES; i++)
+            expected[i].noted = false;
+    }
     switch (below(8)) {
     case 0:
     case 1:
-        was = lend(opens, (struct lent){.ino = ino, .backing = (int32_t)below(3), .due_ns = below(3) ? below(3) : now});
+        was = lend(opens, (struct lent){.ino = ino,
+                                        .backing = (int32_t)below(3),
+                                        .due_ns = below(3) ? below(3) : now,
+                                        .asks = below(4) == 0});
         if (was.ino != ino)
             *known = *find_lent(opens, ino);
         for (unsigned i = 0; was.ino != 0 && was.ino != ino && i < INODES; i++)
@@ -173,8 +183,18 @@ static void one_use(struct opens *opens)
     case 2:
     case 3:
     case 4: {
-        const struct lent *found = open_lent(opens, ino, now, below(2));
-        must_be((found != NULL) == (known->ino != 0 && !known->recalled));
+        const struct opener by = {(uint32_t)below(2), below(2), below(4) == 0};
+        bool is_new = opens->watched && !by.ahead && !(known->noted && known->noted_by == by.uid);
+        size_t before = opens->noted_count;
+        bool asks = opens->watched && (known->asks || (is_new && before == NOTED_MAX));
+        const struct lent *found = open_lent(opens, ino, now, by);
+        must_be((found != NULL) == (known->ino != 0 && !known->recalled && !asks));
+        must_be(opens->noted_count == before + (found != NULL && is_new));
+        if (opens->noted_count != before) {
+            must_be(opens->noted[before].ino == ino && opens->noted[before].uid == by.uid);
+            known->noted = true;
+            known->noted_by = by.uid;
+        }
         known->opens += found != NULL;
         must_be(found == NULL || (found->backing == known->backing && found->used && found->opens == known->opens));
         break;

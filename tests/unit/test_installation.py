@@ -135,3 +135,14 @@ def test_commands_that_need_the_daemon_say_what_to_install(tmp_path: Path, comma
     assert done.returncode == 1
     assert "pip install 'aifs[mount]'" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "store").exists()
+
+
+def test_a_bridge_that_was_built_from_other_sources_is_not_used() -> None:
+    script = """
+import sys, types
+sys.modules["aifs.fuse._bridge"] = types.ModuleType("_bridge")
+from aifs.fuse import extension, extension_error
+print(extension, extension_error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=ROOT)
+    assert done.stdout == b"None it was built from other sources than these\n"

@@ -16,7 +16,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -47,6 +46,9 @@ _ASKED_S = 2.0
 
 _READERS = 4
 """Files that are opened at a time."""
+
+_PASSED_ON, _PASSED_ON_S = 256, 30.0
+"""Large files that stay open for hosts that start later, and for how long after all are read."""
 
 _ENDED_S = 5.0
 """How long a record that is being written is waited for."""
@@ -130,21 +132,28 @@ class Fetched(NamedTuple):
     left_out: int
 
 
-def prefetch(directory: str) -> Fetched:
+def prefetch(directory: str, passed_on_s: float = 0.0) -> Fetched:
     """Read what the next start of the job will touch, in that order. It is in memory on return, or
-    was left out as it has changed or is out of reach. Raises StartUnknown.
+    was left out as it has changed or is out of reach. ``passed_on_s``: what is large stays open for
+    so long afterwards, so that hosts that start later know where it is. Raises StartUnknown.
     """
+    from concurrent.futures import ThreadPoolExecutor  # the job need not wait for this
+
     hot = plan(read_records(directory))
     mount = mount_of(directory)
     root = "" if mount is None else mount.mountpoint
+    kept: list[int] = []
     with ThreadPoolExecutor(_READERS) as pool:
-        done = [file for file, ok in zip(hot, pool.map(partial(_read, root), hot)) if ok]
+        done = [file for file, ok in zip(hot, pool.map(partial(_read, root, kept), hot)) if ok]
+    time.sleep(passed_on_s if kept else 0.0)
+    for fd in kept:
+        files.close_file(fd)
     return Fetched(sum(file.bytes for file in done), len(done), len(hot) - len(done))
 
 
-def _read(root: str, hot: HotFile) -> bool:
-    """Whether the file was still there, as it was, and could be read. It is open for as long as it
-    is read, so that hosts that read it, too, can pass it on.
+def _read(root: str, kept: list[int], hot: HotFile) -> bool:
+    """Whether the file was still there, as it was, and could be read. One of several blocks stays
+    open in ``kept``, so that hosts that read it, too, can pass it on.
     """
     with suppress(OSError):
         fd = files.open_file(root + hot.path, write=False, foreign=True)
@@ -156,7 +165,10 @@ def _read(root: str, hot: HotFile) -> bool:
                         os.preadv(fd, [_scratch.buffer], block * BLOCK)
                 return True
         finally:
-            files.close_file(fd)
+            if hot.size > BLOCK and len(kept) < _PASSED_ON:
+                kept.append(fd)
+            else:
+                files.close_file(fd)
     return False
 
 
@@ -210,7 +222,7 @@ class JobStart:
         if child == 0:
             try:
                 os.closerange(0, 3)  # it keeps nobody waiting who reads our output
-                prefetch(self._directory)
+                prefetch(self._directory, _PASSED_ON_S)
             finally:
                 os._exit(0)
         return child

@@ -12,8 +12,6 @@ written. Works in any directory. A line that is torn is left out. Nothing here m
 import json
 import math
 import os
-import socket
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +56,7 @@ def note(event: str, name: str, at_s: float, spent_s: Spent | None = None) -> No
     value = {"event": event, "stage": name, "rank": rank, "at_s": at_s}
     if spent_s is not None:
         value["spent_s"] = spent_s
-    path = os.path.join(directory, run, socket.gethostname() + _SUFFIX)
+    path = os.path.join(directory, run, os.uname().nodename + _SUFFIX)
     with suppress(OSError):
         trees.make_dir(os.path.dirname(path))
         fd = files.open_file(path, create=True)
@@ -151,7 +149,9 @@ def _summary(name: str, of_it: list[StageSpan]) -> StageReport:
     for span in of_it:
         if span.who == slowest:
             spent_s.update(span.spent_s)
-    median_s = statistics.median(took.values())
+    from statistics import median  # who notes a stage in his job needs none of this
+
+    median_s = median(took.values())
     return StageReport(name, len(took), median_s, took[slowest], slowest, dict(spent_s), unfinished)
 
 

@@ -1,5 +1,6 @@
 """What a start touches. Files that the kernel reads by itself are judged by what the page cache has
-of them when the recording ends, and had not when they were first opened.
+of them when the recording ends, and had not when they were first opened. Opens of small files that
+are lent are heard of later, in order, and cost the job nothing: one block is all that they have.
 
 Who reads ahead what a record says (AHEAD) touches nothing by that: a file that no program of the
 job opens is not recorded. What of the other files was in memory when they were opened nobody sees
@@ -7,12 +8,14 @@ to be touched; so that is taken from the record before (starts.py).
 """
 
 import os
+import time
 from collections.abc import Mapping
 
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.start_record import BLOCK, HotFile
 from aifs.files.file_io import FileIO
+from aifs.files.handles import Handles
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
 from aifs.meta import namespace, paths
@@ -23,6 +26,9 @@ _log = logger(__name__)
 
 _AT_ONCE = 64
 """Inodes that are looked up in one view."""
+
+_TICK_NS = 10_000_000
+"""How old the time may be that a kernel gives to a file that it changes now."""
 
 _FILES_MAX = 1 << 17
 """What a start may touch; files beyond are not recorded."""
@@ -47,8 +53,10 @@ class StartRecording:
         """``directory``: of the job, whose own files do not count. ``uid``: whose accesses do."""
         self._directory = directory
         self._uid = uid
-        self._files: dict[int, _Touched] = {}
-        """By inode number, in the order of first access."""
+        self._began_ns = time.time_ns() - _TICK_NS
+        self._files: dict[int, _Touched | None] = {}
+        """By inode number, in the order of first access; None: a small one, whose open was answered
+        without us."""
         self._names: dict[int, tuple[int, bytes]] = {}
         """By inode number, of files with several names, by which one they were found: directory and
         name."""
@@ -67,8 +75,7 @@ class StartRecording:
         inode, copy = file.inode, file.copy
         touched = self._files.get(inode.ino)
         if touched is None:
-            is_tiny = inode.layout is None and copy is None  # its bytes are in its record
-            if len(self._files) == _FILES_MAX or is_tiny or inode.parent == self._directory:
+            if len(self._files) == _FILES_MAX:
                 return
             touched = self._files[inode.ino] = _Touched(inode)
             if inode.size <= BLOCK:
@@ -77,6 +84,11 @@ class StartRecording:
             touched.copy_id = copy.id
             touched.before = await copy.resident(BLOCK)
             self.is_blind |= touched.before is None
+
+    def noted(self, ino: int) -> None:
+        """A small file was opened, without our being asked. Does not block."""
+        if len(self._files) < _FILES_MAX:
+            self._files.setdefault(ino, None)
 
     def found(self, parent: int, name: bytes, ino: int) -> None:
         """A file with several names is looked up by one of them. Does not block."""
@@ -96,8 +108,12 @@ class StartRecording:
         inos = list(self._files)
         for first in range(0, len(inos), _AT_ONCE):
             some = {ino: self._names.get(ino) for ino in inos[first : first + _AT_ONCE]}
-            for now in await engine.view(_look_up, some):
+            for now in await engine.view(_look_up, some, self._directory):
                 touched = self._files[now.ino]
+                if touched is None:
+                    if now.size <= BLOCK and now.mtime_ns < self._began_ns:
+                        found.append(now.of({0}))
+                    continue
                 await self._look(io, now.ino, touched)
                 blocks = {n for n in touched.blocks if n * BLOCK < touched.size}
                 if (now.size, now.mtime_ns) == (touched.size, touched.mtime_ns):
@@ -127,20 +143,39 @@ class StartRecording:
 class StartRecordings:
     """The recordings that are under way, as those who open and read files see them."""
 
-    def __init__(self, stager: Stager) -> None:
+    def __init__(self, stager: Stager, handles: Handles) -> None:
         self._stager = stager
+        self._handles = handles
         self._all: list[StartRecording] = []
         self.is_on = False
         """Whether there is any: else nobody has to call the methods below."""
 
     def add(self, recording: StartRecording) -> None:
+        self._hear()
         self._all.append(recording)
         self.is_on = True
+        self._handles.watch_opens(True)
 
     def remove(self, recording: StartRecording) -> None:
+        self._hear()
         self.let_stage(recording)
         self._all.remove(recording)
         self.is_on = bool(self._all)
+        if not self.is_on:
+            self._handles.watch_opens(False)
+
+    def _hear(self) -> None:
+        """Of opens that were answered without us."""
+        for ino, uid in self._handles.noted_opens():
+            for recording in self._all:
+                if recording.takes(uid):
+                    self._put_off(recording, ino)
+                    recording.noted(ino)
+
+    def _put_off(self, recording: StartRecording, ino: int) -> None:
+        if recording.put_off is not None and len(recording.put_off) < _FILES_MAX:
+            recording.put_off.add(ino)
+            self._stager.put_off(ino)
 
     def let_stage(self, recording: StartRecording) -> None:
         """What it opens is staged from now on, as all that is read; and what was put off is,
@@ -152,10 +187,9 @@ class StartRecordings:
 
     async def opened(self, file: OpenInode, uid: int, ahead: bool) -> None:
         """``uid`` is about to open a file for reading; ``ahead``: of what is expected of others."""
+        self._hear()
         for recording in [each for each in self._all if each.takes(uid)]:
-            if recording.put_off is not None and len(recording.put_off) < _FILES_MAX:
-                recording.put_off.add(file.inode.ino)
-                self._stager.put_off(file.inode.ino)
+            self._put_off(recording, file.inode.ino)
             if ahead:
                 continue
             try:
@@ -171,17 +205,23 @@ class StartRecordings:
 
     def read(self, ino: int, offset: int, length: int) -> None:
         """A program reads by way of the daemon. Does not block."""
+        self._hear()
         for recording in self._all:
             recording.read(ino, offset, length)
 
 
-def _look_up(tx: ReadTransaction, names: Mapping[int, tuple[int, bytes] | None]) -> list[HotFile]:
-    """Those inodes that are still there, as they are on record, without runs. Of one with several
-    names this is the path by the given one."""
+def _look_up(
+    tx: ReadTransaction, names: Mapping[int, tuple[int, bytes] | None], directory: int
+) -> list[HotFile]:
+    """Those inodes that are still there, not in ``directory``, and have bytes beside their records:
+    as they are on record, without runs. Of one with several names this is the path by the given
+    one."""
     found = []
     for ino, name in names.items():
         inode = namespace.find_inode(tx, ino)
-        if inode is not None and inode.nlink:
+        if inode is None or inode.parent == directory:
+            continue
+        if inode.nlink and (inode.layout is not None or inode.copy is not None):
             path = paths.find_path(tx, ino)
             if path is None and name is not None:
                 above = paths.find_path(tx, name[0])

@@ -24,7 +24,6 @@ from aifs.core.log import logger
 from aifs.core.start_record import KEPT, STORED_MAX, SUFFIX, StartRecord, decode, encode
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.files.file_io import FileIO
-from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.permissions import READ, asker_of, require_may
 from aifs.files.types import CallerLike
@@ -85,7 +84,6 @@ class Starts:
         self,
         engine: Engine,
         io: FileIO,
-        handles: Handles,
         upkeep: Upkeep,
         kernel: Kernel,
         files: OpenFiles,
@@ -95,7 +93,6 @@ class Starts:
     ) -> None:
         self._engine = engine
         self._io = io
-        self._handles = handles
         self._upkeep = upkeep
         self._kernel = kernel
         self._files = files
@@ -142,7 +139,6 @@ class Starts:
             del self._starts[ended[0]]
         start = self._starts[ino] = _Start(ino, caller, run)
         self._recordings.add(start.recording)
-        self._handles.watch_opens(True)
         self._upkeep.at(Work.STARTS, start.stages_s)
 
     def _stop(self, ino: int) -> None:
@@ -155,7 +151,6 @@ class Starts:
     def _end(self, start: _Start) -> None:
         start.state = "ending"
         self._recordings.remove(start.recording)
-        self._handles.watch_opens(self._recordings.is_on)
         self._ending.append(start)
         self._upkeep.wake(Work.STARTS)
 
