@@ -23,7 +23,7 @@ _MEANINGS = {
     "pending": "a checkpoint that is being saved, by whom: ranks=8,step=100",
     "group": "files that are written together: name=step,ranks=8",
     "state": "where the bytes are: dirty, draining, clean, cached",
-    "sharing": "bytes that nobody else has, and those that clones elsewhere have, too",
+    "sharing": "bytes that nobody else has, and others; of a directory: aifs info --tree",
     "drain": "what is not on the data servers; set it to '' to drain that first",
     "start": "which start of a job is recorded in it, and how it goes: record=RUN, stop",
     "order": "epochs of the dataset in it that are read, and what is there ahead of the readers",
@@ -31,6 +31,9 @@ _MEANINGS = {
 }
 """The hints that say something of a file or directory, and not of the mount. What is set once
 (stage, evict, commit, remove, publish-as) has commands of its own."""
+
+_WALKED = "sharing"
+"""What takes a walk through all files below a directory, and is no hint."""
 
 
 @click.command(
@@ -49,7 +52,10 @@ def hints_command(path: str, as_json: bool) -> None:
     from aifs.cli.output import print_json, print_table
 
     require_inside(path)
-    values = {name: _value(path, f"user.aifs.{name}") for name in _MEANINGS}
+    values = {
+        name: None if name == _WALKED and os.path.isdir(path) else _value(path, f"user.aifs.{name}")
+        for name in _MEANINGS
+    }
     if as_json:
         print_json({name: value for name, value in values.items() if value is not None})
         return
