@@ -143,20 +143,10 @@ def files_needed(epoch: Epoch, window: int, shares: Collection[int], most: int) 
     part = len(shares) / epoch.order.shares
     if part * _mean_bytes(index, epoch.windows[window]) > 2 * most:
         return []  # without looking at each block
-    spans: dict[int, tuple[int, int]] = {}
-    read: dict[int, float] = {}
-    for share in shares:
-        row, pieces = epoch.window_pieces(window, share)
-        for block, _, rows in pieces:
-            file = index.file_of(block)
-            first, last = spans.get(file, (row, 0))
-            row += rows
-            spans[file] = min(first, row - rows), max(last, row)
-            read[file] = read.get(file, 0.0) + index.lengths[block] * rows / index.rows[block]
     needs = [
-        FileNeed(file, *span)
-        for file, span in spans.items()
-        if read[file] >= MOSTLY * sum(index.lengths[block] for block in index.blocks_of(file))
+        FileNeed(read.file, read.first, read.last)
+        for read in epoch.files_read(window, shares)
+        if read.bytes >= MOSTLY * index.bytes_of(read.file)
     ]
     needs.sort(key=lambda need: (need.first, need.file))
     return needs if peak_bytes(index, needs) <= most else []

@@ -1,9 +1,11 @@
 """The order's permutations by numpy: those of all blocks of a window at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from aifs.datasets.index import Index
+from aifs.datasets.sequence import FileRead, ShareReads
 from aifs.layout.order import ROUNDS
 
 _AT_ONCE = 1 << 15  # numbers: what is computed of them stays in a processor's cache
@@ -20,6 +22,32 @@ class ArrayArithmetic:
     def starts(self, rows: Sequence[int], blocks: Sequence[int]) -> Sequence[int]:
         counts = np.asarray(rows, np.int64)[np.asarray(blocks, np.int64)]
         return np.concatenate(([0], np.cumsum(counts))).data
+
+    def files_read(self, index: Index, reads: Iterable[ShareReads]) -> Sequence[FileRead]:
+        cut = [*map(_cut, reads)]
+        if not cut:
+            return []
+        blocks, firsts, lasts = map(np.concatenate, zip(*cut))
+        files = np.searchsorted(index.first_blocks, blocks, "right") - 1
+        lengths, rows = np.asarray(index.lengths)[blocks], np.asarray(index.rows)[blocks]
+        count = len(index.paths)
+        first = np.full(count, np.iinfo(np.int64).max)
+        np.minimum.at(first, files, firsts)
+        last, read = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        np.maximum.at(last, files, lasts)
+        np.add.at(read, files, lengths * (lasts - firsts) // rows)
+        found = np.flatnonzero(last)
+        columns = (found, first[found], last[found], read[found])
+        return [*map(FileRead, *(column.tolist() for column in columns))]
+
+
+def _cut(reads: ShareReads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The blocks of which some rows are read, and from which row of the share until which."""
+    starts = np.asarray(reads.starts, np.int64) + reads.shift
+    bounds = np.clip(starts, reads.rows.start, reads.rows.stop)
+    is_read = bounds[:-1] < bounds[1:]
+    blocks = np.asarray(reads.blocks, np.int64)
+    return blocks[is_read], bounds[:-1][is_read], bounds[1:][is_read]
 
 
 def all_permuted(size: int, key: int) -> np.ndarray:

@@ -131,6 +131,10 @@ class Index:
         """Numbers of the blocks of the file with this number."""
         return range(self.first_blocks[file], self.first_blocks[file + 1])
 
+    def bytes_of(self, file: int) -> int:
+        """Of all blocks of the file with this number."""
+        return sum(self.lengths[self.first_blocks[file] : self.first_blocks[file + 1]])
+
     def file_of(self, block: int) -> int:
         """The number of the file that holds this block."""
         return bisect_right(self.first_blocks, block) - 1

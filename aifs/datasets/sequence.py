@@ -7,8 +7,8 @@ nothing is per row.
 
 import threading
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, pairwise
@@ -84,6 +84,31 @@ class ShuffleGroup(NamedTuple):
     step: int = 1  # places from one row to the next
 
 
+class ShareReads(NamedTuple):
+    """Blocks that a share reads in a window, one after the other, before its rows are shuffled in
+    memory. Block i gives it its rows from ``starts[i] + shift`` until ``starts[i + 1] + shift``, as
+    far as these are in ``rows``."""
+
+    blocks: Sequence[int]
+    starts: Sequence[int]
+    """One more than blocks."""
+    shift: int
+    rows: range
+
+
+class FileRead(NamedTuple):
+    """What some shares read of a file."""
+
+    file: int
+    """Its number in the index."""
+    first: int
+    """The row of a share for which it is read first."""
+    last: int
+    """From this row on none of them reads it any more."""
+    bytes: int
+    """Of the blocks, by the part of their rows."""
+
+
 class Arithmetic(Protocol):
     """What is done for all blocks of a window at once."""
 
@@ -95,6 +120,10 @@ class Arithmetic(Protocol):
         """Where each of ``blocks`` begins if their rows follow one another; then where the last
         one ends.
         """
+        ...
+
+    def files_read(self, index: Index, reads: Iterable[ShareReads]) -> Sequence[FileRead]:
+        """Of which files shares read these blocks, by number of the file."""
         ...
 
 
@@ -110,6 +139,20 @@ class PlainArithmetic:
 
     def starts(self, rows: Sequence[int], blocks: Sequence[int]) -> Sequence[int]:
         return array("q", accumulate((rows[block] for block in blocks), initial=0))
+
+    def files_read(self, index: Index, reads: Iterable[ShareReads]) -> Sequence[FileRead]:
+        found: dict[int, FileRead] = {}
+        for blocks, starts, shift, rows in reads:
+            for block, (start, stop) in zip(blocks, pairwise(starts)):
+                first, last = max(start + shift, rows.start), min(stop + shift, rows.stop)
+                if first >= last:
+                    continue
+                file = index.file_of(block)
+                length = index.lengths[block] * (last - first) // index.rows[block]
+                before = found.get(file, FileRead(file, first, last, 0))
+                begin, end = min(first, before.first), max(last, before.last)
+                found[file] = FileRead(file, begin, end, before.bytes + length)
+        return [found[file] for file in sorted(found)]
 
 
 def arithmetic_for(index: Index) -> Arithmetic:
@@ -195,12 +238,11 @@ class Epoch:
         if last is not None:
             yield last
 
-    def window_pieces(self, number: int, share: int) -> tuple[int, list[Piece]]:
-        """``shuffle="blocks"``: the first of its rows that a share has in a window, and all that it
-        reads there, in this order, before its rows are shuffled in memory."""
+    def files_read(self, number: int, shares: Collection[int]) -> Sequence["FileRead"]:
+        """``shuffle="blocks"``: the files of which these shares read something in a window."""
         window = self._window(number)
-        run = window.run_of(share)
-        return window.first_row, window.pieces(run.start, len(run))
+        reads = chain.from_iterable(window.reads(window.run_of(share)) for share in shares)
+        return self._arithmetic.files_read(self.index, reads)
 
     def window_of(self, row: int) -> int:
         """The window that row ``row`` of each share is in."""
@@ -344,6 +386,19 @@ class _Window:
         """The positions, among the rows of the window, that a share has."""
         begin = share * self._each + min(share, self._over)
         return range(begin, begin + self._each + (share < self._over))
+
+    def reads(self, run: range) -> Iterator[ShareReads]:
+        """What a share reads that has this run, without an object for each block."""
+        rows = range(self.first_row, self.first_row + len(run))
+        carried = [piece.block for piece in self._carried]
+        counts = (piece.rows for piece in self._carried)
+        starts: Sequence[int] = [*accumulate(counts, initial=0)]
+        yield ShareReads(carried, starts, self.first_row - run.start, rows)
+        begin, end = run.start - self._carried_rows, run.stop - self._carried_rows
+        first = max(0, bisect_right(self._starts, begin) - 1)
+        last = max(first, bisect_left(self._starts, end))
+        blocks, starts = self._blocks[first:last], self._starts[first : last + 1]
+        yield ShareReads(blocks, starts, self.first_row - begin, rows)
 
     def pieces(self, begin: int, rows: int) -> list[Piece]:
         """The ``rows`` rows from position ``begin`` on."""

@@ -17,8 +17,9 @@ from aifs.datasets.ahead import (
     peak_bytes,
     shares_read,
 )
+from aifs.datasets.arrays import ArrayArithmetic
 from aifs.datasets.index import Index, IndexedFile, RowBlock, Version, decode, encode, index_of
-from aifs.datasets.sequence import Epoch, EpochOrder
+from aifs.datasets.sequence import Epoch, EpochOrder, PlainArithmetic
 
 EVERYTHING = 1 << 40
 
@@ -42,7 +43,8 @@ def epochs(draw: st.DrawFn) -> tuple[Epoch, list[int]]:
     shares = draw(st.integers(1, 9))
     order = EpochOrder(draw(st.integers(0, 99)), 1, shares, 3, draw(st.sampled_from([0, 60, 200])))
     mine = draw(st.lists(st.integers(0, shares - 1), min_size=1, unique=True))
-    return Epoch(draw(INDEXES), order), mine
+    arithmetic = draw(st.sampled_from([PlainArithmetic(), ArrayArithmetic()]))
+    return Epoch(draw(INDEXES), order, arithmetic), mine
 
 
 def walked(epoch: Epoch, window: int, shares: list[int]) -> list[FileNeed]:
