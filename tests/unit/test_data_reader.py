@@ -205,6 +205,23 @@ def test_batches_hold_the_same_rows(tmp_path: Path, shuffle: str):
     assert sorted(row["n"] for row in found) == sorted(row["n"] for row in rows)
 
 
+def test_the_next_batch_is_fetched_while_one_is_used(tmp_path: Path, monkeypatch):
+    dataset = data.open(written(tmp_path, [10] * 4))
+    opened = threading.Semaphore(0)
+    open_block = data.Dataset.open_block
+
+    def counted(self: data.Dataset, number: int) -> Any:
+        opened.release()
+        return open_block(self, number)
+
+    monkeypatch.setattr(data.Dataset, "open_block", counted)
+    with data.reader(dataset, shares=1, buffer=10) as reader:
+        batches = reader.batches()
+        next(batches)
+        assert opened.acquire(timeout=60) and opened.acquire(timeout=60)
+        assert sum(batch.num_rows for batch in batches) == 30
+
+
 def test_rows_and_batches_are_not_mixed(small: data.Dataset):
     with data.reader(small) as one:
         next(one)

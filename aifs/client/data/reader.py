@@ -133,7 +133,7 @@ class Reader:
             self._end()
             raise StopIteration
         if not self._given:
-            self._groups.begin(self._counts)
+            self._groups.begin(_rows_of, self._counts)
         share = self._following[0]
         row = self._next_of(share)
         if self._transform is not None:
@@ -152,6 +152,8 @@ class Reader:
         than that of single rows; ``transform`` and ``drop_last`` do not count."""
         if self._given:
             raise ValueError("this reader gives rows: make another one for batches")
+        if not self._batches:
+            self._groups.begin(_batch_of, self._counts)
         while True:
             share = min(
                 (share for share in self._shares if self._counts[share] < self._limit(share)),
@@ -162,7 +164,7 @@ class Reader:
                 self._end()
                 return
             self._tell()
-            batch = self._groups.batch(share, self._counts[share])
+            batch: pyarrow.RecordBatch = self._groups.take(_batch_of, share, self._counts[share])
             self._counts[share] += batch.num_rows
             self._batches += 1
             yield batch
@@ -215,12 +217,16 @@ class Reader:
         waiting = self._waiting[share]
         if not waiting:
             self._tell()
-            waiting.extend(self._groups.rows(share, self._counts[share]))
+            waiting.extend(self._groups.take(_rows_of, share, self._counts[share]))
         return waiting[0]
 
     def _end(self) -> None:
         self._ended = True
         self.close()
+
+
+_Fetch = Callable[[Epoch, "_Blocks", int, int], Any]
+"""``_rows_of`` or ``_batch_of``: the rows of a share from one on to the end of its group."""
 
 
 class _Groups:
@@ -231,31 +237,25 @@ class _Groups:
         self._epoch = epoch
         self._blocks = _Blocks(dataset, shares + _THREADS)
         self._pool = ThreadPoolExecutor(min(_THREADS, shares), "aifs-data")
-        self._ahead: dict[int, tuple[int, Future[list[Any]]]] = {}  # share -> its row, its rows
+        self._ahead: dict[int, tuple[int, Future[Any]]] = {}  # share -> its row, its group
 
-    def rows(self, share: int, row: int) -> list[Any]:
-        """Rows of the share from ``row`` to the end of its group."""
-        at, coming = self._ahead.pop(share, (-1, None))
-        if coming is None or at != row:
-            coming = self._fetch(share, row)
-        found = coming.result()
-        following = row + len(found)
-        if following < self._epoch.rows_of(share):
-            self._ahead[share] = (following, self._fetch(share, following))
-        return found
-
-    def begin(self, counts: Mapping[int, int]) -> None:
+    def begin(self, fetch: _Fetch, counts: Mapping[int, int]) -> None:
         """All shares at the same time, each from the row that it has got to."""
         for share, row in counts.items():
-            if row < self._epoch.rows_of(share):
-                self._ahead[share] = (row, self._fetch(share, row))
+            self._fetch(fetch, share, row)
 
-    def _fetch(self, share: int, row: int) -> "Future[list[Any]]":
-        return self._pool.submit(_rows_of, self._epoch, self._blocks, share, row)
+    def take(self, fetch: _Fetch, share: int, row: int) -> Any:
+        """Rows of the share from ``row`` to the end of its group."""
+        if self._ahead.get(share, (-1,))[0] != row:
+            self._fetch(fetch, share, row)
+        found = self._ahead.pop(share)[1].result()
+        self._fetch(fetch, share, row + len(found))
+        return found
 
-    def batch(self, share: int, row: int) -> "pyarrow.RecordBatch":
-        """The same as one Arrow batch, fetched now."""
-        return _batch_of(self._epoch, self._blocks, share, row)
+    def _fetch(self, fetch: _Fetch, share: int, row: int) -> None:
+        if row < self._epoch.rows_of(share):
+            coming = self._pool.submit(fetch, self._epoch, self._blocks, share, row)
+            self._ahead[share] = row, coming
 
     def close(self) -> None:
         self._ahead.clear()
