@@ -39,6 +39,8 @@ WORKERS = 16
 _WAITING_MAX = 1024
 _PUT_OFF_MAX = 1 << 16
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
+_JOINED_MAX = 16 << 20  # bytes of a file for which whoever opens it waits,
+_JOINED_S = 0.1  # and for how long
 
 
 class Stager:
@@ -70,6 +72,8 @@ class Stager:
         """Who carries stagings out."""
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
+        self._unread: set[int] = set()
+        """Those of them that nobody had open when they began."""
         self._waiting: deque[int] = deque()
         """Inodes to be copied in the background, in order."""
         self._known: dict[int, int] = {}
@@ -96,14 +100,18 @@ class Stager:
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
         or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``followed``: see Making; ``must``: see BurstTier.admit; ``ahead``: nobody reads it yet, see
-        BurstTier.admit_ahead.
+        ``followed``: see Making; ``must``: see BurstTier.admit; ``ahead``: somebody is going to
+        read it, see BurstTier.admit_ahead; if it is read already it is followed.
         """
         while (event := self._running.get(ino)) is not None:
             await event.wait()
         event = self._running[ino] = trio.Event()
         try:
             file = await self._inodes.acquire(ino)
+            if ahead:
+                followed = file.handles > 1 and file.inode.size <= self.on_read
+                if not followed:
+                    self._unread.add(ino)
             try:
                 return file.copy is not None or await self._stage(file, followed, must, ahead)
             finally:
@@ -122,7 +130,16 @@ class Stager:
             return False
         finally:
             del self._running[ino]
+            self._unread.discard(ino)
             event.set()
+
+    async def join(self, file: OpenInode) -> None:
+        """Somebody has opened a file to read it. One that just then is being staged ahead of that
+        is there soon, if it is small: with its copy it is read at the device's speed for as long as
+        it is open, and nothing of it comes from the servers twice. Does not suspend else."""
+        if file.inode.ino in self._unread and file.inode.size <= _JOINED_MAX:
+            with trio.move_on_after(_JOINED_S):
+                await self._running[file.inode.ino].wait()
 
     async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
         """Someone is going to write: have a small file of the capacity tier staged first, and one

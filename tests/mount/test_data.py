@@ -239,6 +239,42 @@ def test_files_are_there_before_the_reader_comes_to_them(mounted: Mounted):
     assert sorted(rows) == list(range(ROWS))
 
 
+def many_records(directory: Path) -> None:
+    noise = os.urandom(4088)
+    for part in range(50):
+        rows = range(part * 10, (part + 1) * 10)
+        (directory / f"{part:02}.rec").write_bytes(b"".join(b"%08d" % row + noise for row in rows))
+
+
+def test_a_reader_goes_on_after_the_daemon_was_killed_while_it_read_ahead(mounted: Mounted):
+    """What it was bringing is as if it had never been begun; what it had brought is there."""
+    options = {"format": "records", "record_bytes": 4096}
+    directory = cold(mounted, many_records, **options)
+
+    def there() -> int:
+        states = (os.getxattr(path, "user.aifs.state") for path in directory.glob("*.rec"))
+        return [json.loads(state)["state"] for state in states].count("cached")
+
+    def number(row: bytes) -> int:
+        return int(row[:8])
+
+    for _ in range(10):  # until it dies in the middle of that
+        with data.reader(data.open(directory, **options), seed=3, transform=number) as reader:
+            until_told(directory, lambda epoch: epoch.get("kept_files", 0) > 0)
+            mounted.kill()
+            state = reader.state()
+        mounted.mount()
+        assert there() > 0
+        if there() < 50:
+            break
+        aifs("evict", mounted.path)
+    else:
+        pytest.fail("all files were there each time")
+    with data.reader(data.open(directory, **options), state=state, transform=number) as reader:
+        until_told(directory, lambda epoch: epoch.get("kept_files") == 50)
+        assert sorted(reader) == list(range(ROWS))
+
+
 def test_workers_say_what_they_read_and_others_go_on(mounted: Mounted):
     """Each worker for itself, in the order of the whole job."""
     pytest.importorskip("torch")
