@@ -1,5 +1,6 @@
 """``aifs dataset``: what a dataset is, whether it is whole, and how fast it is read here."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _SHUFFLES = {"none": "in file order", "blocks": "shuffled (blocks)", "rows": "row by row, random"}
 _THREADS = 8
 _ERRORS = 10  # that are printed
+_COLUMNAR = ("parquet", "arrow")
 _AT_ONCE = 1000  # rows that are decoded before others are let go of
 
 
@@ -99,7 +101,8 @@ def show_command(
 @_dataset_options
 def verify_command(path: str, **options: Any) -> int:
     """Read and decode all rows of the dataset PATH, and check that an epoch gives each of them
-    once. What is damaged is told by file and place; the exit code is 9 then."""
+    once, and that Parquet and Arrow files have the same columns. What is damaged is told by file
+    and place; the exit code is 9 then."""
     from aifs.cli.output import count, print_error
     from aifs.core.errors import DatasetError
 
@@ -110,7 +113,8 @@ def verify_command(path: str, **options: Any) -> int:
         print_error(error)
     if damaged:
         raise DatasetError(
-            f"{path}: {count(len(damaged), 'block')} of {len(dataset.index.rows)} cannot be read"
+            f"{path}: {count(len(damaged), 'block')} of {len(dataset.index.rows)} cannot be read,"
+            " or not with the others"
         )
     print(f"{count(len(dataset), 'row')} in {count(len(dataset.index.rows), 'block')}: all right")
     return 0
@@ -189,20 +193,28 @@ def _damaged(dataset: "Dataset") -> Iterator[str]:
 
     index = dataset.index
 
-    def decode(block: int) -> str:
+    def decode(block: int) -> tuple[str, str]:
+        """What is wrong with it; what columns it has."""
         try:
             rows, opened = index.rows[block], dataset.open_block(block)
             for first in range(0, rows, _AT_ONCE):
                 opened.take(range(first, min(first + _AT_ONCE, rows)))
+            if dataset.format not in _COLUMNAR:
+                return "", ""
+            return "", ", ".join(f"{each.name} {each.type}" for each in opened.batch(0, 1).schema)
         except (DatasetError, OSError) as error:
-            return describe_error(error)
-        return ""
+            return describe_error(error), ""
 
+    expected = ""
     with ThreadPoolExecutor(_THREADS) as pool, progress("reading") as show:
         done, total = 0, sum(index.lengths)
-        for block, error in enumerate(pool.map(decode, range(len(index.rows)))):
+        for block, (error, columns) in enumerate(pool.map(decode, range(len(index.rows)))):
             done += index.lengths[block]
             show(done, total)
+            expected = expected or columns
+            if columns and columns != expected:
+                name = os.path.join(dataset.path, os.fsdecode(index.paths[index.file_of(block)]))
+                error = f"{name}: its columns are {columns}, those of files before {expected}"
             if error:
                 yield error
 

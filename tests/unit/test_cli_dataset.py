@@ -56,6 +56,33 @@ def test_verify(directory: Path):
     assert aifs("dataset", "verify", directory).stdout == "300 rows in 3 blocks: all right\n"
 
 
+def test_a_damaged_file_is_named_once(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"a": ["x" * 100] * 100}), path)
+    damaged = bytearray(path.read_bytes())
+    damaged[30:50] = bytes(20)
+    path.write_bytes(damaged)
+    done = aifs("dataset", "verify", tmp_path, check=False)
+    assert done.returncode == 9
+    assert done.stderr.count(str(path)) == 1 and "damaged in the block at byte 4" in done.stderr
+
+
+def test_verify_names_files_of_other_columns(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for number, column in enumerate(("a", "a", "b")):
+        table = pyarrow.table({column: [1, 2]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+    done = aifs("dataset", "verify", tmp_path, check=False)
+    assert done.returncode == 9
+    said = f"{tmp_path}/2.parquet: its columns are b int64, those of files before a int64"
+    assert said in done.stderr and "1 block of 3" in done.stderr
+
+
 def test_verify_names_what_is_damaged(directory: Path):
     path = directory / "1.jsonl"
     path.write_text(path.read_text().replace('{"n": 50}', '{"n" 50}}'))

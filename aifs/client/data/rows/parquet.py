@@ -40,8 +40,8 @@ class _Block:
         self.pieces: deque[pyarrow.RecordBatch] = deque()
         # Numbers of the first row of the pieces, and of the row after the last one.
         self._first = self._end = 0
-        # What is not decoded yet.
-        self._stream = self._decoded()
+        # What is not decoded yet; None: nothing has been.
+        self._stream: Iterator[pyarrow.RecordBatch] | None = None
         if not self._is_streamed:
             self._covered(0, block.rows)
 
@@ -62,7 +62,7 @@ class _Block:
         import pyarrow
 
         with self._lock, naming(self._file.path, self._offset):
-            if first < self._first:
+            if self._stream is None or first < self._first:
                 self.pieces.clear()
                 self._first = self._end = 0
                 self._stream = self._decoded()
@@ -118,8 +118,7 @@ class _File:
         group = self._groups[number]
         rows = self.meta.row_group(group).num_rows
         require_rows(self.path, block.offset, rows, block.rows)
-        with naming(self.path, block.offset):
-            return _Block(self, group, block)
+        return _Block(self, group, block)
 
 
 def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
