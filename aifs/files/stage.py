@@ -73,7 +73,7 @@ class Stager:
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
         self._unread: set[int] = set()
-        """Those of them that nobody had open when they began."""
+        """Those of them that nobody had open when they began, past the caches of this process."""
         self._waiting: deque[int] = deque()
         """Inodes to be copied in the background, in order."""
         self._known: dict[int, int] = {}
@@ -109,7 +109,9 @@ class Stager:
         try:
             file = await self._inodes.acquire(ino)
             if ahead:
-                followed = file.handles > 1 and file.inode.size <= self.on_read
+                # A process takes up to a second to start: whoever reads would be there before it.
+                is_read = file.handles > 1 and file.inode.size <= self.on_read
+                followed = is_read or not self._movers.warm()
                 if not followed:
                     self._unread.add(ino)
             try:

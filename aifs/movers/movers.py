@@ -30,6 +30,11 @@ class Movers:
         """Of this process."""
         self._pool = pool
 
+    def warm(self) -> bool:
+        """Whether work begins at once that is not done ``here``. If not, a process is being
+        started. Does not block."""
+        return self._pool is None or not self._pool.is_open or self._pool.warm()
+
     async def carry_out(
         self,
         function: Function[Value, Result],

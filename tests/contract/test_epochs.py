@@ -3,20 +3,25 @@ them (vfs/epochs)."""
 
 import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import trio
 import trio.testing
 
+from aifs.burst.making import Making, carry_out
 from aifs.core import faults
 from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NoAttribute, NotSupported
 from aifs.datasets.ahead import FileNeed, files_needed, parse, shares_read
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, RowBlock, Version, encode, index_of
 from aifs.datasets.sequence import Epoch
+from aifs.files import stage, transitions
+from aifs.movers.movers import Movers
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.epochs import epochs, followed
 from tests.support import modes, stores
@@ -168,6 +173,48 @@ async def test_writers_are_never_refused_room_for_it(directory: Path) -> None:
         before = await data.there()
         await trio.sleep(0.05)
         assert await data.there() <= before, "nothing is brought while writers need the room"
+
+
+async def test_who_opens_a_file_that_is_being_brought_gets_its_copy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_JOINED_S", 60.0)
+    async with opened(directory) as fs:
+        data = await dataset(fs, 1)
+        brought, may_go_on = trio.Event(), trio.Event()
+        carry_out = Movers.carry_out
+
+        async def held_up(self: Movers, *args: Any, **how: Any) -> Any:
+            brought.set()
+            await may_go_on.wait()
+            return await carry_out(self, *args, **how)
+
+        monkeypatch.setattr(Movers, "carry_out", held_up)
+        await data.order("seed=7")
+        await brought.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fs.open, data.inos[0], os.O_RDONLY)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert await data.there() == set()
+            may_go_on.set()
+        assert await data.there() == {0}
+
+
+async def test_a_file_that_is_read_is_brought_by_way_of_its_readers_caches(directory: Path) -> None:
+    """Each byte comes from its server once. What nobody has open is not put there."""
+    async with opened(directory, {"burst.stage_on_read": "1MiB"}) as fs:
+        data = await dataset(fs, 2)
+        await fs.open(data.inos[0], os.O_RDONLY)
+        makings: list[Making] = []
+
+        async def noted(making: Making, *args: Any) -> Any:
+            makings.append(making)
+            return await carry_out(making, *args)
+
+        with patch.object(transitions, "carry_out", noted):
+            await data.order("seed=7")
+            await data.until({0, 1})
+        assert sorted(making.followed for making in makings) == [False, True]
 
 
 async def test_a_window_that_cannot_be_kept_is_not_read_ahead(directory: Path) -> None:
