@@ -139,7 +139,11 @@ class SettledReads:
         reads = [partial(self._read_run, run, others) for run in _runs_of(spans)]
         if calls:
             reads.append(partial(self._read_files, calls, others))
-        await run_all(*reads)
+        self._stager.reads += 1
+        try:
+            await run_all(*reads)
+        finally:
+            self._stager.reads -= 1
         return others
 
     # --- what is to be read ---

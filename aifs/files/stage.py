@@ -36,6 +36,9 @@ _COPIED = faults.declare(
 )
 
 WORKERS = 16
+_BESIDE_READS = 2
+"""So many go on while somebody reads many small files at once: to stage one costs several times
+what reading it does, and he waits for the processor more than for servers."""
 _WAITING_MAX = 1024
 _PUT_OFF_MAX = 1 << 16
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
@@ -85,6 +88,8 @@ class Stager:
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
         """
+        self.reads = 0
+        """Reads of many small files that are under way."""
         self._files = 0
         """How many have been copied since the mount."""
         self._failed = 0
@@ -263,8 +268,9 @@ class Stager:
             self.request(inode.ino, inode.size)
 
     async def work(self) -> float:
-        """Stage what is requested; each request has asked for a worker of its own."""
-        while self._waiting:
+        """Stage what is requested; each request has asked for a worker of its own. Where it gives
+        way, those that go on do all that waits."""
+        while self._waiting and (not self.reads or len(self._running) < _BESIDE_READS):
             ino = self._waiting.popleft()
             read_bytes = self._known.pop(ino)
             self._followed_bytes -= read_bytes

@@ -73,7 +73,10 @@ def data_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
             found["far", "rows"].append(_rate(far, "rows", extent.random_rows))
             found["far", "resume"].append(_resume_s(far, extent))
         ready = _ready(burst, extent)
-        archive = [_archive(far, extent.small) for _ in range(rounds)]
+        small = {
+            where: [_archive(far, where, extent.small) for _ in range(rounds)]
+            for where in ("objects", "containers")
+        }
     rates = {key: statistics.median(values) for key, values in found.items()}
     return [
         _row("shuffled / in file order, burst copies", rates, "burst", ("burst", "none"), 0.92),
@@ -86,7 +89,14 @@ def data_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
         _seconds(f"order file of a rank of 8, {extent.part.rows}", ready.order_s, 10.0),
         _mib(f"memory of who reads it, {extent.rows}", ready.reader_mib, 128),
         _seconds("first row of a resume in mid-epoch, 1 ms", rates["far", "resume"], 0.2),
-        _times("files.tar / open, read, close of each, 1 ms", statistics.median(archive), 5.0),
+        *(
+            _times(
+                f"files.tar / open, read, close of each, in {where}, 1 ms",
+                statistics.median(found),
+                5.0,
+            )
+            for where, found in small.items()
+        ),
     ]
 
 
@@ -156,18 +166,25 @@ def _ready(system: System, extent: Extent) -> Ready:
     return Ready(cold_s, indexed_s, order_s, int(told) / (1 << 20))
 
 
-def _archive(system: System, files: int) -> float:
-    """How many times as long opening and reading each of many small files takes as the archive."""
-    directory = system.path / "small"
+def _archive(system: DelayedAifs, where: str, files: int) -> float:
+    """How many times as long opening and reading each of many small files takes as the archive.
+    They lie in ``objects`` of their own, or in ``containers`` alone."""
+    directory = system.path / f"small-{where}"
     if not directory.exists():
-        system.use_capacity_tier("small")
+        directory.mkdir()
+        if where == "objects":
+            system.use_capacity_tier(directory.name)
         for number in range(files):
             (directory / f"{number:05}").write_bytes(os.urandom(100_000))
         system.rest()
-    system.forget()
-    each = _timed(lambda: [path.read_bytes() for path in sorted(directory.iterdir())])
-    system.forget()
-    return each / _timed(lambda: _read(directory / ".aifs-data" / "files.tar"))
+
+    def timed(work: Callable[[], Any]) -> float:
+        system.evict()
+        system.forget()
+        return _timed(work)
+
+    each = timed(lambda: [path.read_bytes() for path in sorted(directory.iterdir())])
+    return each / timed(lambda: _read(directory / ".aifs-data" / "files.tar"))
 
 
 def _read(path: Path) -> None:

@@ -9,8 +9,6 @@ and the kernel and, by a new mount, the daemon have forgotten all.
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from unittest.mock import patch
 
 from dataset_rates import Extent
 from report import Row
-from systems import REPOSITORY, Aifs, DelayedAifs
+from systems import Aifs, DelayedAifs
 
 from aifs.client import data
 from aifs.client.data.announcing import Announcer
@@ -45,7 +43,7 @@ def epoch_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
             window = 0 if name == "half" else size // 8
             for number in range(rounds):
                 for kind in ("said", "unsaid", "before"):
-                    _evict(far)
+                    far.evict()
                     far.forget()
                     seconds[name, kind, "cold"].append(_epoch(far, kind, 2 * number, window))
                     seconds[name, kind, "second"].append(_epoch(far, kind, 2 * number + 1, window))
@@ -54,7 +52,7 @@ def epoch_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
         far.rest()
         for _ in range(rounds):
             for kind in ("none", "blocks", "each"):
-                _evict(far)
+                far.evict()
                 far.forget()
                 seconds["small", kind, ""].append(_small(far.path / "small", paths, kind))
     took = {key: statistics.median(values) for key, values in seconds.items()}
@@ -127,11 +125,6 @@ def _write_small(directory: Path, files: int) -> list[Path]:
     for path in paths:
         path.write_bytes(os.urandom(100_000))
     return paths
-
-
-def _evict(system: Aifs) -> None:
-    words = [sys.executable, "-m", "aifs.cli.main", "evict", str(system.path)]
-    subprocess.run(words, stdout=subprocess.DEVNULL, cwd=REPOSITORY, check=True)
 
 
 def _epoch(system: Aifs, kind: str, epoch: int, window: int) -> float:

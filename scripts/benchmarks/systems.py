@@ -162,6 +162,11 @@ class Aifs(MountedSystem):
         """Whether files wait to be drained, or are."""
         return self.status()["drain"]["files"] > 0
 
+    def evict(self) -> None:
+        """Nothing that has been drained is in the burst tier any more."""
+        command = [*self._aifs, "evict", self.path]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+
     def status(self) -> dict:
         """What the mount says of itself."""
         return json.loads(os.getxattr(self.path, "user.aifs.status"))
