@@ -76,6 +76,8 @@ def reaches(mode: str, point: str) -> bool:
         return mode == "on"
     if point.startswith("vfs.move."):
         return mode in ("replicas", "coded")
+    if point.startswith("vfs.compress."):
+        return mode != "interleaved"
     if point.startswith("vfs.relayout."):
         return mode not in ("interleaved", "replicas", "coded")
     if point.startswith(_WITHOUT_TIER):

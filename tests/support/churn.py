@@ -74,6 +74,7 @@ WEIGHTS = {
     "scrub": 2,
     "rebuild": 3,
     "leave": 3,
+    "age": 2,
     "group": 5,
     "clone": 4,
 }
@@ -520,6 +521,12 @@ class Churn:
             await self._rebuilt(lambda: self.fs.rebuild.left(number) == (0, 0))
         finally:
             servers.classify(number, ACTIVE, "", None)
+
+    async def _age(self) -> None:
+        """What is striped, and nobody uses, is compressed; after a crash all the time."""
+        await self.fs.setxattr(ROOT_INO, b"user.aifs.age", b"0s:compress=zstd")
+        await self.fs.aging.work()
+        await self.fs.removexattr(ROOT_INO, b"user.aifs.age")
 
     async def _rebuilt(self, done: Callable[[], bool]) -> None:
         with trio.move_on_after(0.1):  # what is being written is put off, which may take long
