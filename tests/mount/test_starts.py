@@ -243,6 +243,38 @@ def test_a_launcher_needs_no_command(mounted: Mounted) -> None:
     assert os.listdir(mounted.path / "job") == ["7.start"]
 
 
+STAYS_OPEN = """
+import glob, os, sys, time
+from contextlib import suppress
+from aifs.core import page_cache
+table, block = sys.argv[1], 1 << 20
+fd = os.open(table, os.O_RDONLY)
+while not page_cache.resident(fd, os.fstat(fd).st_size, block)[6]:
+    time.sleep(0.001)
+os.close(fd)
+found = set()
+for path in glob.glob("/proc/[0-9]*/fd/*"):
+    with suppress(OSError):
+        found.add(os.readlink(path))
+sys.exit(table not in found)
+"""
+
+
+def test_what_is_prefetched_stays_open_for_hosts_that_start_later(
+    mount_store: Callable[..., Mounted],
+) -> None:
+    store = mount_store(*SLOW, "burst.stage_on_read=0")
+    package = store.path / "package"
+    make_package(package)
+    cold(store)
+    assert start(store).returncode == 0
+    cold(store)
+    in_memory(package / "table")  # or the test is skipped
+    command = (sys.executable, "-c", STAYS_OPEN, package / "table")
+    done = start(store, *map(str, command), run="2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_hosts_that_prefetch_pass_on_what_servers_gave(scratch: Path, a_postgres: Postgres) -> None:
     """A file is open for as long as it is prefetched: else hosts do not know of each other, and
     each has the servers read all of it."""
