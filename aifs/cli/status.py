@@ -216,7 +216,7 @@ def _describe_aging(aging: dict[str, Any]) -> str:
             f"{compressed} of them compressed"
         )
     if aging.get("left_files"):
-        parts.append(f"{aging['left_files']} stay for now: {aging['reason']}")
+        parts.append(f"{count(aging['left_files'], 'file')} left for now: {aging['reason']}")
     return "; ".join(parts)
 
 
