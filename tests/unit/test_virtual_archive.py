@@ -6,6 +6,8 @@ import stat
 import tarfile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aifs.datasets.archive import Archive, ArchiveMember, header_of, is_member
 from aifs.datasets.virtual import SourceRange, cut
@@ -130,3 +132,28 @@ def test_cut_joins_what_it_was_given() -> None:
         ]
         assert b"".join(found) == whole[skip : skip + length]
         assert all(found)
+
+
+@given(
+    name=st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=98),
+    kind=st.sampled_from([stat.S_IFREG, stat.S_IFDIR, stat.S_IFIFO]),
+    mode=st.integers(0, 0o7777),
+    owner=st.integers(0, 8**7 - 1),
+    size=st.integers(0, 8**11 - 1),
+    seconds=st.integers(0, 8**11 - 1),
+)
+def test_a_plain_header_is_that_of_tarfile(
+    name: str, kind: int, mode: int, owner: int, size: int, seconds: int
+) -> None:
+    size = size if kind == stat.S_IFREG else 0
+    info = tarfile.TarInfo(name.strip("/") or "x")
+    info.type = {
+        stat.S_IFREG: tarfile.REGTYPE,
+        stat.S_IFDIR: tarfile.DIRTYPE,
+        stat.S_IFIFO: tarfile.FIFOTYPE,
+    }[kind]
+    info.mode, info.uid, info.gid, info.size, info.mtime = mode, owner, owner // 2, size, seconds
+    member = ArchiveMember(
+        info.name.encode(), 1, kind | mode, owner, owner // 2, size, seconds * NS + 7
+    )
+    assert header_of(member) == info.tobuf(tarfile.USTAR_FORMAT)
