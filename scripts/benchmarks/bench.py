@@ -46,7 +46,7 @@ NORMAL_ENV = Amounts(unpacked=50_000, copied=10_000, trees=10, extras=("test", "
 QUICK_BESIDE = Extent(files=500, deleted=2000, mib=512, probed=2000)
 NORMAL_BESIDE = Extent(files=4000, deleted=100_000, mib=4096, probed=20_000)
 
-QUICK_PICTURES, NORMAL_PICTURES = 400, 4000
+QUICK_PICTURES, NORMAL_PICTURES = 200, 2000
 
 QUICK_QUALITY, NORMAL_QUALITY = (1, 40), (5, 400)
 """Seeds, steps."""

@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
 
 QUICK = Extent(mib=32, random_rows=64, files=200, thousands=10, small=200)
-NORMAL = Extent(mib=512, random_rows=1000, files=4000, thousands=97, small=4000)
+NORMAL = Extent(mib=512, random_rows=1000, files=4000, thousands=97, small=1500)
 """386 million rows, as in C4."""
 
 Rates = dict[tuple[str, str], list[float]]

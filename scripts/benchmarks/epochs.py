@@ -46,7 +46,9 @@ def epoch_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
                     far.evict()
                     far.forget()
                     seconds[name, kind, "cold"].append(_epoch(far, kind, 2 * number, window))
-                    seconds[name, kind, "second"].append(_epoch(far, kind, 2 * number + 1, window))
+                    if kind == "said":
+                        second = _epoch(far, kind, 2 * number + 1, window)
+                        seconds[name, kind, "second"].append(second)
     with DelayedAifs("data-small", base) as far:
         paths = _write_small(far.path / "small", extent.small)
         far.rest()

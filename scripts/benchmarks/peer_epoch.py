@@ -2,11 +2,14 @@
 and reads them once in shuffled order.
 
     peer_epoch.py write PEER DIRECTORY PICTURES
-    peer_epoch.py read PEER DIRECTORY             prints {"samples": N, "seconds": S}
+    peer_epoch.py read PEER     for each line, a DIRECTORY, prints {"samples": N, "seconds": S}
+
+Both print "ready" first, unless what the peer imports is not there.
 """
 
 import io
 import json
+import os
 import sys
 import tarfile
 import time
@@ -169,17 +172,49 @@ PEERS = {
 }
 
 
-def main() -> None:
-    what, name, directory, *count = sys.argv[1:]
-    peer = PEERS[name]
-    if what == "write":
-        peer.write(Path(directory), int(count[0]))
-        return
+def import_peer(peer: Peer) -> None:
+    """Raises ImportError, RuntimeError if it is not there."""
+    import torch
+
+    if peer.module == "streaming":
+        # It imports torchvision, which asks for these on its import; without a GPU its package,
+        # made for one, does not bring them. Nobody calls them here.
+        for name in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
     __import__(peer.module)
-    __import__("torch")
+
+
+def read(peer: Peer, directory: Path) -> dict[str, float]:
     begun = time.perf_counter()
-    samples = sum(len(batch) for batch in peer.read(Path(directory)))
-    print(json.dumps({"samples": samples, "seconds": time.perf_counter() - begun}))
+    samples = sum(len(batch) for batch in peer.read(directory))
+    return {"samples": samples, "seconds": time.perf_counter() - begun}
+
+
+def serve(peer: Peer) -> None:
+    """Read each directory that is named on the standard input, each in a process of its own, which
+    ends afterwards: what is imported once takes longer than the reading."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            print(json.dumps(read(peer, Path(line.strip()))), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise SystemExit(f"{line.strip()} was not read")
+
+
+def main() -> None:
+    what, name, *words = sys.argv[1:]
+    peer = PEERS[name]
+    import_peer(peer)
+    print("ready", flush=True)
+    if what == "write":
+        directory, count = words
+        peer.write(Path(directory), int(count))
+    else:
+        serve(peer)
 
 
 if __name__ == "__main__":
