@@ -11,13 +11,17 @@ told; one that is stored in several containers is told by its first chunk.
 """
 
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import trio
 
+from aifs.core.errors import Unavailable
 from aifs.files.file_io import FileIO
 from aifs.meta import keys
 from aifs.meta.chunk_lists import decode_chunks
+from aifs.meta.extents import get_extents
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode
@@ -55,17 +59,27 @@ async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes
 
 def _read(tx: ReadTransaction, directory: int, cookie: int) -> tuple[int, list[_Placed]]:
     """The files among some entries, and the cookie to go on with; 0: there are no more."""
-    listing = list_directory(tx, directory, cookie, _ENTRIES)
-    entries = list(listing)
+    entries = list(list_directory(tx, directory, cookie, _ENTRIES))
     inodes = [inode for _, inode, _ in entries if inode.is_file]
-    stored = [inode for inode in inodes if inode.chunks is not None]
-    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
-    places = {
-        inode.ino: next(
-            ((place.container, place.offset) for place in decode_chunks(record) if place), (0, 0)
-        )
-        for inode, record in zip(stored, lists, strict=True)
-        if record is not None
-    }
+    places = first_places(tx, inodes)
     found = [_Placed(inode, *places.get(inode.ino, (0, 0))) for inode in inodes]
     return entries[-1][2] if len(entries) == _ENTRIES else 0, found
+
+
+def first_places(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, tuple[int, int]]:
+    """By inode number, in which container, and where there, the first chunk lies of each of these
+    files that has one; not of one whose list is damaged, which who reads it is told."""
+    stored = [inode for inode in inodes if inode.chunks is not None]
+    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
+    places = {}
+    for inode, record in zip(stored, lists, strict=True):
+        with suppress(Unavailable):
+            if inode.lists_extents:
+                found = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
+            else:
+                found = decode_chunks(record or b"")
+            for place in found:
+                if place is not None:
+                    places[inode.ino] = place.container, place.offset
+                    break
+    return places

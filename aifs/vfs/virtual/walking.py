@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 import trio
 
-from aifs.core.errors import Invalid, NotFound, Unavailable
+from aifs.core.errors import Invalid, NotFound
 from aifs.files.file_io import FileIO
-from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_chunks
-from aifs.meta.extents import get_extents
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode
+from aifs.vfs.places import first_places
 from aifs.vfs.virtual.sources import ReadRight, right_to
 from aifs.vfs.virtual.watching import SourceWatch
 
@@ -111,29 +109,11 @@ async def _list(engine: Engine, ino: int, cookie: int, with_places: bool) -> Seq
 def _read_slice(tx: ReadTransaction, ino: int, cookie: int, with_places: bool) -> list[_Entry]:
     listed = list(list_directory(tx, ino, cookie, _SLICE))
     inodes = [inode for _, inode, _ in listed]
-    places = _places_of(tx, inodes) if with_places else {}
+    places = first_places(tx, inodes) if with_places else {}
     return [
         _Entry(name, inode, next_cookie, places.get(inode.ino) or _place_without(inode))
         for name, inode, next_cookie in listed
     ]
-
-
-def _places_of(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, Place]:
-    """By inode number, where the first stored byte of what lies in containers is."""
-    stored = [inode for inode in inodes if inode.chunks is not None]
-    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
-    places = {}
-    for inode, record in zip(stored, lists, strict=True):
-        with suppress(Unavailable):  # who reads it is told
-            if inode.lists_extents:
-                found = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
-            else:
-                found = decode_chunks(record or b"")
-            for place in found:
-                if place is not None:
-                    places[inode.ino] = float(place.container), place.offset
-                    break
-    return places
 
 
 def _place_without(inode: Inode) -> Place:
