@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from typing import IO, TYPE_CHECKING
 
@@ -22,6 +21,7 @@ _PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # by Python, not by what it starts
 _FROM_KERNEL = 0x80  # SI_KERNEL: a key of the terminal, which the whole group has got already
 
 _DIR = click.option(
@@ -119,22 +119,25 @@ def _run(command: tuple[str, ...], output: "MarkedOutput | None") -> int:
     waited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
-        running = subprocess.Popen(
+        pid = os.posix_spawnp(
+            command[0],
             command,
-            stdout=None if output is None else output.stdout,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+            os.environ,
+            file_actions=[] if output is None else [(os.POSIX_SPAWN_DUP2, output.stdout, 1)],
+            setsigmask=before,
+            setsigdef=_IGNORED,
         )
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
     if output is not None:
-        output.begin(running.pid)
-    while not (ended := os.wait4(running.pid, os.WNOHANG))[0]:
+        output.begin(pid)
+    while not (ended := os.wait4(pid, os.WNOHANG))[0]:
         got = signal.sigwaitinfo(waited)
         if got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
-            os.kill(running.pid, got.si_signo)
+            os.kill(pid, got.si_signo)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _, status, usage = ended
-    running.returncode = code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(status)
     if output is not None:
         output.end(usage)
     return code if code >= 0 else 128 - code

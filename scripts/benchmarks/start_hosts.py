@@ -77,7 +77,7 @@ def _measure(made: Cluster, mib: int) -> list[Row]:
         else:
             rows.append(_row(stage, fetched / (mib << 20)))
         for host in made.hosts:
-            host.aifs("drain", host.path)  # stages are noted in a file that all of them write to
+            host.aifs("drain", host.path)  # what it has noted, before nobody can ask it any more
         for host in made.hosts[1:]:
             host.unmount()
     return rows
@@ -97,12 +97,13 @@ def _row(stage: startup.StageReport, fetched: float) -> Row:
 
 
 def _start(host: Host, rank: int, run: str) -> None:
-    """All hosts of this machine have the same name."""
+    """By a host name of its own: stages are noted in a file of that name."""
     words: Sequence[object] = ("--job", "job", "--dir", host.path / "start", "--run", run, "--")
     aifs = (sys.executable, "-m", "aifs.cli.main", "start", "run")
     command = (sys.executable, "-c", PROGRAM, host.path / "site")
+    named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host.name)
     subprocess.run(
-        [*host.namespace.enter, *map(str, (*aifs, *words, *command))],
+        [*host.namespace.enter, *map(str, (*named, *aifs, *words, *command))],
         check=True,
         cwd=REPOSITORY,
         env={**os.environ, "RANK": str(rank)},

@@ -199,6 +199,9 @@ def test_the_command_is_as_if_it_ran_alone(mounted: Mounted, tmp_path: Path) -> 
     done = start(mounted, "sh", "-c", "cat; echo out; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
     assert start(mounted, "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
+    # None is blocked or ignored, but for two that the C library keeps for itself.
+    done = start(mounted, "grep", "Sig[BI]", "/proc/self/status")
+    assert [int(mask, 16) & 0x7FFFFFFF for mask in done.stdout.split()[1::2]] == [0, 0]
     done = start(mounted, "/no/such/program")
     assert done.returncode == 2 and done.stderr == (
         "aifs: /no/such/program: No such file or directory\n"
