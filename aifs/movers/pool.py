@@ -7,9 +7,10 @@ gone. It knows nothing of the metadata. The daemon keeps what all of them share:
 of work go on (limits, writers before drains), and knows the health of the servers, and who has the
 memory that a process moves bytes in: it is reserved as long as the process lives.
 
-They have the processor when nobody else wants it (SCHED_IDLE), except while they start, and while
-somebody waits for what one of them does. A thread may leave that class only with CAP_SYS_NICE, or a
-limit for it (RLIMIT_NICE): without these, processes are like all others.
+They have the processor when nobody else wants it (SCHED_IDLE), except while one starts that has
+been given work, and while somebody waits for what one of them does. A thread may leave that class
+only with CAP_SYS_NICE, or a limit for it (RLIMIT_NICE): without these, processes are like all
+others.
 """
 
 import logging
@@ -332,6 +333,7 @@ class _Child:
                 try:
                     self._process, self._pidfd, self._channel = pool._start(self.table)
                     self._ready.set()
+                    self.look()
                     await self._listen(self._channel)
                     if not self.has_begun and self in pool._children:
                         pool.failed("it has ended before it began")
@@ -394,8 +396,9 @@ class _Child:
 
     def look(self) -> None:
         """Called now and then."""
-        is_urgent = not self.has_begun or any(
-            job.is_stopped or job.tools.mover.is_urgent() for job in self.jobs.values()
+        is_urgent = any(
+            not self.has_begun or job.is_stopped or job.tools.mover.is_urgent()
+            for job in self.jobs.values()
         )
         if is_urgent != self._is_urgent:
             self._is_urgent = is_urgent

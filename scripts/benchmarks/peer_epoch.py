@@ -163,8 +163,8 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "AIFS, a directory of files": Peer("aifs", write_files, read_aifs),
-    "AIFS, tar": Peer("aifs", write_tar, read_aifs_tar),
+    "AIFS, a directory of files": Peer("aifs.client.data.torch", write_files, read_aifs),
+    "AIFS, tar": Peer("aifs.client.data.torch", write_tar, read_aifs_tar),
     "WebDataset": Peer("webdataset", write_tar, read_webdataset),
     "LitData": Peer("litdata", write_litdata, read_litdata),
     "MosaicML streaming": Peer("streaming", write_mosaicml, read_mosaicml),

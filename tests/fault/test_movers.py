@@ -45,6 +45,17 @@ def like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "may_leave_idle", lambda: False)
 
 
+def mover_pids() -> list[int]:
+    """Of the mover processes that are ours."""
+    lists = Path("/proc/self/task").glob("*/children")
+    pids = [pid for each in lists for pid in each.read_text().split()]
+    return [pid for pid in map(int, pids) if b"aifs.movers.child" in command_of(pid)]
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 async def until(condition) -> None:
     while not condition():
         await trio.sleep(0.005)
@@ -337,6 +348,20 @@ async def test_it_has_the_processor_when_nobody_needs_it(
         is_urgent = True
         while await movers.carry_out(work.policy, None) != os.SCHED_OTHER:
             pass
+
+
+@pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
+async def test_one_that_nobody_waits_for_starts_when_the_processor_is_free(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "may_leave_idle", lambda: True)
+    async with served(directory) as fs:
+        assert not fs.drain.movers.warm(), "it is on its way"
+        await until(lambda: fs.pool.status()["running"] == 1)
+        (pid,) = mover_pids()
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+        assert await fs.drain.movers.carry_out(work.pid, None) == pid
+        assert fs.drain.movers.warm()
 
 
 # --- they are killed in the middle ---
