@@ -76,10 +76,13 @@ def open_file(
     create: bool = False,
     exclusive: bool = False,
     write: bool = True,
+    append: bool = False,
     foreign: bool = False,
 ) -> int:
     """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600).
 
+    ``append``: all that is written goes to the end; on a shared filesystem also if others write
+    there from other hosts, who cannot be told of RWF_APPEND.
     ``foreign``: others may make names there. A symlink is not followed then (ELOOP), and nothing is
     waited for that is no regular file (EINVAL).
     """
@@ -91,6 +94,8 @@ def open_file(
         flags |= os.O_CREAT
     if exclusive:
         flags |= os.O_EXCL
+    if append:
+        flags |= os.O_APPEND
     fd = os.open(path, flags, 0o600)
     if foreign and not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from aifs.core import files
 from tests.support.hosts import Both, Cluster, until
 from tests.support.mounts import aifs, mounted_store
 
@@ -173,6 +174,20 @@ def test_both_hosts_append_where_nothing_is_passed_through(both: Both, flag: str
         assert len(found) == 80
         for host in range(2):
             assert [line for line in found if line.endswith(b"%d\n" % host)] == told[host]
+
+
+def test_what_two_hosts_append_to_a_record_of_a_job_is_all_there(both: Both) -> None:
+    """No request says that a write is to go to the end (RWF_APPEND): only how the file was opened
+    is told."""
+    fds = [files.open_file(str(place / "record"), create=True, append=True) for place in both]
+    for number in range(20):
+        for fd in fds:
+            files.append(fd, b"%d\n" % number)
+    for fd in fds:
+        files.close_file(fd)
+    for place in both:
+        told = sorted(map(int, (place / "record").read_text().split()))
+        assert told == sorted([*range(20), *range(20)])
 
 
 def test_what_is_written_by_a_mapping_is_not_lost_when_the_other_host_has_written(

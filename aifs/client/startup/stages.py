@@ -59,7 +59,7 @@ def note(event: str, name: str, at_s: float, spent_s: Spent | None = None) -> No
     path = os.path.join(directory, run, os.uname().nodename + _SUFFIX)
     with suppress(OSError):
         trees.make_dir(os.path.dirname(path))
-        fd = files.open_file(path, create=True)
+        fd = files.open_file(path, create=True, append=True)
         try:
             files.append(fd, json.dumps(value).encode() + b"\n")
         finally:
