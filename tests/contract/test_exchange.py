@@ -67,7 +67,7 @@ async def host(
         url = MapDatabase(database.url, read_secret(database.secret_file))
         local = LmdbEngine(str(place / name))
         engine = await join(local, url, name, address, exchange)
-        hosts = Hosts(engine.session, url, peers, exchange)
+        hosts = Hosts(engine.session, engine.held, url, peers, exchange)
         made = Host(engine, hosts)
         await hosts.look()
         nursery.start_soon(engine.run)
