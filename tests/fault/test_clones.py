@@ -60,6 +60,7 @@ class Files:
     async def make(self, fs: Filesystem, keep: bool = True) -> None:
         ino = await write_file(fs, b"file", self.data)
         await moved_out(fs, ino)
+        await whole(fs)  # else each file gets the protection that it lacks for itself
         for name in (b"one", b"two"):
             await fs.clone(ROOT_INO, b"file", ROOT_INO, name, ROOT)
             self.inos.append((await fs.lookup(ROOT_INO, name)).ino)
