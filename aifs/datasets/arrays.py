@@ -59,16 +59,19 @@ def all_permuted(size: int, key: int) -> np.ndarray:
     if size < 2:
         return np.arange(size)
     half_bits = ((size - 1).bit_length() + 1) // 2
-    half_mask = np.uint64((1 << half_bits) - 1)
+    half_mask = (1 << half_bits) - 1
+    # What a round mixes in depends on one half of the number, of which there are few.
+    keys = np.array([key ^ (number << 56) for number in range(ROUNDS)], np.uint64)
+    halves = np.arange(half_mask + 1, dtype=np.uint64)
+    mixed = (_mixed(keys[:, None] ^ halves) & np.uint64(half_mask)).astype(np.int64)
     total = 1 << 2 * half_bits
     leads_to = np.empty(total, np.int64)
     for first in range(0, total, _AT_ONCE):
-        numbers = np.arange(first, min(first + _AT_ONCE, total), dtype=np.uint64)
-        left, right = numbers >> np.uint64(half_bits), numbers & half_mask
-        for number in range(ROUNDS):
-            mixed = _mixed(np.uint64(key ^ (number << 56)) ^ right)
-            left, right = right, left ^ (mixed & half_mask)
-        leads_to[first : first + len(numbers)] = (left << np.uint64(half_bits)) | right
+        numbers = np.arange(first, min(first + _AT_ONCE, total))
+        left, right = numbers >> half_bits, numbers & half_mask
+        for of_half in mixed:
+            left, right = right, left ^ of_half[right]
+        leads_to[first : first + len(numbers)] = (left << half_bits) | right
     found = leads_to[:size]
     while len(outside := np.flatnonzero(found >= size)):
         found[outside] = leads_to[found[outside]]

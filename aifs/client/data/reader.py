@@ -267,26 +267,23 @@ def _rows_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> list[Any]
     group = epoch.group(share, row)
     blocks.make_room(group)
     found: list[Any] = [None] * (group.first + group.rows - row)
-    for piece, begin, places in _by_piece(group, row - group.first):
-        wanted = [piece.first + place - begin for place, _ in places]
-        for (_, target), value in zip(places, blocks.get(piece.block).take(wanted)):
-            found[target] = value
+    places = _places(group)[row - group.first :]
+    for piece, begin, numbers in _by_piece(group, places):
+        wanted = [piece.first + places[number] - begin for number in numbers]
+        for number, value in zip(numbers, blocks.get(piece.block).take(wanted)):
+            found[number] = value
     blocks.read_to_the_end(group)
     return found
 
 
-def _by_piece(
-    group: ShuffleGroup, skipped: int
-) -> Iterator[tuple[Piece, int, list[tuple[int, int]]]]:
-    """Of each piece of a group that gives some of its rows, but the first ``skipped`` ones: where
-    it begins among the rows of all pieces, and of each row its place there, and its number among
-    those that are given."""
-    places = _places(group)[skipped:]
-    in_order = sorted((place, number) for number, place in enumerate(places))
+def _by_piece(group: ShuffleGroup, places: list[int]) -> Iterator[tuple[Piece, int, list[int]]]:
+    """Of each piece of a group that gives some of the rows at ``places``: where it begins among the
+    rows of all pieces, and the numbers of the places that are its own, in the order of its rows."""
+    in_order = sorted(range(len(places)), key=places.__getitem__)
     at = begin = 0
     for piece in group.pieces:
         end, first = begin + piece.rows, at
-        while at < len(in_order) and in_order[at][0] < end:
+        while at < len(in_order) and places[in_order[at]] < end:
             at += 1
         if at > first:
             yield piece, begin, in_order[first:at]
