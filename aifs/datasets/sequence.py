@@ -238,7 +238,7 @@ class Epoch:
         if last is not None:
             yield last
 
-    def files_read(self, number: int, shares: Collection[int]) -> Sequence["FileRead"]:
+    def files_read(self, number: int, shares: Collection[int]) -> Sequence[FileRead]:
         """``shuffle="blocks"``: the files of which these shares read something in a window."""
         window = self._window(number)
         reads = chain.from_iterable(window.reads(window.run_of(share)) for share in shares)

@@ -141,9 +141,9 @@ class Stager:
             event.set()
 
     async def join(self, file: OpenInode) -> None:
-        """Somebody has opened a file to read it. One that just then is being staged ahead of that
-        is there soon, if it is small: with its copy it is read at the device's speed for as long as
-        it is open, and nothing of it comes from the servers twice. Does not suspend else."""
+        """Somebody has opened a file to read it. If it is small, and is being staged ahead of him
+        just then, wait a moment for its copy: with that it is read at the device's speed for as
+        long as it is open, and nothing comes from the servers twice. Does not suspend else."""
         if file.inode.ino in self._unread and file.inode.size <= _JOINED_MAX:
             with trio.move_on_after(_JOINED_S):
                 await self._running[file.inode.ino].wait()

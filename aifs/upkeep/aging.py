@@ -181,7 +181,7 @@ def _require(before: Striped, after: Sequence[Striped], aged: Aged) -> None:
 
 
 def _described(aged: Aged) -> str:
-    return f"the class {aged.storage_class}" if aged.storage_class else "those for new files"
+    return f"the class {aged.storage_class}" if aged.storage_class else "the class of new files"
 
 
 @grows

@@ -53,8 +53,6 @@ class Compressing:
         NoSpace.
         """
         inode = subject.file.inode
-        if not subject.is_unchanged():
-            return False
         origin, oid = await self._io.capacity.describe(inode), await self._ids.take()
         if not subject.is_unchanged():
             return False
