@@ -10,7 +10,6 @@ is written into a directory that was there before appears whole and durable, eac
 
 import errno
 import os
-import stat
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -39,7 +38,7 @@ class TransactionFile(LocalFileOpener):
         fd = files.open_file(self.path, write=False)
         try:
             with suppress(FileNotFoundError):
-                files.set_mode(fd, stat.S_IMODE(os.stat(self.target).st_mode))
+                files.copy_mode(fd, os.stat(self.target))
             files.sync_file(fd)
         finally:
             files.close_file(fd)

@@ -391,6 +391,15 @@ def set_mode(fd: int, mode: int) -> None:
     os.fchmod(fd, mode)
 
 
+def copy_mode(fd: int, original: os.stat_result) -> None:
+    """Give a file the mode of another one; set-id bits only if both have the same owner and group:
+    else they would grant the rights of another user."""
+    own, mode = os.fstat(fd), stat.S_IMODE(original.st_mode)
+    if (own.st_uid, own.st_gid) != (original.st_uid, original.st_gid):
+        mode &= ~(stat.S_ISUID | stat.S_ISGID)
+    set_mode(fd, mode)
+
+
 def set_owner(fd: int, uid: int, gid: int) -> None:
     _before("set_owner", _path_of(fd))
     os.fchown(fd, uid, gid)

@@ -48,6 +48,11 @@ class Terms(NamedTuple):
         flags = directory.flags & INHERITS_PROJECT
         return self._replace(flags=flags, project=directory.project if flags else 0)
 
+    def may_copy(self, attribute: bytes) -> bool:
+        """Whether clones get this extended attribute. The others are set by root alone, and may
+        grant privileges (``security.capability``): they stay with the owner, as set-id bits do."""
+        return not self.uid or attribute.startswith(b"user.")
+
     def copy(self, source: Inode, ino: int, parent: int) -> Inode:
         """The inode of a clone, without its bytes. Set-id bits stay with the owner, and chattr's
         flags with the original."""
@@ -134,10 +139,18 @@ def _clone(
         if not was_shared:
             namespace.put_inode(tx, source)
     namespace.put_inode(tx, new)
-    for key, value in xattrs.get(source.ino, ()):
-        tx.put(keys.xattr(ino, keys.xattr_parts(key)[1]), value)
+    _copy_xattrs(tx, xattrs.get(source.ino, ()), ino, terms)
     namespace.put_name(tx, parent, name, new, ino)
     return new
+
+
+def _copy_xattrs(
+    tx: Transaction, xattrs: Sequence[tuple[bytes, bytes]], ino: int, terms: Terms
+) -> None:
+    for key, value in xattrs:
+        _, attribute = keys.xattr_parts(key)
+        if terms.may_copy(attribute):
+            tx.put(keys.xattr(ino, attribute), value)
 
 
 @grows
@@ -149,8 +162,7 @@ def begin_tree(tx: Transaction, source: int, ino: int, terms: Terms) -> None:
     top = terms.copy(directory, ino, keys.ROOT_INO)
     top.nlink = 0
     namespace.put_inode(tx, top)
-    for key, value in list(tx.range(*keys.xattrs(source))):
-        tx.put(keys.xattr(ino, keys.xattr_parts(key)[1]), value)
+    _copy_xattrs(tx, list(tx.range(*keys.xattrs(source))), ino, terms)
     tx.put(keys.doomed(ino), dooming.Doomed(ino, terms.now, terms.uid, tx.host).encode())
     tx.add(keys.COUNTER_INODES, 1)
 

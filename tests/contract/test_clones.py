@@ -475,6 +475,36 @@ async def test_who_clones_owns_the_clone_and_has_to_be_able_to_read_all(director
             await find(fs, b"home", b"more")
 
 
+@pytest.mark.parametrize("is_snapshot", [False, True])
+@pytest.mark.parametrize("caller", [OWNER, OTHER, ROOT_USER], ids=["owner", "other", "root"])
+async def test_privileges_in_attributes_are_cloned_by_root_alone(
+    directory: Path, caller: Caller, is_snapshot: bool
+) -> None:
+    """A file may run with a capability that its clone must not have: that one is the cloner's, who
+    may then hand it to everybody."""
+    names = [b"security.capability", b"security.ima", b"trusted.x", b"user.x"]
+    kept = names if caller is ROOT_USER else [b"user.x"]
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+        home = (await fs.mkdir(ROOT, b"home", 0o777, OWNER)).ino
+        (handle, *_), being_written = await fs.create(top, b"open", 0o755, os.O_RDWR, OWNER)
+        await fs.write(handle, 0, b"x" * SIZE)
+        inos = [top, being_written.ino, await make(fs, top, b"run", b"x" * SIZE)]
+        await fs.setattr(home, SetAttr(mode=0o777), ROOT_USER)
+        for ino in inos:
+            for name in names:
+                await fs.setxattr(ino, name, b"value")
+        await fs.clone(ROOT, b"top", home, b"tree", caller, is_snapshot)
+        clones = [(b"tree",), (b"tree", b"open"), (b"tree", b"run")]
+        if not is_snapshot:
+            await fs.clone(top, b"run", home, b"file", caller)
+            clones.append((b"file",))
+        for path in clones:
+            ino = await find(fs, *path, top=home)
+            assert sorted(await fs.listxattr(ino, ROOT_USER)) == sorted(kept)
+        await fs.release(handle)
+
+
 async def test_what_cannot_be_is_refused(directory: Path) -> None:
     async with opened(directory) as fs:
         await make(fs, ROOT, b"file", b"x" * SIZE)

@@ -77,6 +77,25 @@ def never(path: Path) -> None:
     raise AssertionError("it is there already")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_copy_does_not_run_with_the_rights_of_whoever_copies(tmp_path: Path, site: Path) -> None:
+    """Owners are not kept, so a program that is set-user-ID to another user must not become one
+    that is set-user-ID to root."""
+
+    def install_program(path: Path) -> None:
+        for name, uid in (("theirs", 1000), ("own", 0)):
+            (path / name).write_text("#!/bin/sh\n")
+            os.chown(path / name, uid, 0)
+            (path / name).chmod(0o4755)
+
+    with startup.capture(
+        tmp_path / "envs", key=KEY, target=site, install=lambda: install_program(site)
+    ) as found:
+        kept = Path(found.path, "files")
+        assert (kept / "theirs").stat().st_mode & 0o7777 == 0o755
+        assert (kept / "own").stat().st_mode & 0o7777 == 0o4755
+
+
 def test_what_was_installed_is_put_there_again(tmp_path: Path, site: Path) -> None:
     assert ask(tmp_path / "envs", site).made
     wanted = tree(site)

@@ -265,7 +265,7 @@ def _new(path: str, status: os.stat_result) -> Iterator[int]:
     fd = trees.create_file(temporary)
     try:
         yield fd
-        files.set_mode(fd, stat.S_IMODE(status.st_mode))
+        files.copy_mode(fd, status)
         files.set_mtime(fd, status.st_mtime_ns)
     except BaseException:
         files.unlink(temporary)

@@ -85,7 +85,7 @@ def _replace(path: str, data: bytes) -> None:
     fd = trees.create_file(temporary)
     try:
         files.write_at(fd, data, 0)
-        files.set_mode(fd, stat.S_IMODE(found.st_mode))
+        files.copy_mode(fd, found)
         files.set_mtime(fd, found.st_mtime_ns)
     finally:
         files.close_file(fd)
