@@ -1,9 +1,13 @@
 """What the kernel says of processes. Reads /proc."""
 
 import os
+import signal
 from contextlib import suppress
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_EXITING = 0x4
+"""Of the kernel's flags of a task: it is past its last instruction (PF_EXITING)."""
+_SIGKILL_BIT = 1 << signal.SIGKILL - 1
 
 
 def process_of(thread: int) -> int:
@@ -17,6 +21,29 @@ def process_of(thread: int) -> int:
     except (OSError, ValueError):
         pass
     return thread
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process of this host has ended or is about to: files that it has open close in a
+    moment, if nothing keeps it in the kernel."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/status", "rb") as status:
+            return says_dying(stat.read(), status.read())
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+
+
+def says_dying(stat: bytes, status: bytes) -> bool:
+    """Whether these files of a process in /proc show a zombie, an exit under way, or a SIGKILL that
+    the process has not acted on yet."""
+    state, *numbers = stat.rpartition(b") ")[2].split()
+    if state in b"ZX" or int(numbers[5]) & _EXITING:
+        return True
+    lines = (line.split() for line in status.splitlines())
+    pending = (words[1] for words in lines if words[0] in (b"SigPnd:", b"ShdPnd:"))
+    return any(int(mask, 16) & _SIGKILL_BIT for mask in pending)
 
 
 def all_below(pid: int) -> dict[int, float]:

@@ -30,6 +30,7 @@ from typing import IO, Any
 from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError
 from aifs.core.libc import PR_SET_PDEATHSIG, library
+from aifs.core.processes import is_dying
 from aifs.core.secret import read_secret
 
 ROLE = "aifs"
@@ -324,5 +325,5 @@ def _lock(directory: str) -> int:
 
 
 def _is_another(pid: str) -> bool:
-    """Whether that process lives, and is not this one."""
-    return pid.isdigit() and int(pid) != os.getpid() and os.path.exists(f"/proc/{pid}")
+    """Whether it is another process, which lives."""
+    return pid.isdigit() and int(pid) != os.getpid() and not is_dying(int(pid))

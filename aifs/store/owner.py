@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from aifs.core import files
 from aifs.core.connections import open_paths
 from aifs.core.errors import StoreBusy, from_oserror
+from aifs.core.processes import is_dying
 
 NAME = "owner"
 
@@ -120,31 +121,24 @@ class OwnerLock:
 
 
 def _lock(fd: int, meta_directory: str) -> None:
-    """Processes of an owner that was killed are gone in a moment. Raises OSError."""
+    """Waits for the processes of an owner that dies, and for one that holds the lock without a
+    record: it has just taken it, or is about to let go. Raises OSError."""
     until_s = time.monotonic() + _DYING_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = read_owner(meta_directory)
-            if owner is None or not _is_dead(owner) or time.monotonic() > until_s:
+            if (owner is not None and not _is_dying(owner)) or time.monotonic() > until_s:
                 raise
             time.sleep(_LOOK_S)
         else:
             return
 
 
-def _is_dead(owner: Owner) -> bool:
-    """It has been killed; threads of it, or processes that it began, may not be gone yet."""
-    if owner.host != socket.gethostname():
-        return False
-    try:
-        stat = files.read_file(f"/proc/{owner.pid}/stat")
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return stat is None or stat.rpartition(b")")[2].split()[0] in b"ZX"
+def _is_dying(owner: Owner) -> bool:
+    """The owner was killed. Its threads, or processes that it started, may hold the lock still."""
+    return owner.host == socket.gethostname() and is_dying(owner.pid)
 
 
 def read_owner(meta_directory: str) -> Owner | None:

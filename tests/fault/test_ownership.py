@@ -2,6 +2,7 @@
 docs/servers.md, Owner.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.data.claim import Claim, put_claim, read_claim
 from aifs.data.directory_storage import DirectoryStorage
-from aifs.store import ownership
+from aifs.store import owner, ownership
 from aifs.store.owner import OwnerLock
 from aifs.store.restore import restore
 from aifs.store.store import format_store
@@ -288,6 +289,18 @@ def test_an_owner_that_was_killed_counts_as_dead_before_it_is_reaped(
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         waited = []
         monkeypatch.setattr(time, "sleep", lambda _: waited.append(process.stdin.close()))
+        OwnerLock(str(tmp_path), "/mnt").release(orderly=True)
+    assert waited
+
+
+def test_a_holder_of_the_lock_without_a_record_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before it wrote its record, or has erased it and is about to end."""
+    with open(tmp_path / owner.NAME, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waited = []
+        monkeypatch.setattr(time, "sleep", lambda _: waited.append(held.close()))
         OwnerLock(str(tmp_path), "/mnt").release(orderly=True)
     assert waited
 
