@@ -115,7 +115,7 @@ class Stager:
             file = await self._inodes.acquire(ino)
             if ahead:
                 # A process takes up to a second to start: whoever reads would be there before it.
-                is_read = file.handles > 1 and file.inode.size <= self.on_read
+                is_read = file.handles > 1 and file.inode.size <= self._remembered
                 followed = is_read or not self._movers.warm()
                 if not followed:
                     self._unread.add(ino)
@@ -254,7 +254,6 @@ class Stager:
         wanted = inode.size <= self.on_read or tier in ("burst", "pinned")
         if not (
             wanted
-            and self.on_read
             and tier != "capacity"
             and self._tier.has_devices
             and inode.oid not in self._wrong

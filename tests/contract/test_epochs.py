@@ -202,7 +202,7 @@ async def test_who_opens_a_file_that_is_being_brought_gets_its_copy(
 
 async def test_a_file_that_is_read_is_brought_by_way_of_its_readers_caches(directory: Path) -> None:
     """Each byte comes from its server once. What nobody has open is not put there."""
-    async with opened(directory, {"burst.stage_on_read": "1MiB"}) as fs:
+    async with opened(directory) as fs:
         data = await dataset(fs, 2)
         await fs.open(data.inos[0], os.O_RDONLY)
         makings: list[Making] = []

@@ -26,6 +26,7 @@ KINDS = {
 }
 PLAIN = ("striped", "one server", "interleaved")
 REQUEST = 128 << 10  # of a program that reads a file in one go
+ON_READ = {"burst.stage_on_read": "64MiB"}
 
 
 async def idle(fs: Filesystem) -> None:
@@ -61,6 +62,20 @@ async def by_opening(fs: Filesystem, ino: int) -> None:
 WAYS = {"read": by_reading, "asked": by_asking, "now": by_opening}
 
 
+@pytest.mark.parametrize("tier", ["", "burst", "pinned"])
+async def test_reading_stages_a_file_only_if_a_hint_wants_it_in_the_burst_tier(
+    directory: Path, tier: str
+) -> None:
+    async with opened(directory) as fs:
+        ino = await write_file(fs, b"file", os.urandom(SIZE))
+        await moved_out(fs, ino)
+        if tier:
+            await fs.setxattr(ino, b"user.aifs.tier", tier.encode())
+        await read_file(fs, ino)
+        await idle(fs)
+        assert ((await fs.getattr(ino)).copy is not None) == bool(tier)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["memory", "disk"])
@@ -71,7 +86,7 @@ async def test_a_bit_that_flips_on_a_server_does_not_become_the_burst_copy(
     act: Callable[[Filesystem, int], Awaitable[None]] = WAYS[way]
     # With a hook, all requests go to the workers, as those for a disk do.
     with nullcontext() if place == "memory" else hooked():
-        async with opened(directory, KINDS[kind], sound=False) as fs:
+        async with opened(directory, KINDS[kind] | ON_READ, sound=False) as fs:
             ino = await write_file(fs, b"file", data)
             await moved_out(fs, ino)
             flip(directory)
@@ -96,8 +111,7 @@ async def test_a_bit_that_flips_on_a_server_is_not_copied_to_another_file(
 ) -> None:
     """By copy_file_range(2), with which cp copies."""
     data = os.urandom(SIZE)
-    settings = KINDS[kind] | {"burst.stage_on_read": "0"}
-    async with opened(directory, settings, sound=False) as fs:
+    async with opened(directory, KINDS[kind], sound=False) as fs:
         ino = await write_file(fs, b"file", data)
         await moved_out(fs, ino)
         flip(directory)
@@ -127,9 +141,8 @@ async def test_a_cold_file_is_read_once_from_its_servers(
     size = 48 << 20
     data = os.urandom(size)
     with hooked():  # each read is a request to a server, then
-        async with opened(
-            directory, KINDS[kind] | {"data.verify": verify, "data.hedge": "off"}
-        ) as fs:
+        settings = KINDS[kind] | ON_READ | {"data.verify": verify, "data.hedge": "off"}
+        async with opened(directory, settings) as fs:
             ino = await write_file(fs, b"file", data)
             await moved_out(fs, ino)
             servers = fs.store.servers
@@ -149,7 +162,7 @@ async def test_many_cold_files_at_once_are_read_once(directory: Path) -> None:
     size, count = 4 << 20, 40
     data = [os.urandom(size) for _ in range(count)]
     with hooked():
-        async with opened(directory) as fs:
+        async with opened(directory, ON_READ) as fs:
             inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(count)]
             await moved_out(fs, *inos)
             servers = fs.store.servers
