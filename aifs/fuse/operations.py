@@ -243,10 +243,10 @@ class Operations(pyfuse3.Operations):
         try:
             inode = await self._fs.lookup(parent, name, ctx)
         except NotFound:
-            is_kept = (parent, name) not in self._fs.pointers and parent < FIRST_VIRTUAL
+            is_kept = (parent, name) not in self._fs.unkept and parent < FIRST_VIRTUAL
             return self._negative if is_kept else self._unkept
         entry = self._entry(inode)
-        if (parent, name) in self._fs.pointers or inode.ino >= FIRST_VIRTUAL:
+        if (parent, name) in self._fs.unkept or inode.ino >= FIRST_VIRTUAL:
             entry.entry_timeout = 0
         return entry
 
@@ -410,7 +410,7 @@ class Operations(pyfuse3.Operations):
         while batch := await self._fs.readdir(handle, cookie - 1):
             for name, inode, next_cookie in batch:
                 cookie = next_cookie + 1
-                kept = (handle, name) not in self._fs.pointers
+                kept = (handle, name) not in self._fs.unkept
                 entry.entry_timeout = self._kernel.entry_timeout_s if kept else 0
                 if not pyfuse3.readdir_reply(token, name, self._fill(entry, inode), cookie):
                     return

@@ -461,7 +461,7 @@ class Filesystem:
         self.clone = clones.clone
         self.rename = publishing.rename
         self.publish = publishing.publish
-        self.pointers = publishing.pointers
+        self.unkept = publishing.unkept
         self.getattr = attributes.getattr
         self.setattr = attributes.setattr
         self.set_flags = attributes.set_flags

@@ -266,3 +266,31 @@ def test_pointers_are_never_seen_one_new_and_one_old(mounted: Mounted) -> None:
         done = True
         watcher.join()
     assert seen and all(first <= second for first, second in seen)
+
+
+def test_what_latest_names_is_there(runs: Path) -> None:
+    """The kernel has kept that it is not, from who waits for it: of a directory that this mount has
+    made, by way of the bridge."""
+    published, missed = 0, []
+
+    def wait_for_steps() -> None:
+        while published < 60:
+            (runs / f"step-{published}").exists()
+            with suppress(FileNotFoundError):
+                name = os.readlink(runs / "latest")
+                if not (runs / name).exists():
+                    missed.append(name)
+
+    waiting = [threading.Thread(target=wait_for_steps) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    try:
+        for step in range(60):
+            (runs / "tmp").mkdir()
+            set_hint(runs / "tmp", "publish-as", {"final": f"step-{step}", "latest": "latest"})
+            published = step + 1
+    finally:
+        published = 60
+        for thread in waiting:
+            thread.join()
+    assert not missed

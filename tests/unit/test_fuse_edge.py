@@ -51,7 +51,7 @@ class FakeFilesystem:
         self.answer = answer
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.on_attr_change = None
-        self.pointers: set[tuple[int, bytes]] = set()
+        self.unkept: set[tuple[int, bytes]] = set()
         self.operation_log = OperationLog(lambda _: None)
         self.served = AllServed()
 

@@ -7,6 +7,7 @@ committed.
 """
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 
@@ -86,10 +87,11 @@ class Publishing:
         self._looked_up = looked_up
         self.published = 0
         """How many directories ``publish`` has shown since the mount."""
-        self.pointers: set[tuple[int, bytes]] = set()
-        """Names (parent, name) that publishing changes together with others. The kernel does not
-        keep what they lead to: it would forget them one after the other, and programs see one new
-        and another old."""
+        self.unkept: Counter[Name] = Counter()
+        """Names of which the kernel keeps neither what they lead to nor that they lead nowhere,
+        because publishing changes them together with others: it would forget them one after the
+        other, and programs would see one new and another old. A pointer stays here. A final name is
+        here while it is published, counted once for each publication."""
 
     async def rename(
         self,
@@ -188,10 +190,23 @@ class Publishing:
         published = Dentry(what.ino, 0, _DIRECTORY)
         synced = await self._make_durable(published, what.parent, strict=True)
         faults.reach(_DURABLE)
+        final = what.parent, what.name
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
-        if not pointers <= self.pointers:
-            self.pointers |= pointers
-            await self._kernel.forget_names(pointers)
+        kept = {final, *(pointers - self.unkept.keys())}
+        self.unkept.update((final, *pointers))
+        try:
+            await self._kernel.forget_names(kept)
+            await self._show(what, synced, caller)
+        finally:
+            self.unkept[final] -= 1
+            if not self.unkept[final]:
+                del self.unkept[final]
+        self._retention.shown(what.parent)
+
+    async def _show(
+        self, what: Publication, synced: dict[int, object | None], caller: CallerLike
+    ) -> None:
+        """All is durable, and the kernel keeps none of the names."""
         ids = (
             await self._ids.take(),
             await self._ids.take(),
@@ -229,7 +244,6 @@ class Publishing:
             # Only now, for until here the kernel opened them by the names that it knew. Of those
             # that it has never looked up it does not say that it forgets them.
             self._names.forget([inode.ino for inode in done.unlinked])
-        self._retention.shown(what.parent)
 
     async def _make_durable(
         self, dentry: Dentry, new_parent: int, strict: bool = False
