@@ -27,8 +27,9 @@ from aifs.meta.kv import Engine
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated import blocking
 from aifs.meta.replicated.blocking import BlockingDatabase
+from aifs.meta.replicated.database import AnswerLost
 from aifs.meta.replicated.engine import ReplicatedEngine
-from aifs.meta.replicated.sessions import LEASE_S, STOP_S, Member, Session, taken
+from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, STOP_S, Member, Session, taken
 from aifs.meta.servers import decode_server
 from aifs.store import directories
 from aifs.store.hosts import Hosts, enter, own_address
@@ -40,9 +41,6 @@ from aifs.store.store import require_current
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-
-WATCH_S = 3.0
-"""In such a time a host that reaches the database has renewed its lease."""
 
 _ANSWER_S = 10.0
 """How long a data server may take to say whose it is."""
@@ -200,11 +198,13 @@ class ClusterMetadata:
 
     async def _end_silent(self, hosts: Hosts) -> None:
         """A host whose lease is over must not come back while the store is checked. One that lives,
-        while the database was away, has some seconds to say so.
+        while the database was away, has the time of a lease to say so.
         """
         assert self._session is not None
-        if any(one.lease_left_s <= 0 for one in hosts.members):
-            await trio.sleep(WATCH_S)
+        while any(one.lease_left_s <= 0 for one in hosts.members):
+            await trio.sleep(BEAT_S)
+            with suppress(AnswerLost):
+                await self._session.beat()
             await self._session.end_silent()
             await hosts.look()
 

@@ -3,7 +3,6 @@
 import ipaddress
 import logging
 import socket
-from math import inf
 from typing import Any
 
 import trio
@@ -15,12 +14,12 @@ from aifs.core.kinds import split_endpoint
 from aifs.core.role import Role
 from aifs.core.secret import read_secret
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.replicated.database import MapDatabase
+from aifs.meta.replicated.database import ANSWER_S, MapDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.held import Held
 from aifs.meta.replicated.joining import join
-from aifs.meta.replicated.sessions import BEAT_S, LEASE_S, Member, Session, end_session, holder_of
+from aifs.meta.replicated.sessions import BEAT_S, Member, Session, end_session, holder_of
 from aifs.peers.peers import PeerAddress, Peers
 
 log = logging.getLogger(__name__)
@@ -58,8 +57,6 @@ class Hosts:
         self._exchange = exchange
         self._seen = -1
         """How often sessions had begun or ended by then."""
-        self._steady_since_s = inf
-        """Since when this host has had its lease without a break, by trio's clock."""
 
     @property
     def session(self) -> int:
@@ -99,15 +96,19 @@ class Hosts:
 
     async def fence(self, name: str, reason: str) -> None:
         """End the session of a host at once: what it still does is refused. Raises NotFound if it
-        has none; Unavailable."""
-        await self.look()
-        for one in self.members:
-            if one.name == name:
-                await end_session(self._database, one.session, reason)
-                log.warning("the session %d of host %s is ended: %s", one.session, name, reason)
-                await self.look()
-                return
-        raise NotFound(f"host {name} does not have the store mounted")
+        has none; Unavailable, also where the database does not answer now: nobody is fenced when it
+        is back, for what was wrong before.
+        """
+        with trio.move_on_after(ANSWER_S):
+            await self.look()
+            for one in self.members:
+                if one.name == name:
+                    await end_session(self._database, one.session, reason)
+                    log.warning("the session %d of host %s is ended: %s", one.session, name, reason)
+                    await self.look()
+                    return
+            raise NotFound(f"host {name} does not have the store mounted")
+        raise Unavailable(f"the database does not answer; look whether host {name} is fenced")
 
     async def run(self) -> None:
         """Keep up connections, and what is known of others, until cancelled."""
@@ -128,18 +129,13 @@ class Hosts:
 
     async def _end_silent(self) -> None:
         """End sessions whose lease is over. After a time in which the database was away all leases
-        are: so nobody does it who has not had his own all through the time of a lease."""
+        are: so the database does it only for a host that has had its own all through a lease."""
         rounds = 0
         while True:
             await trio.sleep(BEAT_S)
-            now = trio.current_time()
-            if not self._session.is_sure:
-                self._steady_since_s = inf
-                continue
-            self._steady_since_s = min(self._steady_since_s, now)
             rounds += 1
             place = sum(one.session < self.session for one in self.members)
-            if now - self._steady_since_s < LEASE_S or rounds % min(1 + place, _SELDOM):
+            if rounds % min(1 + place, _SELDOM):
                 continue
             try:
                 if await self._session.end_silent():

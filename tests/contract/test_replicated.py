@@ -99,6 +99,18 @@ class Cluster:
     def kill(self, name: str) -> None:
         self.hosts.pop(name).abandon()
 
+    async def script(self, commands: str) -> None:
+        """Behind the hosts' backs."""
+        connection = await self.database.connect()
+        await connection.script(commands)
+        connection.close()
+
+    async def value(self, query: str) -> str:
+        connection = await self.database.connect()
+        found = await connection.value(query)
+        connection.close()
+        return found
+
     async def everything(self) -> dict[bytes, bytes]:
         """The map as the database has it."""
         connection = await MapDatabase(self.conninfo).connect()
@@ -438,14 +450,108 @@ async def test_who_beats_late_hears_of_what_was_committed_until_the_beat_counts(
 
 async def test_a_session_whose_lease_is_over_is_ended_by_another_host(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
+    await cluster.script("update aifs.session set steady = '-infinity'")
     assert not await a.session.end_silent()
-    connection = await cluster.database.connect()
-    await connection.script("update aifs.session set lease_end = '-infinity' where name = 'b'")
-    connection.close()
+    await cluster.script("update aifs.session set lease_end = '-infinity' where name = 'b'")
     assert await a.session.end_silent()
     with pytest.raises(Unavailable, match="its lease was over"):
         await b.transact(put, b"k", b"")
     cluster.kill("b")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "steady = '-infinity', lease_end = '-infinity'",
+        # Away for a little less than a lease: that of one host is over, that of the other not yet.
+        "steady = '-infinity', lease_end = clock_timestamp() + interval '1 s' * (id - 1.5)",
+        # One host has beaten since, the other one not yet.
+        "lease_end = clock_timestamp() + interval '20 s' * (id - 1.5)",
+    ],
+)
+async def test_nobodys_session_ends_because_the_database_was_away(cluster, state):
+    """The question is from before, and is carried out first when the database is back."""
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await cluster.script(f"update aifs.session set {state}")
+    assert not await b.session.end_silent()
+    await b.session.beat()
+    assert not await b.session.end_silent(), "it has not had its lease for long enough"
+    assert len(await a.session.live()) == 2
+
+
+async def test_a_host_is_steady_while_its_beats_are_less_than_half_a_lease_apart(cluster):
+    a = await cluster.join("a")
+    for seconds, keeps in ((4, True), (6, False)):
+        ago = f"interval '{seconds} s'"
+        await cluster.script(
+            f"update aifs.session set steady = steady - {ago}, lease_end = lease_end - {ago}"
+        )
+        before = await cluster.value("select steady from aifs.session")
+        await a.session.beat()
+        assert (await cluster.value("select steady from aifs.session") == before) is keeps
+
+
+async def test_who_is_silent_is_not_asked_twice_nor_while_the_database_recovers(
+    cluster, monkeypatch
+):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    silent = (
+        "update aifs.session set steady = '-infinity';"
+        "update aifs.session set lease_end = '-infinity' where name = 'b';"
+    )
+    await cluster.script(silent + "create table h as table aifs.head; truncate aifs.head")
+    assert not await a.session.end_silent()
+    await cluster.script("insert into aifs.head table h; drop table h")
+    ask, lost = db.Connection.ask, []
+
+    async def lose(connection: Any, statement: Any, parameters: Any) -> Any:
+        if statement is db.END_SILENT:
+            lost.append(statement)
+            raise AnswerLost("a test has lost it")
+        return await ask(connection, statement, parameters)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(db.Connection, "ask", lose)
+        assert not await a.session.end_silent()
+    assert len(lost) == 1 and len(await a.session.live()) == 2
+    await b.session.beat()
+
+
+async def test_a_name_is_taken_over_when_its_host_was_silent_all_through_a_lease(
+    cluster, monkeypatch, tmp_path
+):
+    """After the database was away the lease of a host that lives is over, too."""
+    a = await cluster.join("a")
+    (tmp_path / "other").mkdir()
+    local = LmdbEngine(str(tmp_path / "other"))
+    lapse = "update aifs.session set lease_end = '-infinity'"
+    sleep, slept = trio.sleep, []
+
+    async def beat_meanwhile(seconds: float) -> None:
+        slept.append(seconds)
+        await a.session.beat()
+
+    await cluster.script(lapse)
+    with monkeypatch.context() as patch:
+        patch.setattr(trio, "sleep", beat_meanwhile)
+        with pytest.raises(StoreBusy, match="a host named a has the store mounted"):
+            await join(local, cluster.database, "a", "b:7947")
+    assert slept == [sessions.BEAT_S]
+    watched = "sought_since = '-infinity', sought = clock_timestamp()"
+
+    async def look_on(seconds: float) -> None:
+        slept.append(seconds)
+        earlier = " - interval '6 s'" if len(slept) == 2 else ""
+        await cluster.script(f"update aifs.session set {watched}{earlier} where name = 'a'")
+        await sleep(0)
+
+    await cluster.script(lapse)
+    with monkeypatch.context() as patch:
+        patch.setattr(trio, "sleep", look_on)
+        other = await join(local, MapDatabase(cluster.conninfo), "a", "b:7947")
+    assert len(slept) == 3, "a break begins it anew"
+    cluster.kill("a")
+    cluster.hosts["a"] = other
 
 
 async def test_nobody_waits_for_a_host_whose_replica_takes_no_changes(cluster, monkeypatch, caplog):
@@ -952,6 +1058,22 @@ async def test_catching_up_ends_where_the_feed_ends(cluster):
     await a.transact(put, b"k", b"1")
     await a.catch_up(100)
     assert a.session.cursor == 1
+
+
+async def test_a_database_that_is_away_while_it_recovers_ends_no_session(cluster):
+    a, b = await cluster.join("a"), await cluster.join("b")
+    await cluster.script("truncate aifs.head")
+    assert not await sessions.reopen(cluster.database, a.session.number)
+    long_ago = "update aifs.report set since = '-infinity', at = clock_timestamp() - interval '{} s'"
+    await cluster.script(long_ago.format(3))
+    assert not await sessions.reopen(cluster.database, a.session.number)
+    assert len(await a.session.live()) == 2
+    await cluster.script(long_ago.format(0))
+    assert await sessions.reopen(cluster.database, a.session.number)
+    with pytest.raises(Unavailable, match="did not come back after a crash"):
+        await caught_up(b)
+    cluster.kill("b")
+    await cluster.join("b")
 
 
 @postgres.BOTH

@@ -15,6 +15,7 @@ from aifs.meta.askers import Asker
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Garbage
+from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import Session
@@ -100,25 +101,27 @@ def test_fsck_ends_the_sessions_of_silent_hosts(
                 (seconds, number),
             )
 
-    async def watched(seconds: float) -> None:
-        if seconds == cluster.WATCH_S and lives:
-            let_lease_end_in(10)
+    sleep, looks = trio.sleep, 0
+
+    async def slept(seconds: float) -> None:
+        nonlocal looks
+        if seconds == cluster.BEAT_S:
+            looks += 1
+            if lives and looks == 2:
+                let_lease_end_in(10)
+        await sleep(seconds)
 
     let_lease_end_in(-1)
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "WATCH_S", 0.125)
-        sleep = trio.sleep
-
-        async def slept(seconds: float) -> None:
-            await watched(seconds)
-            await sleep(seconds)
-
+        patch.setattr(cluster, "BEAT_S", 0.125)
+        patch.setattr(sessions, "LEASE_S", 1.0)
         patch.setattr(trio, "sleep", slept)
         if lives:
             with pytest.raises(StoreBusy, match="in use by silent"):
                 check(many, repair=False)
         else:
             assert not check(many, repair=False).findings
+            assert looks >= 8, "all through a lease"
     with psycopg.connect(database.conninfo) as connection:
         row = connection.execute("select ended from aifs.session where id = %s", (number,))
         assert row.fetchone() == (None if lives else "its lease was over",)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 DONE, CONFLICT, LAPSED, ENDED, RECOVERING, TRIMMED, TAKEN = range(7)
 """What functions of the schema answer."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NO_STORE = "holds no store; make one with aifs format"
 MIN_SERVER_VERSION = 140000
 
@@ -121,7 +121,7 @@ FETCH = _call("fetch", "bigint", "int")
 BEGIN = _call("begin", "text", "text", "text", "int", "bigint", "float")
 BEAT = _call("beat", "int", "bigint", "bigint", "float")
 END = _call("end_session", "int", "text")
-END_SILENT = _call("end_silent")
+END_SILENT = _call("end_silent", "int", "float")
 MEMBERS = _call("members")
 BEHIND = _call("behind", "bigint")
 TRIM = _call("trim", "int")

@@ -16,7 +16,7 @@
 create schema aifs;
 
 create table aifs.version (number int not null);  -- of this schema
-insert into aifs.version values (1);
+insert into aifs.version values (2);
 
 create table aifs.map (
     key bytea primary key,
@@ -42,6 +42,9 @@ create table aifs.session (
     address text not null,          -- where other hosts reach it: address:port
     began timestamptz not null default clock_timestamp(),
     lease_end timestamptz not null,
+    steady timestamptz not null default clock_timestamp(),  -- no two beats since then were half a lease apart
+    sought timestamptz,             -- when another host asked for its name last, its lease being over
+    sought_since timestamptz,       -- and since when it has asked without a break of half a lease
     cursor bigint not null,         -- its replica has the feed up to here
     shown bigint,                   -- so has its kernel; null: it joins, and answers nobody yet
     joined bigint,                  -- ascends in the order in which sessions have joined; null as ``shown``
@@ -58,7 +61,8 @@ create unlogged table aifs.head (seq bigint not null);   -- one row: the last nu
 insert into aifs.head values (0);
 create unlogged table aifs.report (                      -- who has put back what the database has lost
     session int primary key,                        -- 0: somebody who has none waits for it
-    at timestamptz not null default clock_timestamp()
+    since timestamptz not null default clock_timestamp(),
+    at timestamptz not null default clock_timestamp()  -- when it asked last
 );
 
 
@@ -214,13 +218,19 @@ end $$;
 
 
 -- Sessions. Their callers commit synchronously, but for ``members`` and ``behind``.
+--
+-- A lease that is over is no death: the database itself may have been away, and the questions that
+-- waited for it are the first to be carried out when it is back. So a session ends for its silence
+-- only if the database has been heard by somebody else all through a lease, without a break of half
+-- of one, until now.
 
 -- A new session for the host of this name. ``former``: the number of its last one, which ends; 0
--- if it had none. A session of this name whose lease is over ends, too; one that lives is a
--- refusal (6), with the address of its host and what is left of its lease. ``base``: what the
+-- if it had none. Another session of this name is a refusal (6), with the address of its host and
+-- what is left of its lease; it ends when its lease is over and it was asked for for a whole lease. ``base``: what the
 -- replica of the host has of the feed; null: nothing, it copies the map. Nobody waits for the
 -- session before its first beat, after which the host hears of all up to the head. ``asking_``: the
--- same where the answer was lost, and it is asked for again: what was begun then ends.
+-- same where the answer was lost, and it is asked for again: what was begun then ends. A refusal
+-- because of a lease that is over is asked for again until that session ends, or beats.
 create function aifs.begin(
     asking_ text, name_ text, address_ text, former int, base bigint, lease_s float,
     out status int, out id int, out host int, out head bigint, out address text,
@@ -233,9 +243,14 @@ begin
         status := 4;
         return;
     end if;
+    update aifs.session s set sought = clock_timestamp(), sought_since = case
+            when s.sought > clock_timestamp() - make_interval(secs => lease_s / 2)
+            then s.sought_since else clock_timestamp() end
+        where s.name = name_ and s.ended is null and s.lease_end <= clock_timestamp();
     update aifs.session s set ended = 'its host has begun another one'
         where s.name = name_ and s.ended is null
-        and (s.id = former or s.asking = asking_ or s.lease_end <= clock_timestamp());
+        and (s.id = former or s.asking = asking_ or s.lease_end <= clock_timestamp()
+            and s.sought_since <= clock_timestamp() - make_interval(secs => lease_s));
     select 6, s.address, extract(epoch from s.lease_end - clock_timestamp())
         into status, address, lease_left_s
         from aifs.session s where s.name = name_ and s.ended is null;
@@ -261,6 +276,8 @@ create function aifs.beat(
 ) language plpgsql as $$
 begin
     update aifs.session s set lease_end = clock_timestamp() + make_interval(secs => lease_s),
+        steady = case when s.lease_end > clock_timestamp() + make_interval(secs => lease_s / 2)
+            then s.steady else clock_timestamp() end,
         cursor = greatest(s.cursor, cursor_), shown = greatest(s.shown, shown_)
         where s.id = me and s.ended is null;
     if not found then
@@ -290,13 +307,18 @@ begin
 end $$;
 
 
--- Ends the sessions whose lease is over; how many.
-create function aifs.end_silent() returns int language plpgsql as $$
+-- Ends the sessions whose lease is over, if ``me`` has had its own without a break for all of a
+-- lease, and the database does not recover; how many.
+create function aifs.end_silent(me int, lease_s float) returns int language plpgsql as $$
 declare
     count int;
 begin
     update aifs.session s set ended = 'its lease was over'
-        where s.ended is null and s.lease_end <= clock_timestamp();
+        where s.ended is null and s.lease_end <= clock_timestamp()
+        and exists (select from aifs.head)
+        and exists (select from aifs.session m where m.id = me and m.ended is null
+            and m.lease_end > clock_timestamp() + make_interval(secs => lease_s / 2)
+            and m.steady <= clock_timestamp() - make_interval(secs => lease_s));
     get diagnostics count = row_count;
     if count > 0 then
         update aifs.membership set version = version + 1;
@@ -374,18 +396,23 @@ end $$;
 
 
 -- ``me`` has put back all that it had (0: it has no session, and waits). Whether the database goes
--- on: it does when all sessions have, or ``patience_s`` after the first one; sessions that have not
--- by then end, as others go on without what they may have had.
+-- on: it does when all sessions have, or when one has asked for ``patience_s``; sessions that have
+-- not by then end, as others go on without what they may have had. Where nobody has asked for a fifth
+-- of that time the database was away, and all of it begins anew.
 create function aifs.reopen(me int, patience_s float) returns boolean language plpgsql as $$
 begin
     lock table aifs.report in exclusive mode;
     if exists (select from aifs.head) then
         return true;
     end if;
-    insert into aifs.report(session) values (me) on conflict do nothing;
+    update aifs.report r set since = clock_timestamp()
+        where (select max(l.at) from aifs.report l)
+            < clock_timestamp() - make_interval(secs => patience_s / 5);
+    insert into aifs.report as r (session) values (me)
+        on conflict on constraint report_pkey do update set at = clock_timestamp();
     if exists (select from aifs.session s where s.ended is null
             and not exists (select from aifs.report r where r.session = s.id))
-        and (select min(r.at) from aifs.report r)
+        and (select min(r.since) from aifs.report r)
             > clock_timestamp() - make_interval(secs => patience_s) then
         return false;
     end if;

@@ -131,7 +131,8 @@ class Session:
         """A new session for the host ``name``. ``former``: the number of its last one; 0: it had
         none here. ``cursor``: how much of the feed its replica has; None: it copies the map.
 
-        Raises StoreBusy if another host has the name; Unavailable.
+        Raises StoreBusy if another host has the name, as is known within the time of a lease;
+        Unavailable.
         """
         asking = secrets.token_hex(8)
         while True:
@@ -149,8 +150,10 @@ class Session:
                 case db.DONE:
                     numbers = map(db.to_int, (number, host, head))
                     return cls(database, exchange, name, *numbers)
-                case db.TAKEN:
-                    raise StoreBusy(taken(name, (other or b"").decode(), db.to_float(left_s)))
+                case db.TAKEN if (lease_left_s := db.to_float(left_s)) > 0:
+                    raise StoreBusy(taken(name, (other or b"").decode(), lease_left_s))
+                case db.TAKEN:  # it ends when it has been silent for a lease more, as we look on
+                    await trio.sleep(BEAT_S)
                 case db.RECOVERING:
                     await reopen(database, 0)
                     await trio.sleep(REOPEN_S)
@@ -247,9 +250,16 @@ class Session:
         return self._database.settles.fault
 
     async def end_silent(self) -> bool:
-        """End the sessions whose lease is over; whether there was one. Raises Unavailable."""
-        ((count,),) = await self._database.settles.repeat(db.END_SILENT)
-        return db.to_int(count) > 0
+        """End the sessions whose lease is over, if our own has had no break for all of a lease;
+        whether there was one. An answer that is lost is not asked for again: the question was
+        right when it was asked. Raises Unavailable.
+        """
+        with suppress(AnswerLost):
+            ((count,),) = await self._database.settles.ask(
+                db.END_SILENT, db.of_int(self.number), db.of_float(LEASE_S)
+            )
+            return db.to_int(count) > 0
+        return False
 
     def note_shown(self, seq: int) -> None:
         """This host has shown the feed up to ``seq``. Does not block."""
