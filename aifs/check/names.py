@@ -37,8 +37,8 @@ from aifs.check.table import (
     find_dentry,
 )
 from aifs.core.errors import FsError
+from aifs.core.names import is_name
 from aifs.meta import keys
-from aifs.meta.namespace import NAME_MAX
 from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
 
 
@@ -95,7 +95,7 @@ class NameCheck:
             self._will_lose_name(dentry, NONE)
             return
         table.flags[directory] |= HAS_NAMES
-        if not _is_name(name):
+        if not is_name(name):
             self._problem("bad-name", (parent, name), f"leads to inode {dentry.ino}", remove)
             self._will_lose_name(dentry, directory)
         elif dentry.ino == keys.ROOT_INO:
@@ -218,7 +218,7 @@ class NameCheck:
         """Whether the inode lacks just this name: then its dentry is what has been lost."""
         table = self._table
         row, directory = table.find(dentry.ino), table.find(parent)
-        if NONE in (row, directory) or not _is_name(name) or not table.may_hold_names(directory):
+        if NONE in (row, directory) or not is_name(name) or not table.may_hold_names(directory):
             return False
         type_ = self._type_of(row, dentry.type)
         has_one_name = type_ == DIRECTORY or table.flags[row] & UNREADABLE
@@ -358,12 +358,3 @@ class NameCheck:
             partial(repair.restore_directory, ino=ino, parent=parent, links=links),
             RECORDS if parent else NAMELESS,
         )
-
-
-def _is_name(name: bytes) -> bool:
-    return (
-        0 < len(name) <= NAME_MAX
-        and b"/" not in name
-        and b"\0" not in name
-        and name not in (b".", b"..")
-    )

@@ -69,7 +69,8 @@ def make_command(directory: str, name: str) -> None:
 @click.argument("directory", type=PATH, metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def ls_command(directory: str, as_json: bool) -> None:
-    """List the snapshots of the directory DIR, the oldest first, and when they were made."""
+    """List the snapshots of the directory DIR, the oldest first, and when they were made. What else
+    lies in DIR/.snapshots is left out."""
     found = _snapshots(directory)
     if as_json:
         print_json(found)
@@ -82,18 +83,32 @@ def ls_command(directory: str, as_json: bool) -> None:
 def _snapshots(directory: str) -> list[dict[str, Any]]:
     """Raises MountError, OSError."""
     from aifs.cli.mounts import require_inside
+    from aifs.cli.output import print_error
 
     require_inside(directory)
+    found = []
     try:
         with os.scandir(os.path.join(directory, DIRECTORY)) as entries:
-            found = [
-                {"name": entry.name, "made_s": entry.stat(follow_symlinks=False).st_ctime}
-                for entry in entries
-                if entry.is_dir(follow_symlinks=False)
-            ]
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                try:
+                    if _is_snapshot(entry.path):
+                        made_s = entry.stat(follow_symlinks=False).st_ctime
+                        found.append({"name": entry.name, "made_s": made_s})
+                except PermissionError:
+                    print_error(f"{entry.path}: left out, because you may not read it")
     except FileNotFoundError:
         return []
     return sorted(found, key=lambda each: each["made_s"])
+
+
+def _is_snapshot(path: str) -> bool:
+    """Whether a directory is a snapshot: in .snapshots anybody who may write there can make other
+    ones. Raises PermissionError unless the caller may read it."""
+    from aifs.cli import hints
+
+    return bool(hints.read(path, hints.INFO, follow=False).get("snapshot"))
 
 
 @snapshot_group.command("rm", epilog=EPILOG)
@@ -104,8 +119,13 @@ def rm_command(directory: str, names: tuple[str, ...]) -> None:
     `aifs info` says how many bytes of one would come back."""
     from aifs.cli.mounts import require_inside
     from aifs.cli.rm import remove_tree
+    from aifs.core.errors import MountError
 
     place = os.path.join(directory, DIRECTORY)
     for name in names:
-        require_inside(os.path.join(place, name), follow=False)
+        path = os.path.join(place, name)
+        require_inside(path, follow=False)
+        with suppress(PermissionError):  # who may remove it need not be allowed to read it
+            if not _is_snapshot(path):
+                raise MountError(f"{path}: is no snapshot; aifs rm -r removes it")
         remove_tree(place, name)

@@ -9,10 +9,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-DIRECTORY = b".aifs-data"
-"""What is virtual lies in that, in each directory. It is another name than that of a data server's
-marker: a server may lie in a mount."""
-
 _NUMBER = 8
 _LANES = 1 << 10  # numbers that are shifted at once
 

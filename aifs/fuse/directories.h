@@ -65,7 +65,7 @@ static inline void mark(struct directories *directories, uint32_t place)
 /* Names that lead somewhere and are no entries: ".", "..", and ".aifs-data", where virtual files are. */
 static inline bool is_special(struct span name)
 {
-    static const char virtual[] = ".aifs-data"; /* NAME of aifs/vfs/virtual/numbers.py */
+    static const char virtual[] = ".aifs-data"; /* VIRTUAL of aifs/core/names.py */
     return name.start[0] == '.' && (name.length <= 2 || (name.length == sizeof virtual - 1
                                                          && memcmp(name.start, virtual, name.length) == 0));
 }

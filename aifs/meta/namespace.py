@@ -21,8 +21,10 @@ from aifs.core.errors import (
     NotEmpty,
     NotFound,
     NotPermitted,
+    ReadOnly,
     TooManyLinks,
 )
+from aifs.core.names import NAME_MAX, VIRTUAL, is_name
 from aifs.layout.striped import Striped
 from aifs.meta import acl, chunks, keys, quotas, sharing, trash
 from aifs.meta.degraded import drop_degraded
@@ -44,7 +46,6 @@ from aifs.meta.records import (
 )
 from aifs.meta.trash import Remover
 
-NAME_MAX = 255
 SYMLINK_MAX = 4095
 LINK_MAX = 2**31 - 1
 
@@ -131,10 +132,15 @@ def take_attributes(inode: Inode, opened: Inode) -> None:
         inode.mode = inode.unprivileged_mode
 
 
-def is_name(name: bytes) -> bool:
-    """Whether something can be called so."""
-    is_one = name not in (b"", b".", b"..") and b"/" not in name and b"\0" not in name
-    return is_one and len(name) <= NAME_MAX
+def require_name(name: bytes) -> None:
+    """Raises NameTooLong, ReadOnly (it is virtual) or Invalid unless a file can be given this
+    name."""
+    if len(name) > NAME_MAX:
+        raise NameTooLong()
+    if name == VIRTUAL:
+        raise ReadOnly("it is virtual")
+    if not is_name(name):
+        raise Invalid(f"{name!r} cannot be the name of a file")
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
@@ -661,7 +667,9 @@ def _require_empty(tx: Transaction, inode: Inode) -> None:
 
 
 def put_name(tx: Transaction, parent: int, name: bytes, inode: Inode, cookie: int) -> None:
-    """A dentry and its place in the listing."""
+    """A dentry and its place in the listing. Every new name is put here. Raises as
+    ``require_name``."""
+    require_name(name)
     type_ = inode.mode >> 12
     tx.put(keys.dentry(parent, name), Dentry(inode.ino, cookie, type_).encode())
     tx.put(keys.entry(parent, cookie), encode_entry(inode.ino, type_, name))

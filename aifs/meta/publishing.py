@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from aifs.core.errors import Exists, Invalid, NotADirectory, NotFound, Unavailable
+from aifs.core.names import is_name
 from aifs.meta import dooming, forms, groups, keys, namespace
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
@@ -99,7 +100,7 @@ class Publication(NamedTuple):
         pointers = [name for name in (self.latest, self.tracker) if name]
         names = [self.name, *pointers, *([self.manifest] if self.manifest else [])]
         for name in names:
-            if not namespace.is_name(name):
+            if not is_name(name):
                 raise Invalid(f"publish: {name!r} cannot be the name of a file")
         if len({self.name, *pointers}) != 1 + len(pointers):
             raise Invalid("publish: the final name and those of the pointers must differ")

@@ -94,10 +94,18 @@ class Aging:
         """Set the rule of a directory, '' to remove it; a pass begins. Durable as a change of
         metadata is. Raises Invalid, NotFound, NotADirectory."""
         try:
-            rule = format_age_rule(parse_age_rule(text)) if text else ""
+            rule = parse_age_rule(text) if text else None
         except ValueError as error:
             raise Invalid(str(error)) from None
-        await self._engine.transact(_put_rule, ino, rule.encode())
+        if rule is not None and rule.storage_class:
+            known = {server.storage_class for server in self._servers.capacity()} - {""}
+            if rule.storage_class not in known:
+                raise Invalid(
+                    f"age: no data server has the class {rule.storage_class!r}; "
+                    f"classes: {', '.join(sorted(known)) or 'none'}"
+                )
+        recorded = "" if rule is None else format_age_rule(rule)
+        await self._engine.transact(_put_rule, ino, recorded.encode())
         self._upkeep.wake(Work.AGING)
 
     async def rule_of(self, ino: int) -> str:

@@ -4,6 +4,7 @@ that new files of a directory inherit, and what statfs(2) tells of the whole."""
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from aifs.core.names import NAME_MAX
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.quotas import Quotas
@@ -143,4 +144,4 @@ class Attributes:
             room = min(room, free)
         if of_inodes is not None:
             all_inodes, free_inodes = of_inodes.quota.inodes_max, max(0, of_inodes.inodes)
-        return StatFs(BLOCK_SIZE, total, free, room, all_inodes, free_inodes, namespace.NAME_MAX)
+        return StatFs(BLOCK_SIZE, total, free, room, all_inodes, free_inodes, NAME_MAX)

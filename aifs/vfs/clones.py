@@ -19,8 +19,6 @@ from aifs.core.errors import (
     AccessDenied,
     Busy,
     Exists,
-    Invalid,
-    NameTooLong,
     NotADirectory,
     NotFound,
     Stale,
@@ -102,10 +100,7 @@ class Clones:
         self._options.require_writable()
         for ino in (directory, parent):
             virtual.require_on_record(ino)
-        if len(new_name) > namespace.NAME_MAX:
-            raise NameTooLong()
-        if not namespace.is_name(new_name):
-            raise Invalid(f"{new_name!r} cannot be the name of a file")
+        namespace.require_name(new_name)
         source, target = await self._engine.view(_find, directory, name, parent, new_name, caller)
         groups = permissions.groups_of(caller)
         terms = Terms(

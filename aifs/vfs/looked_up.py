@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aifs.core.errors import NameTooLong, Stale
-from aifs.meta import keys, namespace
+from aifs.core.names import NAME_MAX
+from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction
 from aifs.meta.records import decode_dentry
 
@@ -68,7 +69,7 @@ def if_looked_up(
 def _find(tx: ReadTransaction, names: Iterable[Name]) -> dict[Name, int]:
     found = {}
     for parent, name in names:
-        if len(name) > namespace.NAME_MAX:
+        if len(name) > NAME_MAX:
             raise NameTooLong()
         record = tx.get(keys.dentry(parent, name))
         found[parent, name] = 0 if record is None else decode_dentry(record).ino

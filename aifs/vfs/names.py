@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Exists, Invalid, NameTooLong, NotFound, Stale
+from aifs.core.names import VIRTUAL
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
@@ -91,7 +92,7 @@ class Names:
                 self._recordings.found(parent, name, inode)
             return self._io.inodes.current(inode)
         except NotFound:
-            if parent < virtual.FIRST and name != virtual.NAME:
+            if parent < virtual.FIRST and name != VIRTUAL:
                 raise
         return await self._virtual.lookup(parent, name, caller)
 

@@ -23,7 +23,7 @@ from aifs.meta import hosts, keys
 from aifs.meta.chunks import find_container
 from aifs.meta.extents import shares_of
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.records import Inode
+from aifs.meta.records import SNAPSHOT, Inode
 from aifs.meta.slices import read_slice
 from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
@@ -61,6 +61,8 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
         "links": inode.links,
         "form": _form(inode),
     }
+    if inode.flags & SNAPSHOT:
+        info["snapshot"] = True
     if inode.policy is not None:
         if inode.policy.tier:
             info["tier"] = inode.policy.tier

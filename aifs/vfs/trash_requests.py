@@ -246,7 +246,8 @@ def _find_place(
     permissions.require_reach(tx, home, caller)
     permissions.require_may(home, caller)
     name = wanted.name or entry.name
-    if len(name) <= namespace.NAME_MAX and tx.get(keys.dentry(home.ino, name)) is not None:
+    namespace.require_name(name)
+    if tx.get(keys.dentry(home.ino, name)) is not None:
         raise Exists("the name is taken")
     return home, name
 

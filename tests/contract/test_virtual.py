@@ -2,15 +2,19 @@
 
 import errno
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from aifs.core.errors import AccessDenied, Invalid, NotFound, ReadOnly, Stale
+from aifs.core.errors import AccessDenied, Invalid, NameTooLong, NotFound, ReadOnly, Stale
+from aifs.core.names import VIRTUAL
 from aifs.datasets.formats import files
+from aifs.meta.publishing import Publication
 from aifs.vfs import Caller, SetAttr
+from aifs.vfs.trash_requests import Restoring
 from aifs.vfs.virtual import walking
-from aifs.vfs.virtual.numbers import FIRST, NAME
+from aifs.vfs.virtual.numbers import FIRST
 from tests.support.stores import opened, read_file, rewrite, write_file
 
 ROOT = 1
@@ -22,18 +26,58 @@ async def test_a_name_on_record_comes_first(
     """Such as one of a store of an earlier version."""
     async with opened(directory) as fs:
         ino = await write_file(fs, b"file", b"content")
-        virtual = await fs.lookup(ROOT, NAME)
+        virtual = await fs.lookup(ROOT, VIRTUAL)
         assert virtual.ino == FIRST | ROOT
-        monkeypatch.setattr("aifs.vfs.virtual.numbers.NAME", b"elsewhere")
-        await fs.rename(ROOT, b"file", ROOT, NAME)
+        monkeypatch.setattr("aifs.meta.namespace.VIRTUAL", b"elsewhere")
+        await fs.rename(ROOT, b"file", ROOT, VIRTUAL)
         monkeypatch.undo()
-        assert (await fs.lookup(ROOT, NAME)).ino == ino
-        await fs.rename(ROOT, NAME, ROOT, b"file")
-        assert (await fs.lookup(ROOT, NAME)).ino == virtual.ino
+        assert (await fs.lookup(ROOT, VIRTUAL)).ino == ino
+        await fs.rename(ROOT, VIRTUAL, ROOT, b"file")
+        assert (await fs.lookup(ROOT, VIRTUAL)).ino == virtual.ino
         with pytest.raises(ReadOnly):
-            await fs.rename(ROOT, b"file", ROOT, NAME)
+            await fs.rename(ROOT, b"file", ROOT, VIRTUAL)
         with pytest.raises(ReadOnly):
-            await fs.unlink(ROOT, NAME)
+            await fs.unlink(ROOT, VIRTUAL)
+
+
+async def test_no_request_makes_a_name_that_cannot_be(directory: Path) -> None:
+    """Whichever request it is: some come past the kernel, which knows what a name is."""
+    user = Caller()
+    async with opened(directory) as fs:
+        top = (await fs.mkdir(ROOT, b"top", 0o755, user)).ino
+        ino = await write_file(fs, b"file", b"content", top)
+        await fs.setxattr(ROOT, b"user.aifs.trash", b"7d")
+        await write_file(fs, b"removed", b"content", top)
+        await fs.unlink(top, b"removed", user)
+        requests: dict[str, Callable[[bytes], Awaitable[object]]] = {
+            "create": lambda name: fs.create(top, name, 0o644, os.O_RDWR, user),
+            "mkdir": lambda name: fs.mkdir(top, name, 0o755, user),
+            "mknod": lambda name: fs.mknod(top, name, 0o644, 0, user),
+            "symlink": lambda name: fs.symlink(top, name, b"file", user),
+            "link": lambda name: fs.link(ino, top, name),
+            "rename": lambda name: fs.rename(top, b"file", top, name),
+            "restore": lambda name: fs.restore(Restoring(top, b"removed", 0, top, name), user),
+            "clone": lambda name: fs.clone(top, b"file", top, name, user),
+            "clone a tree": lambda name: fs.clone(ROOT, b"top", top, name, user),
+            "publish": lambda name: fs.publish(Publication(top, ROOT, name), user),
+        }
+        names = (b".", b"..", b"a/b", b"../x", b"/", b"a\0b", VIRTUAL, b"n" * 256)
+        made = [
+            (request, name)
+            for request, ask in requests.items()
+            for name in names
+            if not await is_refused(ask(name))
+        ]
+        assert not made
+        assert [name for name, _, _ in await fs.readdir(top, 0)] == [b"file"]
+
+
+async def is_refused(request: Awaitable[object]) -> bool:
+    try:
+        await request
+    except (Invalid, NameTooLong, ReadOnly):
+        return True
+    return False
 
 
 async def test_too_many_files_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +132,7 @@ async def test_what_is_made_again_has_another_number(directory: Path) -> None:
         gone = (await fs.lookup(ROOT, b"gone")).ino
         await fs.rmdir(ROOT, b"gone")
         with pytest.raises(NotFound):
-            await fs.lookup(gone, NAME)
+            await fs.lookup(gone, VIRTUAL)
         with pytest.raises(NotFound):
             await fs.lookup(FIRST | gone, b"files.tar")
 

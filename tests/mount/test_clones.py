@@ -151,6 +151,12 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
     assert errno_of((kept / "new").touch) == read_only
     assert errno_of(os.chmod, kept / "small", 0o600) == read_only
     assert errno_of(kept.rename, mounted.path / "elsewhere") == read_only
+    impostor = top / ".snapshots" / "impostor"
+    impostor.mkdir()  # which anybody can who may write there
+    told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
+    assert [each["name"] for each in told] == ["before", "after"]
+    assert "is no snapshot" in aifs("snapshot", "rm", top, "impostor", check=False).stderr
+    impostor.rmdir()
     aifs("snapshot", "rm", top, "before", "after")
     assert os.listdir(top / ".snapshots") == []
     assert (top / "large").read_bytes() == b"risky"

@@ -111,9 +111,6 @@ class Publishing:
         Who may is the kernel's decision.
         """
         virtual.require_on_record(new_parent)
-        if new_name == virtual.NAME:
-            with virtual.unchanged(new_parent, new_name):
-                await self._engine.view(namespace.get_dentry, new_parent, new_name)
         while True:
             with virtual.unchanged(parent, name):
                 moving = await self._engine.view(namespace.get_dentry, parent, name)

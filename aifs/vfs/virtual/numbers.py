@@ -5,10 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aifs.core.errors import NotFound, ReadOnly
-from aifs.datasets.virtual import DIRECTORY
-
-NAME = DIRECTORY
-"""In each directory. A name on record wins."""
+from aifs.core.names import VIRTUAL
 
 FIRST = 1 << 62
 """Of all numbers of what is virtual: it and the number of the directory are that of
@@ -34,7 +31,7 @@ def unchanged(parent: int, name: bytes) -> Iterator[None]:
     try:
         yield
     except NotFound:
-        if name == NAME:
+        if name == VIRTUAL:
             raise ReadOnly("it is virtual") from None
         require_on_record(parent)
         raise

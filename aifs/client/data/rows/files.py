@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from aifs.client.data.disk import DiskFile, changed
 from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import require_rows
+from aifs.core.names import VIRTUAL
 from aifs.datasets.formats.files import SmallFile, entries, joined_name
 from aifs.datasets.index import RowBlock
-from aifs.datasets.virtual import DIRECTORY
 
 if TYPE_CHECKING:
     import pyarrow
@@ -95,7 +95,7 @@ class _File:
 
     @cached_property
     def _joined(self) -> DiskFile | None:
-        directory = os.path.join(self._root, DIRECTORY)
+        directory = os.path.join(self._root, VIRTUAL)
         if not os.path.isdir(directory):
             return None
         name = joined_name(self._file.read(0, self._file.size))
