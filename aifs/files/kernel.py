@@ -53,6 +53,10 @@ class Kernel:
         """As ``drop_pages``, when the request that is being answered has been answered: it may hold
         some of them."""
 
+    def may_know(self, ino: int) -> bool:
+        """Whether it may have been told of an inode, in a reply or a listing."""
+        return False
+
     async def is_known(self, ino: int) -> bool:
         """Whether programs have a removed inode open, or work in it."""
         return False

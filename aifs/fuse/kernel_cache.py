@@ -157,6 +157,9 @@ class KernelCache(Kernel):
     def drop_pages_soon(self, ino: int) -> None:
         self._start([(pyfuse3.invalidate_inode, ino)])
 
+    def may_know(self, ino: int) -> bool:
+        return self._bridge is None or self._bridge.was_told(ino)
+
     async def is_known(self, ino: int) -> bool:
         return self._nursery is not None and await trio.to_thread.run_sync(
             self._send, pyfuse3.invalidate_inode, ino, True, limiter=self._inodes

@@ -161,8 +161,10 @@ class Following:
                 await self._engine.transact(namespace.put_holds, orphans)
             except FsError as error:
                 _log.warning("files that others have unlinked may go while open: %s", error)
-        for _ in some:  # only now: what fails is begun once more
+        for each in some:  # only now: what fails is begun once more
             self._unshown.popleft()
+            for name in each.names:
+                self._looked_up.shown(name, each.seq)
         self._engine.note_shown(some[-1].seq)
 
     async def _follow_bytes(self, nursery: trio.Nursery) -> None:
@@ -232,7 +234,7 @@ class Following:
         parent, name = keys.dentry_parts(key)
         unshown.names.append((parent, name))
         unshown.listings.append(parent)
-        self._looked_up.changed((parent, name))
+        self._looked_up.changed((parent, name), unshown.seq)
         if record is not None:
             self._retention.shown(parent)
 

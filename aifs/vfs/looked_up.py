@@ -4,10 +4,14 @@ The kernel marks the directory that it knows by a name as removed when rmdir(2),
 the name, succeeds (S_DEAD): for good, nothing takes that back. If another host has given the name
 to a second directory just before, the first one may live on elsewhere, and would look empty here.
 So what removes a directory, or moves one, is carried out only on what the kernel has looked up.
+
+Likewise, rename(2) succeeds without a request if both of its names lead to one inode for the
+kernel. If another host has just moved that inode, the kernel must not learn the new name while it
+may still know the old one.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from aifs.core.errors import NameTooLong, Stale
@@ -22,6 +26,9 @@ Name = tuple[int, bytes]
 _KEPT_S = 10.0
 """More than the kernel keeps a name (4.5 s) before it looks it up anew."""
 
+_RETRY_S = 1.0
+"""The kernel repeats a call that gets ESTALE within this time."""
+
 
 class LookedUp:
     """Names that the kernel may know in a state before another host's change: those that have
@@ -31,14 +38,32 @@ class LookedUp:
         self._engine = engine
         self._changed: dict[Name, float] = {}
         """When, on the monotonic clock; the oldest first."""
+        self._unshown: dict[Name, int] = {}
+        """Names whose change is not shown yet, and the last change set of each."""
+        self._refused: dict[tuple[Name, int], float] = {}
+        """When lookups of names by threads were answered with ESTALE, as in ``_changed``."""
 
-    def changed(self, name: Name) -> None:
-        """Another host has changed what it leads to."""
-        now = time.monotonic()
-        self._changed.pop(name, None)
-        self._changed[name] = now
-        while self._changed[oldest := next(iter(self._changed))] < now - _KEPT_S:
-            del self._changed[oldest]
+    def changed(self, name: Name, seq: int) -> None:
+        """Another host has changed what it leads to, in this change set."""
+        _note(self._changed, name, _KEPT_S)
+        self._unshown[name] = seq
+
+    def shown(self, name: Name, seq: int) -> None:
+        """The kernel has forgotten what the name led to before this change set."""
+        if self._unshown.get(name) == seq:
+            del self._unshown[name]
+
+    def require_shown(self, name: Name, thread: int) -> None:
+        """The kernel is about to learn that the name leads to an inode which it may know by an
+        older name. If that one may still lead there, raise Stale, once: the kernel then repeats the
+        call of this thread, and looks up anew all its names.
+
+        Waiting would not help: the kernel looks up the new name of a rename(2) after the old one,
+        and holds the locks that forgetting needs.
+        """
+        if name in self._unshown and (name, thread) not in self._refused:
+            _note(self._refused, (name, thread), _RETRY_S)
+            raise Stale("another host has changed the name just before")
 
     def asked(self, name: Name) -> None:
         """The kernel looks it up. What changes from now on it may not know."""
@@ -55,6 +80,15 @@ class LookedUp:
         if not self._changed.keys().isdisjoint(names):
             raise Stale("another host has changed the name just before")
         return found
+
+
+def _note(times: dict[Any, float], key: Hashable, kept_s: float) -> None:
+    """It is now the time of *key*. What is older than this goes."""
+    now = time.monotonic()
+    times.pop(key, None)
+    times[key] = now
+    while times[oldest := next(iter(times))] < now - kept_s:
+        del times[oldest]
 
 
 def if_looked_up(

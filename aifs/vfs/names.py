@@ -82,12 +82,15 @@ class Names:
         """Parts of directories that are likely to be asked for, by (ino, cookie, limit)."""
 
     async def lookup(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """The kernel sees to who may, except of what is virtual: any name on record comes first."""
+        """The kernel sees to who may, except of what is virtual: any name on record comes first.
+        With several hosts it raises Stale as ``LookedUp.require_shown`` does."""
         if self._doomed.holds(parent):
             raise NotFound("the directory has been removed")
         self._looked_up.asked((parent, name))
         try:
             inode = await self._engine.view(namespace.lookup, parent, name)
+            if self._kernel.may_know(inode.ino):
+                self._looked_up.require_shown((parent, name), caller.pid)
             if self._recordings.is_on:
                 self._recordings.found(parent, name, inode)
             return self._io.inodes.current(inode)

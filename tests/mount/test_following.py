@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import RENAME_EXCHANGE, renameat2
 from tests.support.shared_mount import SharedMount
 
 ROOT = 1
@@ -196,3 +197,28 @@ def test_a_directory_that_the_kernel_takes_for_another_one_stays(mount: SharedMo
         assert sorted(os.listdir(path)) == left
         (path / "moved" / "file").unlink()
         (path / "moved").rmdir()
+
+
+def test_of_two_hosts_that_give_a_file_the_same_new_name_one_succeeds(mount: SharedMount) -> None:
+    """rename(2) succeeds in the kernel alone if both names lead to one inode there: the old name as
+    it was, the new one as it is."""
+    job, claimed, other = (mount.path / name for name in ("job", "claimed", "other"))
+    ino = mount.make(ROOT, "job", FILE, "x")
+    assert job.exists() and not claimed.exists()
+    mount.before_shown("rename", ROOT, "job", ROOT, "claimed")
+    try:
+        with pytest.raises(FileNotFoundError):
+            os.rename(job, claimed)
+        assert claimed.stat().st_ino == ino
+    finally:
+        mount.show()
+    assert not job.exists() and claimed.read_text() == "x"
+
+    inos = [mount.make(ROOT, name, FILE, name) for name in ("job", "other")]
+    assert [job.stat().st_ino, other.stat().st_ino] == inos
+    mount.before_shown("rename", ROOT, "job", ROOT, "other", RENAME_EXCHANGE)
+    try:
+        renameat2(os.fsencode(job), os.fsencode(other), RENAME_EXCHANGE)  # back again
+    finally:
+        mount.show()
+    assert [job.stat().st_ino, other.stat().st_ino] == inos

@@ -155,10 +155,14 @@ class OtherHost:
         cookie = await self._fs.ids.take()
         return await self.run(namespace.link, ino, parent, name, cookie, time.time_ns())
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
+    ) -> None:
         cookies = (await self._fs.ids.take(), await self._fs.ids.take())
-        moved = (await self._fs.store.engine.view(namespace.get_dentry, parent, name)).ino
-        args = (parent, name, new_parent, new_name, 0, cookies, time.time_ns(), [moved])
+        names = [(parent, name)] + [(new_parent, new_name)] * bool(flags)
+        view = self._fs.store.engine.view
+        moved = [(await view(namespace.get_dentry, *each)).ino for each in names]
+        args = (parent, name, new_parent, new_name, flags, cookies, time.time_ns(), moved)
         await self.run(namespace.rename, *args)
 
     async def change(self, ino: int, **fields: Any) -> None:

@@ -73,6 +73,7 @@ class _Calls:
 
     def __init__(self, fs: Filesystem) -> None:
         self._fs, self._other = fs, OtherHost(fs)
+        self._show = trio.Event()
 
     async def serve(self) -> None:
         async for line in trio.wrap_file(sys.stdin):
@@ -129,6 +130,27 @@ class _Calls:
                 answered.set()
 
         engine.transact = transact_later  # type: ignore[method-assign]
+
+    async def before_shown(self, *call: Any) -> None:
+        """The other host makes this call. The kernel hears of it at ``show``."""
+        engine, kernel = self._other.engine, self._fs.kernel
+        forget, until_shown = kernel.forget, engine.until_shown
+
+        async def forget_later(*args: Any) -> Any:
+            await self._show.wait()
+            kernel.forget = forget  # type: ignore[method-assign]
+            return await forget(*args)
+
+        self._show = trio.Event()
+        kernel.forget = forget_later  # type: ignore[method-assign]
+        engine.until_shown = trio.lowlevel.checkpoint  # type: ignore[method-assign]
+        name, *args = call
+        await getattr(self._other, name.decode())(*args)
+        engine.until_shown = until_shown  # type: ignore[method-assign]
+
+    async def show(self) -> None:
+        self._show.set()
+        await self._other.engine.until_shown()
 
     async def remove_unheard(self, parent: int, name: bytes) -> None:
         """What the other host removes, and nobody is told of."""
