@@ -72,6 +72,7 @@ def _describe(one: "Checkpoint") -> dict[str, Any]:
         "bytes": one.size,
         "files": one.files,
         "problem": one.problem,
+        "shown": one.shown,
     }
 
 
@@ -79,15 +80,31 @@ def _describe(one: "Checkpoint") -> dict[str, Any]:
     "latest", epilog="\b\nExample:\n  aifs checkpoints latest /mnt/store/run"
 )
 @click.argument("path", type=PATH)
-def latest_command(path: str) -> int:
+@click.option(
+    "--any", "in_place", is_flag=True, help="Also one that is not known to be whole, if not empty."
+)
+def latest_command(path: str, in_place: bool) -> int:
     """Print the path of the newest complete checkpoint in the directory PATH. Exit code 1 if there
-    is none."""
-    from aifs.cli.output import print_error
-    from aifs.client import latest
+    is none.
 
-    newest = latest(path)
+    Those count that were published or renamed into place in an AIFS, or else have all files of
+    their manifests. If a directory of an AIFS has none, its program writes in place: this prints
+    the one with the highest step that is not empty, and warns.
+    """
+    from aifs.cli.output import print_error
+    from aifs.client import list_checkpoints
+    from aifs.client.attributes import is_aifs
+    from aifs.client.catalog import NOT_SHOWN, newest_of
+
+    found = list_checkpoints(path)
+    newest = newest_of(found, in_place)
+    if newest is None and is_aifs(path) and not any(one.shown for one in found):
+        newest = newest_of(found, in_place=True)
+        if newest is not None:
+            print_error(f"{newest}: {NOT_SHOWN}")
     if newest is None:
-        print_error(f"{path}: there is no complete checkpoint here")
+        others = " (--any: also what may not be whole)" if newest_of(found, True) else ""
+        print_error(f"{path}: there is no complete checkpoint here{others}")
         return 1
     print(newest)
     return 0

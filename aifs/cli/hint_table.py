@@ -17,6 +17,7 @@ _MEANINGS = {
     "publish": "where bytes must be before a rename shows them: burst, capacity",
     "mirror": "1: another host keeps a copy of what is fsynced, until it is drained",
     "keep": "which checkpoints in it remain: last=3,every=1000,age=7d,bytes=2TiB",
+    "shown": "when a publish or a rename has shown it as a whole: seconds since 1970",
     "age": "what becomes of files below that nobody uses for so long: 30d:cold,compress=zstd:3",
     "trash": "how long what is removed below is kept, to be restored: 7d, or off",
     "quota": "how much may lie below, and does (aifs quota): size=1TiB,files=1M",

@@ -10,6 +10,7 @@ from aifs.core.refusals import explained
 INFO = "user.aifs.info"
 LAYOUT = "user.aifs.layout"
 KEEP = "user.aifs.keep"
+SHOWN = "user.aifs.shown"
 PENDING = "user.aifs.pending"
 COMMIT = "user.aifs.commit"
 PUBLISH_AS = "user.aifs.publish-as"

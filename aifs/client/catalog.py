@@ -1,9 +1,13 @@
 """The checkpoints in a directory: which there are, which is the newest, whether they are whole,
 which have to go.
 
-A checkpoint is a directory with a manifest, or, where a program has renamed one into place by
-itself, one whose name ends in a step; its name does not begin with a dot. The newest is the one
-that was published last.
+A checkpoint is a directory with a manifest, or one whose name ends in a step; its name does not
+begin with a dot. It is *shown* if it appeared as a whole: in an AIFS, if it was published or
+renamed into place, which the mount records; elsewhere, if it has a manifest. Only such a one counts
+for ``keep``. It is the newest, too; if there is none, one that has all files of its manifest is.
+
+Checkpoints whose names differ in their step alone are a run, and ordered by it. The newest is the
+last one of the run in which something was published last.
 """
 
 import errno
@@ -12,9 +16,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aifs.client import attributes, manifest
@@ -23,8 +27,13 @@ from aifs.client.manifest import CheckpointError, Digest, Files
 from aifs.client.publishing import PathLike, plain, step_of
 from aifs.core import files, retention, trees
 from aifs.core.files import sync_dir
+from aifs.core.log import logger
+
+_log = logger(__name__)
 
 COMPLETE, PENDING, DAMAGED, UNLISTED = "complete", "pending", "damaged", "no manifest"
+
+NOT_SHOWN = "not known to be whole: neither published nor renamed into place"
 
 _PENDING_PREFIX, _PENDING_SUFFIX = ".", ".pending"
 _REMOVED = re.compile(r"\..+\.[0-9a-f]{8}\.removed", re.DOTALL)
@@ -54,28 +63,62 @@ class Checkpoint:
     """How many there are."""
     problem: str = ""
     """What is damaged, or lacks; '' if nothing does."""
+    shown: bool = False
+    """It appeared as a whole."""
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether nothing says that it is empty, pending or damaged."""
+        return self.files > 0 and self.state in (COMPLETE, UNLISTED)
 
 
 def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoint]:
     """The checkpoints in the directory ``path``, the newest last; on request those that are not
     published. Raises OSError."""
     directory = plain(path)
+    mounted = attributes.is_aifs(directory)
     found = []
     for entry in list(os.scandir(directory)):
         with suppress(FileNotFoundError, NotADirectoryError):  # it is gone
-            if entry.is_dir(follow_symlinks=False):
-                found.append(_look_at(entry, pending))
-    return sorted(
-        filter(None, found),
-        key=lambda one: (one.time, -1 if one.step is None else one.step, one.path),
-    )
+            if entry.is_dir(follow_symlinks=False) and (one := _look_at(entry, pending)):
+                found.append(_judge(one, mounted))
+    return _in_order(found)
 
 
-def latest(path: PathLike) -> Path | None:
-    """The newest complete checkpoint in the directory ``path``, or None. One without a manifest
-    counts: its program has renamed it into place. Raises OSError."""
-    complete = [one for one in list_checkpoints(path) if one.state in (COMPLETE, UNLISTED)]
-    return complete[-1].path if complete else None
+def latest(path: PathLike, *, in_place: bool = False) -> Path | None:
+    """The newest complete checkpoint in the directory ``path``, or None. ``in_place``: one that is
+    not known to be whole counts as well, unless it is empty or damaged. Raises OSError."""
+    return newest_of(list_checkpoints(path), in_place)
+
+
+def newest_of(found: Iterable[Checkpoint], in_place: bool = False) -> Path | None:
+    """As ``latest``, of these."""
+    full = [one for one in found if one.may_be_whole]
+    if not in_place:
+        shown = [one for one in full if one.shown]
+        full = shown or [one for one in full if one.state == COMPLETE]
+    return _in_order(full)[-1].path if full else None
+
+
+def _judge(one: Checkpoint, mounted: bool) -> Checkpoint:
+    """The same, with whether it was shown, and when."""
+    if not mounted:
+        one = replace(one, shown=one.state == COMPLETE)
+    elif one.state != PENDING and (shown_s := attributes.get(str(one.path), attributes.SHOWN)):
+        one = replace(one, shown=True, time=float(shown_s))
+    if not one.shown and one.state == UNLISTED:
+        one = replace(one, problem=NOT_SHOWN)
+    return one
+
+
+def _in_order(found: list[Checkpoint]) -> list[Checkpoint]:
+    """By steps within a run; runs in the order in which something was published last in them."""
+    places = [(*retention.run_of(os.fsencode(one.path.name)), one.time) for one in found]
+    last: dict[bytes, float] = {}
+    for run, _, time_s in places:
+        last[run] = max(last.get(run, time_s), time_s)
+    ordered = sorted(zip(places, found, strict=True), key=lambda row: (last[row[0][0]], row[0]))
+    return [one for _, one in ordered]
 
 
 def is_checkpoint(path: PathLike) -> bool:
@@ -246,17 +289,25 @@ def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
     returns those that have to go now.
 
     A mount keeps to it from now on. Elsewhere it is applied once, to what nobody of this host has
-    open. Raises CheckpointError for a policy that cannot be read, OSError.
+    open. Nothing goes, and a warning is logged, if steps and times of publishing disagree. Raises
+    CheckpointError for a policy that cannot be read, OSError.
     """
     directory, wanted = plain(path), parse_keep(policy)
     found = {os.fsencode(one.path.name): one for one in list_checkpoints(directory)}
     used = _used_below(directory)
     candidates = [
         retention.ListedCheckpoint(
-            name, one.step, int(one.time * 1e9), one.size, one.state != DAMAGED, name in used
+            name,
+            one.step,
+            int(one.time * 1e9),
+            one.size,
+            one.shown and one.may_be_whole,
+            name in used,
         )
         for name, one in found.items()
     ]
+    if disorder := retention.find_disorder(candidates):
+        _log.warning("%s: all checkpoints stay, despite %s: %s", directory, policy, disorder)
     going = [found[one.name].path for one in retention.decide(candidates, wanted, time.time_ns())]
     if dry_run:
         return going

@@ -8,6 +8,10 @@ the client share it.
 
 A checkpoint is kept if one of the first three keeps it, or none of them is given. Never removed:
 the newest complete one, one that is in use, one that is not complete.
+
+The order is that of publishing. The checkpoints whose names differ in their step alone are a *run*:
+their steps have to ascend in that order, too. If they do not, somebody has copied them, gone back
+in the run, or set a clock, and nothing is removed.
 """
 
 import re
@@ -41,13 +45,11 @@ class ListedCheckpoint(NamedTuple):
     bytes: int
     """Of its files together."""
     complete: bool = True
-    """It is neither pending nor damaged."""
+    """It was shown as a whole, and is neither empty nor damaged."""
     in_use: bool = False
     """Files of it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove
     who set the policy.
     """
-    place: int = 0
-    """In the order of publishing, where that is known without a clock; else 0."""
 
 
 def parse_keep(text: str) -> Keep:
@@ -85,16 +87,23 @@ def step_of(name: bytes) -> int | None:
     """The number that a checkpoint's name ends in (``step-100``, ``global_step100``); None if it
     does not.
     """
+    step = run_of(name)[1]
+    return None if step < 0 else step
+
+
+def run_of(name: bytes) -> tuple[bytes, int]:
+    """The run that a checkpoint's name says, and its step in it; -1 if the name has none."""
     match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    return (name[: match.start(1)], int(match[1])) if match else (name, -1)
 
 
 def decide(
     checkpoints: Iterable[ListedCheckpoint], keep: Keep, now_ns: int
 ) -> list[ListedCheckpoint]:
-    """Those that have to go, the oldest first. The order is that of publishing, of steps where
-    times are equal."""
+    """Those that have to go, the oldest first; none if ``find_disorder`` finds something."""
     ordered = newest_last(checkpoints)
+    if find_disorder(ordered):
+        return []
     removable = [one for one in ordered[:-1] if not one.in_use]
     going: list[ListedCheckpoint] = []
     if keep.last or keep.every or keep.age_s:
@@ -113,12 +122,30 @@ def decide(
 
 
 def newest_last(checkpoints: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """The complete ones in the order of publishing."""
+    """The complete ones in the order of publishing, of steps where times are equal."""
     return sorted((one for one in checkpoints if one.complete), key=_order)
 
 
-def _order(one: ListedCheckpoint) -> tuple[int, int, int, bytes]:
-    return one.place, one.time_ns, -1 if one.step is None else one.step, one.name
+def find_disorder(checkpoints: Iterable[ListedCheckpoint]) -> str:
+    """The first complete checkpoint that was published after one of the same run with a higher
+    step, in words; '' if there is none."""
+    highest: dict[bytes, tuple[int, bytes]] = {}
+    for one in newest_last(checkpoints):
+        run, step = run_of(one.name)
+        before, name = highest.get(run, (-1, b""))
+        if step < before:
+            return f"{_text(one.name)} was published after {_text(name)}"
+        highest[run] = step, one.name
+    return ""
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "replace")
+
+
+def _order(one: ListedCheckpoint) -> tuple[int, int, bytes]:
+    run, step = run_of(one.name)
+    return one.time_ns, step, run
 
 
 def _is_kept(one: ListedCheckpoint, keep: Keep, now_ns: int) -> bool:

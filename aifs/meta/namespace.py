@@ -615,6 +615,8 @@ def require_not_below(tx: Transaction, ino: int, directory: int) -> None:
 def _move(tx: Transaction, inode: Inode, parent: int, name: bytes, cookie: int, now: int) -> None:
     put_name(tx, parent, name, inode, cookie)
     inode.ctime_ns = now
+    if inode.is_dir:
+        inode.shown_ns = inode.shown_ns or now
     inode.parent = parent if inode.is_dir or inode.nlink == 1 else SEVERAL
     put_inode(tx, inode)
 

@@ -171,6 +171,8 @@ def publish(
     )
     if replaced is not None:
         unlinked.append(replaced)
+    inode.shown_ns = now
+    namespace.put_inode(tx, inode)
     groups.conclude(tx, inode.ino)
     uid, gid = owner
     if what.latest:

@@ -12,7 +12,8 @@ inode
     (u64), inline bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end;
     also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
     brackets), 5 interleaved as an extent list; plus 128: there is a burst copy; plus 64: ``named``
-    is there, as clones share the bytes (meta/sharing.py). flags: 16 immutable, 32 append only, 2^29
+    is there, as clones share the bytes (meta/sharing.py), or of a directory in its place ``shown``
+    (i64, ns). flags: 16 immutable, 32 append only, 2^29
     what is made in the directory belongs to its project (those of chattr(1)); 2 in the
     trash (meta/trash.py); 2^31 part of a snapshot, beside immutable
 dentry
@@ -79,6 +80,7 @@ _POLICY = struct.Struct("<IB")
 _LONG_POLICY = struct.Struct("<IBBBBQ")
 _COPY = struct.Struct("<HQ")
 _NAMED = struct.Struct("<Q")
+_SHOWN = struct.Struct("<q")
 _BURST = struct.Struct("<QHBq")
 _MIRROR_OF = struct.Struct("<QQqq")
 _MIRRORED, _IS_MIRROR = 4, 8
@@ -158,6 +160,9 @@ class Inode:
     named: int = 0
     """Of a file whose objects, or chunk list, clones may share: the inode number in the names of
     these. What is shared is never changed where it lies. 0: it is the file's own."""
+    shown_ns: int = 0
+    """Of a directory: when a publish, or the first rename, showed it with all that lies below,
+    since the epoch. 0: it was made where it is, name by name."""
     seq: int = field(default=0, compare=False, repr=False)
     """Not on record: of the transaction or view that has read it."""
     stripped: bool = field(default=False, compare=False, repr=False)
@@ -266,7 +271,9 @@ class Inode:
             form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
         head = INODE.pack(
             FORMAT,
-            form | (copy is not None) * _HAS_COPY | (self.named != 0) * _IS_SHARED,
+            form
+            | (copy is not None) * _HAS_COPY
+            | (self.named != 0 or self.shown_ns != 0) * _IS_SHARED,
             len(policy),
             count,
             self.mode,
@@ -290,11 +297,13 @@ class Inode:
         )
         if self.acl or self.default_acl:
             policy += self.acl + self.default_acl
-        if form == EMPTY and not policy and copy is None:
+        if form == EMPTY and not policy and copy is None and not self.shown_ns:
             return head
         behind = b"" if copy is None else _COPY.pack(*copy)
         if self.named:
             behind += _NAMED.pack(self.named)
+        elif self.shown_ns:
+            behind += _SHOWN.pack(self.shown_ns)
         return b"".join((head, policy, servers, behind, data or b""))
 
 
@@ -360,7 +369,9 @@ def decode_inode(ino: int, record: bytes) -> Inode:
         if form & _HAS_COPY:
             inode.copy = Copy._make(_COPY.unpack_from(record, offset))
             offset += _COPY.size
-        if form & _IS_SHARED:
+        if form & _IS_SHARED and inode.is_dir:
+            (inode.shown_ns,) = _SHOWN.unpack_from(record, offset)
+        elif form & _IS_SHARED:
             (inode.named,) = _NAMED.unpack_from(record, offset)
         if base == INLINE:
             inode.data = record[offset:]

@@ -217,7 +217,7 @@ class Filesystem:
             engine, io, drain, collector, upkeep, rules, closing.gone, kernel
         )
         self.trash = trash = Trash(engine, servers, drain, collector, doomed, rules, upkeep)
-        self.retention = retention = Retention(config, engine, io, doomed, upkeep, kernel)
+        self.retention = retention = Retention(config, engine, io, doomed, rules, upkeep, kernel)
         self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
         self.compaction = compaction = Compaction(
             engine,

@@ -25,6 +25,8 @@ files.
                              (publishing/publish_hint.py)
     user.aifs.keep           directory: get and set which checkpoints in it are kept
                              (core/retention.py)
+    user.aifs.shown          directory: when a publish or a rename has shown it as a whole, in
+                             seconds since the epoch
     user.aifs.age            directory: get and set what becomes of old files below,
                              AGE:CLASS,compress=zstd:LEVEL (core/aging.py)
     user.aifs.trash          directory: get and set for how long what is removed below is kept, 7d
@@ -222,6 +224,10 @@ class Hints:
             return (await self._policies.get(ino, name)).encode()
         if name == b"user.aifs.keep" and (keep := await self._retention.policy_of(ino)):
             return keep.encode()
+        if name == b"user.aifs.shown":
+            if shown_ns := (await self._attributes.getattr(ino)).shown_ns:
+                return b"%d.%09d" % divmod(shown_ns, 10**9)
+            raise NoAttribute()
         if name == b"user.aifs.age" and (rule := await self._aging.rule_of(ino)):
             return rule.encode()
         if name == b"user.aifs.trash" and (period := self._rules.text_of(ino)):

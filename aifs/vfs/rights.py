@@ -123,6 +123,7 @@ HINTS: dict[bytes, Right] = {
     b"user.aifs.commit": Right(unreadable, writer),
     b"user.aifs.publish-as": Right(unreadable, anybody),  # but publish.require_may_publish
     b"user.aifs.keep": Right(reader, owner),
+    b"user.aifs.shown": Right(reader, unchangeable),
     b"user.aifs.age": Right(reader, owner),
     b"user.aifs.trash": Right(reader, owner),
     b"user.aifs.trashed": Right(top, unchangeable),  # each is told his own

@@ -61,6 +61,7 @@ MAY_SET = {
     "commit": WRITER,
     "publish-as": ANYBODY,  # where the final name is decides: test_publish.py
     "keep": OWNERS,
+    "shown": NOBODY,
     "age": OWNERS,
     "trash": OWNERS,
     "trashed": NOBODY,

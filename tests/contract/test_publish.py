@@ -40,6 +40,7 @@ from aifs.meta.publishing import Publication
 from aifs.meta.records import IMMUTABLE, Inode
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.publishing import manifests
+from aifs.vfs.trash_requests import Restoring
 from tests.support import modes, stores
 from tests.support.kernel import Kernel
 from tests.support.stores import OWNER, put, read_file
@@ -77,6 +78,15 @@ async def tree(
     ino = (await fs.mkdir(parent, name, 0o755, caller)).ino
     for number in range(files):
         await make(fs, ino, b"%d.pt" % number, caller=caller)
+    return ino
+
+
+async def shown(
+    fs: Filesystem, name: bytes, parent: int, files: int = 2, caller: Caller = OWNER
+) -> int:
+    """A tree that is renamed into place."""
+    ino = await tree(fs, b"tmp", parent, files, caller)
+    await fs.rename(parent, b"tmp", parent, name, 0, caller)
     return ino
 
 
@@ -874,9 +884,89 @@ async def test_a_policy_counts_from_when_it_is_set(directory: Path) -> None:
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
         for step in (1, 2, 3):
-            await tree(fs, b"%d" % step, parent=runs)
+            await shown(fs, b"%d" % step, runs)
         await put(fs, runs, "keep", "last=1")
         await settle(fs, runs, {b"3"})
+
+
+async def test_what_was_not_shown_as_a_whole_neither_counts_nor_goes(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        for step in (1, 2, 3):
+            await saved(fs, runs, f"step-{step}", step)
+        await tree(fs, b"step-90", parent=runs)  # half of a save
+        copy = await tree(fs, b"step-91", parent=runs, files=1)
+        await stores.write_file(
+            fs, manifests.NAME, b'{"step": 91, "files": {"0.pt": [20000, ""]}}', copy, OWNER
+        )
+        await fs.mkdir(runs, b"step-92", 0o755, OWNER)
+        await shown(fs, b"step-93", runs, files=0)
+        await fs.mkdir((await shown(fs, b"step-94", runs, files=0)), b"sub", 0o755, OWNER)
+        unpublished = {b"step-%d" % step for step in range(90, 95)}
+        for _ in range(2):
+            assert await kept(fs, runs, "last=2") == {b"step-2", b"step-3"} | unpublished
+        assert await kept(fs, runs, "bytes=1") == {b"step-3"} | unpublished
+
+
+@pytest.mark.parametrize("steps", [(700, 1000, 900), (1000, 2, 30)])
+async def test_nothing_goes_where_steps_and_times_disagree(
+    directory: Path, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run was taken back to an earlier step; checkpoints were moved in the order of names."""
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        names_ = {b"checkpoint-%d" % step for step in steps}
+        for step in steps:
+            await shown(fs, b"checkpoint-%d" % step, runs)
+        assert await kept(fs, runs, "last=1") == names_
+        assert "all checkpoints stay" in caplog.text and "/runs" in caplog.text
+        await fs.rename(runs, b"checkpoint-1000", ROOT, b"elsewhere")
+        if steps[0] == 700:
+            assert await kept(fs, runs, "last=1") == {b"checkpoint-900"}
+        caplog.clear()
+
+
+async def test_runs_in_one_directory_are_in_the_order_of_publishing(directory: Path) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        for name in (b"a-100", b"b-1", b"a-200", b"b-2"):
+            await shown(fs, name, runs)
+        assert await kept(fs, runs, "last=2") == {b"a-200", b"b-2"}
+
+
+async def test_what_retention_removes_goes_to_the_trash_and_comes_back_as_it_was(
+    directory: Path,
+) -> None:
+    async with opened(directory) as fs:
+        runs = await tree(fs, b"runs", files=0)
+        await put(fs, runs, "trash", "7d")
+        first = await saved(fs, runs, "step-1", 1)
+        when = await get(fs, first, "shown")
+        await saved(fs, runs, "step-2", 2)
+        assert await kept(fs, runs, "last=1") == {b"step-2"}
+        assert (await fs.getattr(first)).is_trashed
+        await fs.removexattr(runs, b"user.aifs.keep")
+        await fs.restore(Restoring(ROOT, b"runs/step-1"), OWNER)
+        assert await names(fs, runs) == {b"step-1", b"step-2"}
+        assert when == await get(fs, first, "shown")
+
+
+async def test_only_a_publish_or_a_rename_marks_a_directory(directory: Path) -> None:
+    async with opened(directory) as fs:
+        ino = await tree(fs, b"step-1")
+        await fs.rename((await fs.lookup(ROOT, b"step-1")).ino, b"0.pt", ino, b"renamed")
+        with pytest.raises(NoAttribute):
+            await get(fs, ino, "shown")
+        with pytest.raises(NotPermitted):
+            await put(fs, ino, "shown", "1", ROOT_USER)
+        await fs.set_flags(ino, 0, 0)
+        await put(fs, ino, "publish-as", {"final": "step-1"})  # under the name that it has
+        when = await get(fs, ino, "shown")
+        assert abs(float(when) - time.time()) < 60
+        await fs.rename(ROOT, b"step-1", ROOT, b"kept-1")
+        await fs.set_flags(ino, 0, 0)
+    async with opened(directory) as fs:
+        assert await get(fs, ino, "shown") == when
 
 
 async def test_what_is_open_or_pointed_at_stays(directory: Path) -> None:
@@ -1044,15 +1134,15 @@ async def test_a_policy_removes_only_what_who_set_it_could_remove(directory: Pat
         runs = await tree(fs, b"runs", files=0)
         await chmod(fs, runs, 0o1777)
         for step, caller in ((1, OTHER), (2, OWNER), (3, OTHER), (4, OWNER), (5, OWNER)):
-            await tree(fs, b"%d" % step, parent=runs, caller=caller)
+            await shown(fs, b"%d" % step, runs, caller=caller)
         await put(fs, runs, "keep", "last=1")
         await settle(fs, runs, {b"1", b"3", b"5"})
         await put(fs, runs, "keep", "bytes=1")  # what stays counts, and makes nobody else's go
-        await tree(fs, b"6", parent=runs)
+        await shown(fs, b"6", runs)
         await fs.retention.enforce(runs)
         assert await names(fs, runs) == {b"1", b"3", b"6"}
         await chmod(fs, runs, 0o755, OTHER)  # the directory is given away, the policy stays
-        await tree(fs, b"7", parent=runs)
+        await shown(fs, b"7", runs, caller=ROOT_USER)
         await fs.retention.enforce(runs)
         assert await names(fs, runs) == {b"1", b"3", b"6", b"7"}
         await put(fs, runs, "keep", "last=1", ROOT_USER)
@@ -1063,7 +1153,7 @@ async def test_an_immutable_checkpoint_stays_and_holds_up_no_other(directory: Pa
     async with opened(directory) as fs:
         runs = await tree(fs, b"runs", files=0)
         for step in (1, 2, 3, 4):
-            ino = await tree(fs, b"%d" % step, parent=runs)
+            ino = await shown(fs, b"%d" % step, runs)
             if step in (1, 3):
                 inside = (await fs.lookup(ino, b"0.pt")).ino
                 await fs.set_flags(inside if step == 1 else ino, IMMUTABLE, 0)

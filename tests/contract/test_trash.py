@@ -229,14 +229,17 @@ async def test_a_publication_keeps_the_tree_that_it_replaces_and_no_pointers(
         assert await read_file(fs, (await fs.lookup(old.ino, b"f")).ino) == b"0"
 
 
-async def test_what_retention_removes_is_gone(directory: Path) -> None:
+async def test_what_retention_removes_can_be_restored(directory: Path) -> None:
     async with with_trash(directory) as fs:
         for step in range(3):
-            await fs.mkdir(ROOT_INO, b"step-%d" % step, 0o755, OWNER)
+            ino = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+            await write_file(fs, b"f", DATA, ino, OWNER)
+            await fs.rename(ROOT_INO, b"tmp", ROOT_INO, b"step-%d" % step, 0, OWNER)
         await fs.setattr(ROOT_INO, SetAttr(uid=OWNER.uid), ROOT)
         await put(fs, ROOT_INO, "keep", "last=1")
         await fs.retention.enforce(ROOT_INO)
-        assert await names(fs, ROOT_INO) == [b"step-2"] and await kept(fs) == []
+        assert await names(fs, ROOT_INO) == [b"step-2"]
+        assert sorted(await kept(fs)) == ["/step-0", "/step-1"]
 
 
 async def test_who_has_a_file_open_goes_on_with_it(directory: Path) -> None:

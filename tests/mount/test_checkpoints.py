@@ -96,7 +96,18 @@ def test_the_commands(mounted: Mounted) -> None:
         ("tmp", "pending", 9),
     ]
     assert listed[-1]["problem"] == "4 of 4 ranks have not committed"
+    (run / "step-90").mkdir()
+    (run / "step-90/shard-0").write_bytes(b"half of it")
     assert aifs("checkpoints", "latest", run).stdout == f"{run}/step-3\n"
+    os.rename(run / "step-90", mounted.path / "tmp")
+    (mounted.path / "trained").mkdir()
+    for step in (1000, 700):  # saved in place, then copied in the order of names
+        (mounted.path / f"trained/checkpoint-{step}").mkdir()
+        (mounted.path / f"trained/checkpoint-{step}/weights").write_bytes(b"1")
+    done = aifs("checkpoints", "latest", mounted.path / "trained")
+    assert done.stdout == f"{mounted.path}/trained/checkpoint-1000\n"
+    assert "not known to be whole" in done.stderr
+    assert client.latest(mounted.path / "trained") is None
     assert aifs("checkpoints", "verify", "--all", run).stdout.count("as they were saved") == 3
     aifs("checkpoints", "rm", run / "step-1", "--yes")
     assert aifs("checkpoints", "keep", run, "--last", "1").stdout == f"{run}/step-2\n"

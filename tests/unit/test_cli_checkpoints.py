@@ -87,16 +87,24 @@ def test_ls_as_a_table_and_as_json(run: Path, capsys: pytest.CaptureFixture[str]
         "bytes": 2048,
         "files": 2,
         "problem": "",
+        "shown": True,
     }
 
 
 def test_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "logs/step-7").mkdir(parents=True)
+    (run / "logs/step-7/model.pt").touch()
     capsys.readouterr()
     assert main(["checkpoints", "latest", str(run)]) == 0
+    assert main(["checkpoints", "latest", "--any", str(run / "logs")]) == 0
     assert main(["checkpoints", "latest", str(run / "step-1")]) == 1
+    assert main(["checkpoints", "latest", str(run / "logs")]) == 1
     assert said(capsys) == [
         str(run / "step-2"),
+        str(run / "logs/step-7"),
         f"aifs: {run}/step-1: there is no complete checkpoint here",
+        f"aifs: {run}/logs: there is no complete checkpoint here"
+        " (--any: also what may not be whole)",
     ]
 
 

@@ -317,19 +317,26 @@ def test_the_list_tells_what_state_each_is_in(tmp_path: Path) -> None:
     found = client.list_checkpoints(tmp_path)
     assert [(one.path.name, one.state) for one in found] == [
         ("iter_0000050", "no manifest"),
-        ("step-300", "complete"),
         ("step-100", "damaged"),
         ("step-200", "damaged"),
+        ("step-300", "complete"),
         ("step-400", "complete"),
     ]
     assert found[0].size == 3 and found[0].step == 50
-    assert found[2].problem == "config.json: is missing" and "cannot be read" in found[3].problem
+    assert found[1].problem == "config.json: is missing" and "cannot be read" in found[2].problem
+    assert [one.shown for one in found] == [False, False, False, True, True]
     assert client.latest(tmp_path) == tmp_path / "step-400"
     (tmp_path / "step-400/sub/model.pt").write_text("x")
     assert client.latest(tmp_path) == tmp_path / "step-300"
     pending = client.list_checkpoints(tmp_path, pending=True)[-1]
     assert (pending.path.name, pending.state, pending.step) == (".step-500.pending", "pending", 500)
     assert client.latest(tmp_path / "logs") is None
+    (tmp_path / "step-600").mkdir()
+    for name in ("step-500", "step-60"):  # made where they are: nothing says that they are whole
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("of it")
+    assert client.latest(tmp_path) == tmp_path / "step-300"
+    assert client.latest(tmp_path, in_place=True) == tmp_path / "step-500"
     with pytest.raises(FileNotFoundError):
         client.latest(tmp_path / "none")
 
@@ -407,6 +414,21 @@ def test_keep_spares_what_is_in_use(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-2", "step-8", "latest", "best"}
     with pytest.raises(CheckpointError, match="keep: "):
         client.keep(tmp_path, "some")
+
+
+def test_keep_neither_counts_nor_removes_what_may_not_be_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", latest=None)
+    for step in (90, 91):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / "step-90/half").write_text("of it")
+    assert client.keep(tmp_path, "last=2") == [tmp_path / "step-1"]
+    assert names(tmp_path) == {"step-2", "step-3", "step-90", "step-91"}
+    os.rename(tmp_path / "step-2", tmp_path / "step-4")
+    assert client.keep(tmp_path, "last=1") == []
+    assert "step-3 was published after step-4" in caplog.text
 
 
 def test_a_policy_that_cannot_be_read_is_told_before_the_save(tmp_path: Path) -> None:

@@ -210,6 +210,14 @@ def test_a_golden_inode_with_flags_and_acls() -> None:
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
 
 
+def test_a_golden_directory_that_was_shown() -> None:
+    inode = an_inode(shown_ns=0x102).but(mode=stat.S_IFDIR | 0o644)
+    head = HEAD.format(form="01400000").replace("a4810000", "a4410000")
+    golden = head + "00000000" + REST + "0201000000000000"
+    assert inode.encode().hex() == golden
+    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+
+
 def test_golden_records_of_doomed_trees() -> None:
     removed, made = Doomed(0x102, 7, 9), Doomed(0x102, 7, 9, 0x304)
     head = "01" + "0201000000000000" + "0700000000000000" + "09000000"

@@ -15,12 +15,14 @@ from aifs.meta.kv import Engine
 from aifs.vfs.publishing.listed import first_wrong, path_below
 
 NAME = b".aifs-manifest.json"
+RESERVED = b".aifs-", b"..aifs-"
+"""What names begin with that are no part of a checkpoint."""
 
 _SIZE_MAX = 4 << 20  # about 30,000 files; nothing else runs while json reads it
 
 
 class Listed(NamedTuple):
-    """``complete``: every file is there with its size."""
+    """``complete``: it lists files, and every one is there with its size."""
 
     step: int | None
     complete: bool
@@ -43,7 +45,7 @@ async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
         step, files = _parse(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Invalid):
         return Listed(None, False)
-    return Listed(step, not await first_wrong(engine, io, directory, files))
+    return Listed(step, bool(files) and not await first_wrong(engine, io, directory, files))
 
 
 def _parse(data: bytes) -> tuple[int | None, list[tuple[bytes, int]]]:

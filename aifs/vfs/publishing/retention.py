@@ -1,9 +1,11 @@
 """Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and
 abandoned pending directories.
 
-The decision is a pure function (core/retention.py); what goes is doomed as a whole, in
-a transaction that looks once more whether it is still what was decided about, and whether who has
-asked for it (who set the policy, who marked the directory) may remove it now.
+Checkpoints are what a publish or a rename has shown as a whole (``Inode.shown_ns``). What programs
+write in place is none: nothing tells when it is complete. The decision is a pure function
+(core/retention.py); what goes is doomed as a whole, or goes to the trash, in a transaction that
+looks once more whether it is still what was decided about, and whether who has asked for it (who
+set the policy, who marked the directory) may remove it now.
 """
 
 import math
@@ -25,13 +27,14 @@ from aifs.files import permissions
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
-from aifs.meta import dooming, groups, keys, namespace, publishing
+from aifs.meta import dooming, groups, keys, namespace, paths, publishing
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
 from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
-from aifs.meta.records import Inode
+from aifs.meta.records import Inode, decode_entry
 from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.trash_rules import TrashRules
 from aifs.upkeep.tree_size import tree_size
 from aifs.vfs.publishing import manifests
 
@@ -51,6 +54,7 @@ class Retention:
         engine: Engine,
         io: FileIO,
         doomed: DoomedTrees,
+        rules: TrashRules,
         upkeep: Upkeep,
         kernel: Kernel,
     ) -> None:
@@ -58,6 +62,7 @@ class Retention:
         self._engine = engine
         self._io = io
         self._doomed = doomed
+        self._rules = rules
         self.kept: set[int] = set()  # directories that have, or had, a policy
         self._due: set[int] = set()
         self._everything_at_s = -math.inf  # by trio's clock
@@ -128,6 +133,9 @@ class Retention:
         except ValueError as error:
             raise Unavailable(f"inode {ino}: its policy of retention is damaged: {error}") from None
         inodes, checkpoints = await self._survey(ino, keep)
+        if disorder := retention.find_disorder(checkpoints):
+            where = await self._engine.view(paths.describe, ino)
+            _log.warning("%s: all checkpoints stay, despite %s: %s", where, kept.policy, disorder)
         for going in await self._decide(inodes, checkpoints, keep):
             if await self._remove(_doom_old, ino, going.name, inodes[going.name], kept):
                 _log.info(
@@ -177,8 +185,9 @@ class Retention:
     async def _remove(
         self, doom: Callable[..., Inode | None], parent: int, name: bytes, ino: int, more: Any
     ) -> bool:
+        now = time.time_ns()
         try:
-            inode = await self._engine.transact(doom, parent, name, ino, time.time_ns(), more)
+            inode = await self._engine.transact(doom, parent, name, ino, now, self._rules, more)
         except (NotFound, NotPermitted):  # it has gone, or something in it is immutable
             return False
         if inode is None:
@@ -193,33 +202,28 @@ class Retention:
         self, directory: int, keep: Keep
     ) -> tuple[dict[bytes, int], list[ListedCheckpoint]]:
         """Inode numbers by name, and the checkpoints in a directory, with what is known of them
-        without reading a file. The cookies of names ascend with every rename, whatever the clock
-        says. Others run between slices."""
+        without reading a file. Others run between slices."""
         in_use, found, cookie = await self._directories_in_use(), [], 0
         pointed: set[bytes] = set()
         while places := await self._engine.view(_list, directory, cookie):
-            for name, inode, cookie, pending, has_manifest, is_theirs in places:
+            for name, inode, cookie, is_checkpoint, is_theirs in places:
                 if stat.S_ISLNK(inode.mode):
                     # It may lead to a file in a checkpoint.
                     pointed.update((inode.data or b"").split(b"/"))
-                elif not inode.is_dir or name.startswith(b"."):
-                    continue
-                elif pending or has_manifest or retention.step_of(name) is not None:
-                    found.append((name, inode, cookie, pending, is_theirs))
+                elif is_checkpoint:
+                    found.append((name, inode, is_theirs))
             await trio.lowlevel.checkpoint()
         checkpoints = [
             ListedCheckpoint(
                 name,
                 retention.step_of(name),
-                inode.mtime_ns,
+                inode.shown_ns,
                 await tree_size(self._engine, inode.ino) if keep.bytes else 0,
-                not pending,
-                is_theirs or inode.ino in in_use or name in pointed,
-                place,
+                in_use=is_theirs or inode.ino in in_use or name in pointed,
             )
-            for name, inode, place, pending, is_theirs in found
+            for name, inode, is_theirs in found
         ]
-        return {name: inode.ino for name, inode, *_ in found}, checkpoints
+        return {name: inode.ino for name, inode, _ in found}, checkpoints
 
     async def _directories_in_use(self) -> set[int]:
         """All directories above files that programs have open. Those that have had several names
@@ -266,23 +270,39 @@ def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes
 
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
-) -> list[tuple[bytes, Inode, int, bool, bool, bool]]:
-    """Entries as (name, inode, cookie, is it pending, does it hold a manifest, must who set the
-    policy let it be).
-    """
-    entries = list_directory(tx, directory, cookie, _ENTRIES)
-    asker = _policy_setter(tx, directory)
-    return [
-        (
-            name,
-            inode,
-            place,
-            inode.is_dir and groups.is_pending(tx, inode.ino),
-            inode.is_dir and tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None,
-            inode.is_dir and (asker is None or not _may_remove(tx, inode, asker)),
-        )
-        for name, inode, place in entries
-    ]
+) -> list[tuple[bytes, Inode, int, bool, bool]]:
+    """Entries as (name, inode, cookie, is it a checkpoint, must who set the policy let it be)."""
+    asker, found = _policy_setter(tx, directory), []
+    for name, inode, place in list_directory(tx, directory, cookie, _ENTRIES):
+        is_one = _is_checkpoint(tx, name, inode)
+        is_theirs = is_one and (asker is None or not _may_remove(tx, inode, asker))
+        found.append((name, inode, place, is_one, is_theirs))
+    return found
+
+
+def _is_checkpoint(tx: ReadTransaction, name: bytes, inode: Inode) -> bool:
+    """Whether the directory was shown as a whole, is called as a checkpoint, and holds files."""
+    if not inode.shown_ns or name.startswith(b".") or groups.is_pending(tx, inode.ino):
+        return False
+    has_manifest = tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None
+    return (has_manifest or retention.step_of(name) is not None) and _holds_files(tx, inode.ino)
+
+
+def _holds_files(tx: ReadTransaction, ino: int) -> bool:
+    """Whether a regular file lies below a directory, besides those that AIFS puts there; also if
+    there are too many names to look at."""
+    directories, left = [ino], _ENTRIES
+    for directory in directories:
+        for _, value in tx.range(*keys.entries_after(directory, 0), left):
+            child, type_, name = decode_entry(value)
+            left -= 1
+            if type_ == stat.S_IFREG >> 12 and not name.startswith(manifests.RESERVED):
+                return True
+            if type_ == stat.S_IFDIR >> 12:
+                directories.append(child)
+        if not left:
+            return True
+    return False
 
 
 def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
@@ -299,14 +319,16 @@ def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
 
 
 def _doom_old(
-    tx: Transaction, parent: int, name: bytes, ino: int, now: int, kept: Kept
+    tx: Transaction, parent: int, name: bytes, ino: int, now: int, rules: TrashRules, kept: Kept
 ) -> Inode | None:
     """Doom a checkpoint, if it has the name still, and ``kept`` is the policy."""
-    return _doom(tx, parent, name, ino, now, kept.asker) if _get_kept(tx, parent) == kept else None
+    if _get_kept(tx, parent) != kept:
+        return None
+    return _doom(tx, parent, name, ino, now, rules, kept.asker)
 
 
 def _doom_idle(
-    tx: Transaction, parent: int, name: bytes, ino: int, now: int, since_ns: int
+    tx: Transaction, parent: int, name: bytes, ino: int, now: int, rules: TrashRules, since_ns: int
 ) -> Inode | None:
     """Doom a pending directory, if it still has the name, and nothing has happened in
     it since.
@@ -315,16 +337,22 @@ def _doom_idle(
         return None
     record = groups.find(tx, ino)
     assert record is not None and record.pending is not None
-    return _doom(tx, parent, name, ino, now, record.pending.asker)
+    return _doom(tx, parent, name, ino, now, rules, record.pending.asker)
 
 
 def _doom(
-    tx: Transaction, parent: int, name: bytes, ino: int, now: int, asker: Asker | None
+    tx: Transaction,
+    parent: int,
+    name: bytes,
+    ino: int,
+    now: int,
+    rules: TrashRules,
+    asker: Asker | None,
 ) -> Inode | None:
     there = publishing.find(tx, parent, name)
-    if asker is None or there is None or there.ino != ino:
+    if asker is None or there is None or there.ino != ino or not _may_remove(tx, there, asker):
         return None
-    return dooming.doom(tx, parent, name, now, asker.uid) if _may_remove(tx, there, asker) else None
+    return dooming.doom(tx, parent, name, now, asker.uid, rules.remover(asker))
 
 
 def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
