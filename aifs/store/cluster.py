@@ -261,11 +261,12 @@ class SessionRight(StoreRight):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hosts.run)
             while not (why := self._session.ended):
-                self._look()
+                self.look()
                 await trio.sleep(_LOOK_S)
             self._end(f"this host's session has ended ({why}); nothing is written any more")
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Say in the log, and in the owner file, when the lease comes into doubt, and is sure."""
         doubt = ""
         if self._session.is_sure:
             self._sure_at_s = time.time()
@@ -278,6 +279,10 @@ class SessionRight(StoreRight):
                 f" waits for it; the lease of this host {is_over} at {_clock(until)}: {why}"
             )
         if doubt != self.doubt:
+            if doubt and not self.doubt:
+                log.warning("%s", doubt)
+            elif not doubt:
+                log.warning("the database answers; the lease of this host is without doubt again")
             self.doubt = doubt
             with suppress(OSError):
                 self._owner.tell(doubt)

@@ -184,18 +184,19 @@ def own_address(config: Config) -> str:
 
 
 def _seen_by(url: str) -> str:
-    """This host's address, as the database at ``url`` sees it."""
+    """This host's address, as the database at ``url`` sees it, which may have several servers."""
     about = conninfo_to_dict(url)
-    first = str(about.get("host") or "localhost").partition(",")[0]
-    at = int(str(about.get("port") or _POSTGRESQL_PORT).partition(",")[0])
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(first, at, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.connect(there)  # which sends nothing
-            return str(trial.getsockname()[0])
-    except socket.gaierror as error:
-        raise StoreError(f"{url}: the host {first} is not found: {error.strerror}") from error
-    except OSError as error:
-        raise StoreError(
-            f"{url}: this host's own address is not known: {error}; say it (host.address)"
-        ) from error
+    ports = str(about.get("port") or _POSTGRESQL_PORT).split(",")
+    faults: list[str] = []
+    for at, name in enumerate(str(about.get("host") or "localhost").split(",")):
+        port = int(ports[at if len(ports) > 1 else 0])
+        try:
+            family, kind, _, _, there = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as trial:
+                trial.connect(there)  # which sends nothing
+                return str(trial.getsockname()[0])
+        except socket.gaierror as error:
+            faults.append(f"the host {name} is not found: {error.strerror}")
+        except OSError as error:
+            faults.append(f"this host's own address is not known: {error}; say it (host.address)")
+    raise StoreError(f"{url}: {'; '.join(faults)}")

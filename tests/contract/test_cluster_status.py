@@ -1,6 +1,9 @@
 """What a host tells of the hosts of its store."""
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from aifs.meta.replicated import sessions
 from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.sessions import Session
+from aifs.store.cluster import SessionRight
 from tests.support.joined import joined
 from tests.support.postgres import TestDatabase
 from tests.support.stores import OWNER, ask
@@ -70,3 +74,21 @@ async def test_a_host_tells_how_old_its_lease_is_and_how_far_behind_it_is(
         monkeypatch.setattr(sessions, "clock_s", lambda: later_s)
         assert 50 < one.store.hosts.own_status()["lease_age_s"] <= 61
         monkeypatch.undo()
+
+
+def test_a_lease_in_doubt_is_in_the_log_once_and_again_when_it_is_sure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session: Any = SimpleNamespace(is_sure=True, fault="")
+    nothing: Any = SimpleNamespace(tell=lambda doubt: None)
+    right = SessionRight(session, nothing, nothing, nothing, "postgresql://x/aifs")
+    looks = [(True, ""), (False, ""), (False, "refused"), (True, ""), (True, "")]
+    counts = []
+    for session.is_sure, session.fault in looks:
+        right.look()
+        counts.append(len(caplog.records))
+    assert counts == [0, 1, 1, 2, 2]
+    assert all(one.levelno == logging.WARNING for one in caplog.records)
+    assert "postgresql://x/aifs does not answer since" in caplog.messages[0]
+    assert "without doubt again" in caplog.messages[1]
+    caplog.clear()

@@ -5,6 +5,7 @@ The contract of ``meta/kv.py`` is tested on this engine, too, in test_kv.py.
 
 import random
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -830,6 +831,12 @@ async def test_an_answer_to_begin_that_is_lost_takes_no_name(cluster, monkeypatc
     assert lost and [one.session for one in await a.session.live()] == [a.session.number]
 
 
+_END_OTHERS = (
+    "select pg_terminate_backend(pid) from pg_stat_activity"
+    " where datname = current_database() and pid <> pg_backend_pid()"
+)
+
+
 async def test_a_database_that_takes_no_changes_is_connected_anew(cluster, database, monkeypatch):
     """A primary that was failed over is read-only, and is waited for as one that is away."""
     a = await cluster.join("a")
@@ -842,23 +849,61 @@ async def test_a_database_that_takes_no_changes_is_connected_anew(cluster, datab
     begin = f"alter database {database.name}"
     connect, refused = db.Connection.open, []
 
-    async def watched(conninfo: str) -> db.Connection:
+    async def watched(conninfo: str, limit_s: float) -> db.Connection:
         try:
-            return await connect(conninfo)
+            return await connect(conninfo, limit_s)
         except Unavailable as error:
             refused.append(str(error))
             await primary.script(f"{begin} reset default_transaction_read_only")
             raise
 
     await primary.script(f"{begin} set default_transaction_read_only = on")
-    await primary.script(
-        "select pg_terminate_backend(pid) from pg_stat_activity"
-        " where datname = current_database() and pid <> pg_backend_pid()"
-    )
+    await primary.script(_END_OTHERS)
     monkeypatch.setattr(db.Connection, "open", watched)
     await a.transact(put, b"k", b"1")
     assert "read-only" in refused[0]
     primary.close()
+
+
+@pytest.mark.parametrize("servers", ["gone.invalid:1,{0}", "{0},gone.invalid:1"])
+async def test_a_server_whose_name_is_not_known_is_passed_over(database, servers):
+    good = database.conninfo.rpartition("@")[2].partition("/")[0]
+    named = MapDatabase(database.conninfo.replace(good, servers.format(good)))
+    connection = await named.connect()
+    assert connection.place["host"] == "127.0.0.1"
+    connection.close()
+
+
+async def test_a_server_that_does_not_answer_is_left_for_the_next_one(database, monkeypatch):
+    database.make_store()
+    monkeypatch.setattr(db, "_CONNECT_MIN_S", 0.1)
+    good = database.conninfo.rpartition("@")[2].partition("/")[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hole = f"127.0.0.1:{silent.getsockname()[1]}"
+        named = MapDatabase(database.conninfo.replace(good, f"{hole},{good}"))
+        assert await named.settles.repeat(db.LAST)
+        connection = await named.connect()
+    assert f"{connection.place['hostaddr']}:{connection.place['port']}" == good, "it is known now"
+    connection.close()
+    named.close()
+
+
+async def test_who_has_lost_a_server_tries_the_next_one_first(database):
+    database.make_store()
+    good = database.conninfo.rpartition("@")[2].partition("/")[0]
+    other = good.replace("127.0.0.1", "127.0.0.2")
+    named = MapDatabase(database.conninfo.replace(good, f"{good},{other}"))
+    used = []
+    killer = await MapDatabase(database.conninfo).connect()
+    for _ in range(3):
+        assert await named.commits.repeat(db.LAST) and await named.settles.repeat(db.LAST)
+        connection = await named.connect()
+        used.append(connection.place["host"])
+        connection.close()
+        await killer.value(_END_OTHERS)
+    killer.close()
+    assert used == ["127.0.0.1", "127.0.0.2", "127.0.0.1"]
+    named.close()
 
 
 async def test_who_gives_a_connection_up_leaves_nobody_in_the_database(cluster):
@@ -1064,7 +1109,9 @@ async def test_a_database_that_is_away_while_it_recovers_ends_no_session(cluster
     a, b = await cluster.join("a"), await cluster.join("b")
     await cluster.script("truncate aifs.head")
     assert not await sessions.reopen(cluster.database, a.session.number)
-    long_ago = "update aifs.report set since = '-infinity', at = clock_timestamp() - interval '{} s'"
+    long_ago = (
+        "update aifs.report set since = '-infinity', at = clock_timestamp() - interval '{} s'"
+    )
     await cluster.script(long_ago.format(3))
     assert not await sessions.reopen(cluster.database, a.session.number)
     assert len(await a.session.live()) == 2

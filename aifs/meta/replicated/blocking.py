@@ -18,7 +18,8 @@ from aifs.meta.replicated.database import (
     require_version,
 )
 
-_CONNECT_S = 10
+_CONNECT_S = 5
+"""For each address of each server."""
 
 
 class LiveHost(NamedTuple):
@@ -40,6 +41,7 @@ class BlockingDatabase:
                 url,
                 password=password,
                 connect_timeout=_CONNECT_S,
+                target_session_attrs="read-write",  # a standby may be named, too
                 application_name="aifs",
                 autocommit=True,
             )

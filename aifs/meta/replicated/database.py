@@ -30,9 +30,12 @@ MIN_SERVER_VERSION = 140000
 
 ANSWER_S = 5.0
 """A connection that has not answered for so long is given up."""
-_CONNECT_S = 5.0
+_CONNECT_MIN_S, _CONNECT_MAX_S = 1.5, 5.0
+"""How long one address may take to connect, and a name to be resolved: doubled from one round of
+attempts to the next.
+"""
 _AGAIN_MIN_S, _AGAIN_MAX_S = 0.02, 0.5
-"""Between two attempts to connect: doubled from one to the next."""
+"""Between two rounds: doubled from one to the next."""
 
 _SETTINGS = (
     "-c synchronous_commit={} -c enable_seqscan=off -c jit=off"
@@ -205,6 +208,8 @@ def to_keys(field: bytes | None) -> list[bytes | None]:
 
 
 Fields = tuple[bytes | None, ...]
+Place = dict[str, str]
+"""Of a server: what of a conninfo says where it is, with one address."""
 
 
 def to_row(fields: Fields) -> Row:
@@ -235,6 +240,8 @@ class MapDatabase:
     def __init__(self, url: str, password: str | None = None) -> None:
         self._url = url
         self._password = password
+        self._places: list[Place] = []
+        """Where it may be, the most promising first."""
         self.commits = Link(self, synchronous=False)
         """For commits and what they need; answers come in the order of asking."""
         self.settles = Link(self, synchronous=True)
@@ -244,10 +251,32 @@ class MapDatabase:
         secret = {} if self._password is None else {"password": self._password}
         return make_conninfo(self._url, options=settings, **secret, **_KEPT_ALIVE)
 
-    async def connect(self, synchronous: bool = True) -> "Connection":
-        """A connection of one's own. Raises Unavailable."""
+    async def connect(
+        self, synchronous: bool = True, limit_s: float = _CONNECT_MAX_S
+    ) -> "Connection":
+        """A connection of one's own, to the first server that takes changes. ``limit_s``: for each
+        address. Raises Unavailable.
+        """
         conninfo = self.conninfo(_SETTINGS.format("on" if synchronous else "off"))
-        return await Connection.open(await _resolved(conninfo))
+        places, faults = await _places(conninfo, limit_s)
+        known = [place for place in self._places if place in places]
+        self._places = known + [place for place in places if place not in known]
+        for place in list(self._places):
+            try:
+                connection = await Connection.open(make_conninfo(conninfo, **place), limit_s)
+            except Unavailable as error:
+                faults.append(str(error))
+                self.leave(place)
+            else:
+                connection.place = place
+                return connection
+        raise Unavailable("; ".join(dict.fromkeys(faults)))
+
+    def leave(self, place: Place) -> None:
+        """A connection to it was lost, or failed: others are tried first."""
+        if place in self._places:
+            self._places.remove(place)
+            self._places.append(place)
 
     async def require_schema(self) -> None:
         """Raises StoreError if there is no schema, or another version of it; Unavailable."""
@@ -278,26 +307,42 @@ class MapDatabase:
         self.settles.close()
 
 
-async def _resolved(conninfo: str) -> str:
-    """With the addresses of all hosts that it names, which libpq would block to find out. Raises
-    Unavailable.
+async def _places(conninfo: str, limit_s: float) -> tuple[list[Place], list[str]]:
+    """Each address of each server that is named, and what is wrong with names that have none. libpq
+    would block to find out, and would not limit an attempt. Raises Unavailable if there is none.
     """
     known = conninfo_to_dict(conninfo)
-    names = str(known.get("host") or "")
-    if known.get("hostaddr") or not names or "/" in names:
-        return conninfo
-    ports = str(known.get("port") or "").split(",")
-    places: list[tuple[str, str, str]] = []
-    for at, name in enumerate(names.split(",")):
+    names, addresses, ports = (
+        str(known.get(key) or "").split(",") for key in ("host", "hostaddr", "port")
+    )
+    count = max(len(names), len(addresses))
+    columns = [
+        column * count if len(column) == 1 else column for column in (names, addresses, ports)
+    ]
+    found: dict[int, list[Place]] = {}
+    faults: list[str] = []
+
+    async def resolve(at: int, name: str, address: str, port: str) -> None:
+        place = {"host": name, "hostaddr": address, "port": port}
+        found[at] = [place]
+        if address or not name or name.startswith("/"):
+            return
+        found[at] = []
         try:
-            with trio.fail_after(_CONNECT_S):
-                found = await trio.socket.getaddrinfo(name, None, type=trio.socket.SOCK_STREAM)
+            with trio.fail_after(limit_s):
+                answer = await trio.socket.getaddrinfo(name, None, type=trio.socket.SOCK_STREAM)
         except (OSError, trio.TooSlowError) as error:
-            raise Unavailable(f"the database's host {name} is not known: {error}") from error
-        port = ports[at] if len(ports) > 1 else ports[0]
-        places += [(name, str(one[4][0]), port) for one in found]
-    host, hostaddr, port = (",".join(column) for column in zip(*places, strict=True))
-    return make_conninfo(conninfo, host=host, hostaddr=hostaddr, port=port)
+            faults.append(f"the database's host {name} is not known: {error}")
+        else:
+            found[at] = [{**place, "hostaddr": str(one[4][0])} for one in answer]
+
+    async with trio.open_nursery() as nursery:
+        for at, columns_at in enumerate(zip(*columns, strict=True)):
+            nursery.start_soon(resolve, at, *columns_at)
+    places = [place for at in range(count) for place in found[at]]
+    if not places:
+        raise Unavailable("; ".join(faults))
+    return places, faults
 
 
 async def _require_version(connection: "Connection") -> None:
@@ -346,21 +391,24 @@ class Link:
                 continue
 
     async def _connected(self) -> "Connection":
-        again_s = _AGAIN_MIN_S
+        again_s, limit_s = _AGAIN_MIN_S, _CONNECT_MIN_S
         while self._connection is None:
             try:
-                self._connection = await self._database.connect(self._synchronous)
+                self._connection = await self._database.connect(self._synchronous, limit_s)
             except Unavailable as error:
                 if not self.fault:
                     log.info("metadata: %s", error)
                 self.fault = str(error)
                 await trio.sleep(again_s)
                 again_s = min(2 * again_s, _AGAIN_MAX_S)
+                limit_s = min(2 * limit_s, _CONNECT_MAX_S)
         self.fault = ""
         return self._connection
 
     def _give_up(self, fault: str) -> None:
         self.fault = fault
+        if self._connection is not None:
+            self._database.leave(self._connection.place)
         self.close()
 
     def close(self) -> None:
@@ -372,18 +420,21 @@ class Link:
 class Connection:
     """One connection, for one task at a time."""
 
+    place: Place
+    """Of its server."""
+
     def __init__(self, connection: Any) -> None:
         self._pg = connection
         self._prepared: set[bytes] = set()
 
     @classmethod
-    async def open(cls, conninfo: str) -> "Connection":
-        """Raises Unavailable."""
+    async def open(cls, conninfo: str, limit_s: float) -> "Connection":
+        """``conninfo``: with one address. Raises Unavailable."""
         try:
-            with trio.fail_after(_CONNECT_S):
+            with trio.fail_after(limit_s):
                 return cls(await _connected(generators.connect(conninfo)))
         except trio.TooSlowError:
-            raise Unavailable(f"the database does not answer for {_CONNECT_S:g} s") from None
+            raise Unavailable(f"the database does not answer for {limit_s:g} s") from None
         except (OperationalError, OSError) as error:
             raise Unavailable(f"the database cannot be reached: {error}") from error
 
