@@ -105,6 +105,14 @@ class Handles:
                 f"inode {file.inode.ino}: a program on this host has had it open since before "
                 "another host replaced its bytes; what is mapped would be written to the old ones"
             )
+        # Each write comes to us, with O_APPEND as it is then (fcntl(2) may take it back), and what
+        # is mapped to be written is not: the kernel refuses that of handles that it does not cache.
+        is_guarded = opened.writable and bool(file.inode.flags & APPEND_ONLY)
+        if is_guarded and file.backing and opened.maps:
+            raise Busy(
+                f"inode {file.inode.ino}: a program has had it open since before it became "
+                "append-only; until it closes it, it can be opened with O_WRONLY and O_APPEND alone"
+            )
         file.users += 1
         file.writers += opened.writable
         if opened.writable:
@@ -117,7 +125,7 @@ class Handles:
             self._next = self._next % HANDLE_MAX + 1
         self._next = self._next % HANDLE_MAX + 1
         self._handles[handle] = opened
-        file.uncached |= file.is_joined
+        file.uncached |= file.is_joined or is_guarded
         # The kernel would put what is appended where it takes the end to be, and keep the page
         # locked until we answer.
         appends = self._is_shared and opened.appends and not file.backing

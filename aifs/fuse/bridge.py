@@ -46,7 +46,6 @@ CACHE_SYMLINKS = 1 << 23  # a symlink's target never changes
 NO_OPENDIR_SUPPORT = 1 << 24  # the kernel opens directories by itself, and caches listings
 EXPLICIT_INVAL_DATA = 1 << 25  # a new mtime leaves cached pages alone: nobody else changes files
 HANDLE_KILLPRIV_V2 = 1 << 28  # no GETXATTR before each write; vfs clears the set-id bits
-DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 
 WANTED = (
@@ -56,17 +55,14 @@ WANTED = (
     | NO_OPENDIR_SUPPORT
     | EXPLICIT_INVAL_DATA
     | HANDLE_KILLPRIV_V2
-    | DIRECT_IO_ALLOW_MMAP
     | PASSTHROUGH
 )
+"""Not DIRECT_IO_ALLOW_MMAP: a file that the kernel opens without caching it cannot be mapped with
+MAP_SHARED then. Such a file is changed by another host, so a mapping, as of a WAL of SQLite, would
+show an older state; or it may only be appended to."""
 
 LOCKS = 1 << 1 | 1 << 10
 """fcntl(2) and flock(2) locks come to us; else the kernel has them, on this host alone."""
-
-WANTED_OF_MANY = (WANTED | LOCKS) & ~DIRECT_IO_ALLOW_MMAP
-"""Of a host that shares its store. What another host changes cannot be mapped with MAP_SHARED: who
-does that, as a WAL of SQLite does, takes what he sees there for what everybody sees.
-"""
 
 _CAP_SYS_ADMIN = 21
 
@@ -187,7 +183,7 @@ class Bridge:
         if extension is not None:
             extension.configure(on_request if wanted else None)
             self._state = BridgeState.from_buffer(extension.state)
-            self._state.wanted = WANTED_OF_MANY if locks else WANTED
+            self._state.wanted = WANTED | LOCKS if locks else WANTED
             self._state.keeping.entry_ns = int(kernel.entry_timeout_s * 10**9)
             self._state.keeping.absent_ns = int(kernel.negative_timeout_s * 10**9)
             self._state.keeping.attr_ns = int(kernel.attr_timeout_s * 10**9)

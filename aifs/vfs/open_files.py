@@ -242,9 +242,9 @@ class OpenFiles:
         the kernel may take another offset for the end.
         """
         file = self._handles.writable(handle)
+        if not appends:
+            self._require_may_overwrite(file, offset)
         appends = appends and self._engine.host != 0
-        if file.inode.flags & APPEND_ONLY and offset < file.inode.size and not appends:
-            raise NotPermitted("the file is append-only (chattr)")
         await self._before_change(file, kill_privileges)
         if appends:
             await self._io.append(file, data)
@@ -259,6 +259,14 @@ class OpenFiles:
             else:  # O_APPEND came by fcntl(2), and a page is locked until we answer
                 self._kernel.drop_pages_soon(file.inode.ino)
         return len(data)
+
+    def _require_may_overwrite(self, file: OpenInode, offset: int) -> None:
+        """Raises NotPermitted for bytes of an append-only file that are there already, or may be:
+        its home knows where it ends. Programs that have it open since before may write past us."""
+        if file.inode.flags & APPEND_ONLY and (
+            file.home or offset < self._io.inodes.attributes(file).size
+        ):
+            raise NotPermitted("the file is append-only (chattr)")
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
         """The bytes are about to change. First, so that at no time they run with the owner's rights
@@ -312,6 +320,7 @@ class OpenFiles:
             raise NotSupported("it is no file on record")
         await self._take_back(handle_in)
         source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
+        self._require_may_overwrite(target, offset_out)
         await self._before_change(target, caller.uid != 0)
         copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
         await self._sync_written(handle_out)

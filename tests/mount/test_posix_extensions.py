@@ -4,12 +4,14 @@ outcome on ext4.
 
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -342,14 +344,36 @@ def test_an_append_only_file_grows_and_nothing_else(alike: Alike) -> None:
     assert alike(scenario)[2] == "first\nsecond\nthird\n"
 
 
-def test_append_only_holds_also_for_who_takes_o_append_back(here: Path) -> None:
-    Path("log").write_text("first")
-    assert shell("chattr +a log") == ""
-    fd = os.open("log", os.O_WRONLY | os.O_APPEND)
-    fcntl.fcntl(fd, fcntl.F_SETFL, 0)
-    assert errno_of(os.pwrite, fd, b"x", 0) == errno.EPERM
+@pytest.mark.parametrize("has_readers", [False, True])
+def test_append_only_holds_also_for_who_takes_o_append_back(here: Path, has_readers: bool) -> None:
+    """``has_readers``: since before it became append-only, so that the file is passed through."""
+    content = b"first" * 4000
+    Path("log").write_bytes(content)
+    Path("source").write_bytes(b"forged")
+    with ExitStack() as stack:
+        if has_readers:
+            reader = stack.enter_context(open("log", "rb", buffering=0))
+        assert shell("chattr +a log") == ""
+        fd = os.open("log", os.O_WRONLY | os.O_APPEND)
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+        source = stack.enter_context(open("source", "rb")).fileno()
+        assert errno_of(os.pwrite, fd, b"x", 0) == errno.EPERM
+        assert errno_of(os.copy_file_range, source, fd, 6, 0, 0) == errno.EPERM
+        assert os.pwrite(fd, b"second", len(content)) == 6
+        os.close(fd)
+        content += b"second"
+        if has_readers:
+            assert reader.readall() == content
+            assert errno_of(os.open, "log", os.O_RDWR | os.O_APPEND) == errno.EBUSY
+    fd = os.open("log", os.O_RDWR | os.O_APPEND)
+    assert errno_of(mmap.mmap, fd, 5) == errno.ENODEV
+    with mmap.mmap(fd, 5, mmap.MAP_PRIVATE) as private:
+        assert private[:] == b"first"
+    content += b"third"
+    assert os.write(fd, b"third") == 5 and os.pread(fd, 1 << 20, 0) == content
+    assert Path("log").read_bytes() == content
     os.close(fd)
-    assert shell("chattr -a log; cat log") == "first"
+    assert shell("chattr -a log") == "" and Path("log").read_bytes() == content
 
 
 @pytest.mark.parametrize("flag", ["i", "a"])
