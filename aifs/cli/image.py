@@ -1,6 +1,7 @@
 """``aifs image``: container images that are unpacked once, and mounted by all hosts."""
 
 import os
+import stat
 
 import click
 
@@ -78,9 +79,10 @@ def mount_command(image: str, mountpoint: str, upper: str | None) -> None:
     MNT` ends it. Only root can do this.
     """
     from aifs.client import startup
-    from aifs.core import trees
+    from aifs.client.startup.images import OWNER
+    from aifs.core import beneath, trees
 
-    with startup.made_at(image) as made:
+    with startup.made_at(image, OWNER) as made:
         lower = os.path.join(made.path, "rootfs")
         if not os.path.isdir(lower):
             raise click.BadParameter(f"{image}: is no image", param_hint="IMAGE")
@@ -91,6 +93,11 @@ def mount_command(image: str, mountpoint: str, upper: str | None) -> None:
         for option, name in (("upperdir", "upper"), ("workdir", "work")):
             directories[option] = os.path.join(os.path.realpath(upper), name)
             trees.make_dir(directories[option])
+            found = os.lstat(directories[option])
+            if stat.S_ISLNK(found.st_mode) or beneath.is_foreign(found, os.stat(upper)):
+                raise click.BadParameter(
+                    f"{directories[option]}: was made by user {found.st_uid}", param_hint="--upper"
+                )
         for path in directories.values():
             if set(path) & set(',:\\"'):
                 raise click.BadParameter(f'{path}: overlayfs takes no path with , : \\ or "')
@@ -169,10 +176,11 @@ def rm_command(image: str) -> None:
     seen: programs there would lose their files.
     """
     from aifs.client import startup
+    from aifs.client.startup.images import OWNER
 
     digest = os.path.basename(os.path.realpath(image))
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         mounted = [line.split()[4] for line in mounts if f"{digest}/rootfs" in line]
     if mounted:
         raise click.UsageError(f"{image}: is mounted at {mounted[0]}; umount it first")
-    startup.remove(image)
+    startup.remove(image, OWNER)

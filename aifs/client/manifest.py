@@ -21,6 +21,7 @@ Only regular files are listed. Symlinks and empty directories may be in a checkp
 looked after.
 """
 
+import errno
 import json
 import math
 import os
@@ -31,11 +32,12 @@ from typing import Any, NamedTuple
 import blake3
 
 from aifs.core.errors import UserError
-from aifs.core.files import read_file
+from aifs.core.files import read_foreign
 from aifs.core.trees import replace_file
 
 NAME = ".aifs-manifest.json"
 FORMAT = 1
+_BYTES_MAX = 1 << 28
 
 
 class Digest(NamedTuple):
@@ -159,9 +161,20 @@ def decode_files(value: dict[str, Any]) -> Files:
     return files
 
 
+def read_document(path: str) -> bytes | None:
+    """What somebody has written beside the files of a checkpoint, or None. Raises CheckpointError
+    for what nobody has who means well, OSError."""
+    try:
+        return read_foreign(path, _BYTES_MAX)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.EFBIG):
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        raise
+
+
 def read(directory: str) -> Manifest | None:
     """The manifest in a directory, or None if there is none. Raises CheckpointError, OSError."""
-    data = read_file(os.path.join(directory, NAME))
+    data = read_document(os.path.join(directory, NAME))
     if data is None:
         return None
     try:

@@ -86,7 +86,7 @@ def read_commits(directory: str) -> dict[int, Files]:
     commits = {}
     for name in os.listdir(directory):
         match = _COMMIT.fullmatch(name)
-        data = files.read_file(os.path.join(directory, name)) if match else None
+        data = manifest.read_document(os.path.join(directory, name)) if match else None
         if match and data is not None:
             try:
                 commits[int(match[1])] = manifest.decode_files(json.loads(data)["files"])

@@ -110,7 +110,7 @@ class Ranks:
 
     def _read(self, name: str) -> dict[str, Any]:
         """{} if it is not there."""
-        data = files.read_file(self._path(name))
+        data = manifest.read_document(self._path(name))
         return json.loads(data) if data else {}
 
     def _write(self, name: str, **value: Any) -> None:

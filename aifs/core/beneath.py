@@ -5,9 +5,13 @@ The same rules as in ``files``, whose hook sees these operations too, with the b
 Everything blocks; nothing is durable until it is synced. Raises OSError.
 """
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from aifs.core import files
 from aifs.core.files import _after, _before
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -16,6 +20,56 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def open_directory(name: str, parent: int | None = None) -> int:
     """A descriptor of the directory. Raises NotADirectoryError also for a symlink."""
     return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def is_foreign(found: os.stat_result, above: os.stat_result) -> bool:
+    """Whether somebody whom the caller has no reason to trust has made what is found in the
+    directory ``above``: everybody may, and it was neither the caller, root, nor its owner."""
+    trusted = (os.geteuid(), 0, above.st_uid)
+    return bool(above.st_mode & stat.S_IWOTH) and found.st_uid not in trusted
+
+
+def reach(path: str, top: int) -> int:
+    """A descriptor (O_PATH) of the directory with this path from the directory ``top``. Nothing
+    above that is reached, and no symlink is followed, wherever it is. Raises OSError."""
+    fd = os.dup(top)
+    try:
+        for name in path.split("/"):
+            if name == "..":
+                raise NotADirectoryError(errno.ENOTDIR, "leads above the directory", path)
+            if name:
+                above, fd = fd, os.open(name, _DIRECTORY | os.O_PATH, dir_fd=fd)
+                os.close(above)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_file(path: str, top: int) -> int:
+    """A descriptor, for reading, of the regular file with this path from the directory ``top``, on
+    its filesystem, as ``reach`` reaches it. Raises OSError: EINVAL for what is no regular file."""
+    above, name = os.path.split(path)
+    parent = reach(above, top)
+    with path_of(parent, above) as at:
+        if os.fstat(parent).st_dev != os.fstat(top).st_dev:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+        return files.open_file(os.path.join(at, name), write=False, foreign=True)
+
+
+@contextmanager
+def path_of(fd: int, known_as: str) -> Iterator[str]:
+    """A path of the directory ``fd``, which leads there whatever gets its name, until the context
+    ends, which closes ``fd``. OSErrors within say ``known_as`` in its place."""
+    path = f"/proc/self/fd/{fd}"
+    try:
+        yield path
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(path, known_as, 1)
+        raise
+    finally:
+        os.close(fd)
 
 
 def create_file(name: str, parent: int) -> int:

@@ -83,8 +83,9 @@ def open_file(
 
     ``append``: all that is written goes to the end; on a shared filesystem also if others write
     there from other hosts, who cannot be told of RWF_APPEND.
-    ``foreign``: others may make names there. A symlink is not followed then (ELOOP), and nothing is
-    waited for that is no regular file (EINVAL).
+    ``foreign``: others may make names there. A symlink is not followed then (ELOOP), nothing is
+    waited for that is no regular file (EINVAL), and a file is not written that has other names,
+    too (EMLINK): somebody may have linked it here.
     """
     _before("open_file", path)
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
@@ -97,9 +98,14 @@ def open_file(
     if append:
         flags |= os.O_APPEND
     fd = os.open(path, flags, 0o600)
-    if foreign and not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", path)
+    if foreign:
+        found = os.fstat(fd)
+        is_file = stat.S_ISREG(found.st_mode)
+        if not is_file or (write and found.st_nlink > 1):
+            os.close(fd)
+            if not is_file:
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            raise OSError(errno.EMLINK, "it has other names, too", path)
     _open.add(fd)
     if _hook is not None:
         _paths[fd] = path
@@ -308,6 +314,24 @@ def read_file(path: str, *, anew: bool = False) -> bytes | None:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
+
+
+def read_foreign(path: str, bytes_max: int) -> bytes | None:
+    """As ``read_file``, where others may make names (``open_file``). Raises OSError: EFBIG if it
+    is longer."""
+    try:
+        fd = open_file(path, write=False, foreign=True)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+    try:
+        size = os.fstat(fd).st_size
+        if size > bytes_max:
+            raise OSError(errno.EFBIG, f"longer than {bytes_max} bytes", path)
+        return read_at(fd, size, 0)
+    finally:
+        close_file(fd)
 
 
 # --- what only files of the burst tier need -------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from aifs.cli.main import main
 from aifs.client import startup
+from aifs.client.startup import captured
 from aifs.core import files
 from tests.support.mounts import ROOT, TIMEOUT_S
 
@@ -122,6 +123,24 @@ def test_it_may_be_repeated_and_mends_what_was_left(tmp_path: Path, site: Path) 
     ask(tmp_path / "envs", site, never)
     assert tree(site) == wanted
     assert Path("/etc/passwd").read_bytes() != b"after, and longer"
+
+
+def test_no_symlink_that_somebody_has_put_there_meanwhile_is_followed(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root wrote wherever the owner of a directory of the target let it lead to."""
+    ask(tmp_path / "envs", site)
+    again, victim = target(tmp_path / "again"), tmp_path / "victim"
+    victim.mkdir()
+
+    def plant(to: str, *rest: object) -> None:
+        (again / "new").rmdir()
+        (again / "new").symlink_to(victim)
+
+    monkeypatch.setattr(captured, "_remove_temporary", plant)  # the directories are there
+    with pytest.raises(NotADirectoryError):
+        ask(tmp_path / "envs", again, never)
+    assert not os.listdir(victim)
 
 
 def test_on_another_filesystem_it_is_copied(
@@ -294,13 +313,13 @@ def test_what_a_full_disk_has_put_there_by_half_is_mended(
     assert tree(again).keys() == tree(site).keys()
 
 
-def killed(point: int, envs: Path, path: Path, work: str) -> None:
-    """Asks for it, and dies at its ``point``-th operation."""
+def killed(point: int, envs: Path, path: Path, work: str, op: str = "") -> None:
+    """Asks for it, and dies at its ``point``-th operation, or its ``point``-th ``op``."""
     script = (
         "import os, signal, sys; from pathlib import Path\n"
         "from aifs.core import files\n"
         "from tests.unit.test_captured import _Hook, ask, install, never\n"
-        f"files.set_hook(_Hook('', {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
+        f"files.set_hook(_Hook({op!r}, {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
         f"ask(Path(sys.argv[1]), Path(sys.argv[2]), {work})\n"
     )
     command = [sys.executable, "-c", script, str(envs), str(path)]
@@ -326,7 +345,7 @@ def test_what_was_killed_while_it_put_files_there_leaves_none_of_its_own(
     """A file that had not got its name yet stayed for good."""
     envs, again = tmp_path / "envs", target(tmp_path / "again")
     ask(envs, site)
-    killed(21, envs, again, "never")
+    killed(1, envs, again, "never", op="rename")
     assert list(again.glob("**/.*.tmp"))
     (again / ".mine.01234567.tmp").touch()
     ask(envs, again, never)

@@ -162,3 +162,19 @@ def test_a_directory_that_has_taken_the_place_of_ours_is_not_published(tmp_path:
         tmp.rename(tmp_path / "ours")
         write(tmp, "half of another's")
     assert client.latest(tmp_path) is None and (tmp / "model.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "symlink", "sparse"])
+def test_a_manifest_that_never_ends_is_a_damaged_one(kind: str, tmp_path: Path) -> None:
+    """It may be anybody's: a program that listed checkpoints waited for ever, or ran out of
+    memory."""
+    path = tmp_path / manifest.NAME
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "symlink":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(CheckpointError, match=manifest.NAME):
+        manifest.read(str(tmp_path))

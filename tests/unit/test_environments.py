@@ -327,6 +327,47 @@ def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) 
     startup.environment(tmp_path, key=KEY, make=touch).close()
 
 
+@pytest.mark.parametrize("field", ["making", "name"])
+def test_a_record_removes_nothing_that_does_not_belong_to_its_owner(
+    tmp_path: Path, field: str
+) -> None:
+    """Root removed what another user was just making, because a third one's record said so."""
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    records = tmp_path / ".aifs-env"
+    records.mkdir()
+    theirs = tmp_path / ("." + "a" * 63 if field == "making" else "c" * 64)
+    (theirs / "lib").mkdir(parents=True)
+    os.chown(theirs, 65533, 65533)
+    record = records / ("c" * 64)
+    making = theirs.name if field == "making" else ""
+    record.write_text(json.dumps({"making": making, "expire_s": 0, "attempt": 1}))
+    os.utime(record, (0, 0))
+    os.chown(record, 65534, 65534)
+    assert startup.expire(tmp_path) == [] and (theirs / "lib").exists()
+    os.chown(record, 65533, 65533)
+    startup.expire(tmp_path)
+    assert not theirs.exists()
+
+
+def test_a_record_is_not_read_without_bound(tmp_path: Path) -> None:
+    with startup.environment(tmp_path, key=KEY, make=touch) as found:
+        name = os.path.basename(found.path)
+    os.truncate(tmp_path / ".aifs-env" / name, 1 << 40)
+    assert startup.list_made(tmp_path)[name][0] == startup.MadeRecord()
+
+
+def test_where_everybody_may_write_records_of_others_are_not_used(tmp_path: Path) -> None:
+    """Their owner may write anything into them, and give them other names."""
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    tmp_path.chmod(0o1777)
+    (tmp_path / ".aifs-env").mkdir()
+    os.chown(tmp_path / ".aifs-env", 65534, 65534)
+    with pytest.raises(startup.MakingFailed, match="made by user 65534"):
+        startup.environment(tmp_path, key=KEY, make=touch)
+
+
 def test_a_record_of_somebody_else_does_not_keep_one_from_being_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

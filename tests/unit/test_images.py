@@ -229,3 +229,31 @@ def test_of_two_importers_one_unpacks(tmp_path: Path) -> None:
         one.close()
     startup.remove(found[0].path)
     assert left(tmp_path / "out") == []
+
+
+def test_an_image_that_somebody_else_has_planted_is_not_used(tmp_path: Path) -> None:
+    """Its digest is public: root got the path of another user's files, as those of the image."""
+    digest = oci_layout(tmp_path / "oci", typical())
+    images = tmp_path / "out" / "images"
+    (images / digest / "rootfs").mkdir(parents=True)
+    for path in (images, images / digest):
+        os.chown(path, 65534, 65534)
+    for planted in (images, images / digest):
+        with pytest.raises(startup.MakingFailed, match=f"{planted}: was made by user 65534"):
+            import_image(tmp_path / "oci", tmp_path / "out")
+        os.chown(planted, 0, 0)
+    import_image(tmp_path / "oci", tmp_path / "out").close()
+    os.chown(images / digest, 65534, 65534)
+    with pytest.raises(startup.MakingFailed, match="made by user 65534"):
+        startup.made_at(images / digest, 0)
+
+
+def test_no_symlink_in_the_place_of_images_is_followed(tmp_path: Path) -> None:
+    oci_layout(tmp_path / "oci", typical())
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.mkdir()
+    out.mkdir()
+    (out / "images").symlink_to(victim)
+    with pytest.raises(startup.MakingFailed, match="no directory"):
+        import_image(tmp_path / "oci", out)
+    assert not os.listdir(victim)

@@ -1,6 +1,7 @@
 """Stages that ranks note, and the report on them (client/startup/stages)."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -108,3 +109,38 @@ def test_the_command_reports_what_its_job_has_noted(tmp_path: Path) -> None:
     assert told["run"] == "1" and told["stages"][0]["stage"] == "import"
     done = aifs("start", "report", "other", "--dir", tmp_path, check=False)
     assert done.returncode == 1 and "no start of this job has noted stages" in done.stderr
+
+
+@pytest.mark.parametrize("planted", ["job", "run", "file", "link"])
+def test_no_name_of_somebody_else_is_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """Below a directory that all may write to, a symlink of another user was followed."""
+    elsewhere, job = tmp_path / "elsewhere", tmp_path / "job"
+    file = f"{os.uname().nodename}.jsonl"
+    victim = elsewhere / file if planted == "run" else elsewhere / "a" / file
+    victim.parent.mkdir(parents=True)
+    victim.write_text("precious\n")
+    if planted == "job":
+        job.symlink_to(elsewhere)
+    else:
+        job.mkdir()
+    if planted == "run":
+        (job / "a").symlink_to(elsewhere)
+    elif planted != "job":
+        (job / "a").mkdir()
+        plant = os.symlink if planted == "file" else os.link
+        plant(victim, job / "a" / file)
+    monkeypatch.setenv(stages.DIRECTORY, str(job))
+    monkeypatch.setenv(stages.RUN, "a")
+    with startup.stage("load"):
+        pass
+    assert victim.read_text() == "precious\n"
+
+
+def test_events_that_never_end_are_left_out(tmp_path: Path) -> None:
+    note(tmp_path / "7", "host", ("begin", "load", 1.0), ("end", "load", 2.0))
+    os.mkfifo(tmp_path / "7" / "fifo.jsonl")
+    (tmp_path / "7" / "big.jsonl").touch()
+    os.truncate(tmp_path / "7" / "big.jsonl", 1 << 40)
+    assert [span.who for span in startup.spans(str(tmp_path))[1]] == ["host rank 0"]

@@ -1,5 +1,6 @@
 """Records of what starts touch, and where jobs have theirs (core/start_record, client/startup)."""
 
+import os
 import zlib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from aifs.client import startup
 from aifs.core.errors import Invalid
+from aifs.core.mountinfo import mount_of
 from aifs.core.start_record import (
     BLOCK,
     HotFile,
@@ -129,3 +131,44 @@ def test_jobs_are_directories(tmp_path: Path) -> None:
 def test_a_start_is_called_as_the_scheduler_calls_it() -> None:
     assert startup.run_name({"SLURM_JOB_ID": "1234"}) == "1234"
     assert startup.run_name({"SLURM_JOB_ID": "../x"}).endswith("Z")
+
+
+def test_records_that_never_end_are_left_out(tmp_path: Path) -> None:
+    good = record(hot(2, 0))
+    (tmp_path / "a.start").write_bytes(encode(good))
+    os.mkfifo(tmp_path / "b.start")
+    (tmp_path / "c.start").touch()
+    os.truncate(tmp_path / "c.start", 1 << 40)
+    (tmp_path / "d.start").symlink_to("/dev/zero")
+    assert startup.read_records(str(tmp_path)) == [good]
+
+
+def test_where_everybody_may_write_only_records_that_can_be_trusted_count(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    tmp_path.chmod(0o1777)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.start").write_bytes(encode(record(hot(2, 0), run=name)))
+    os.chown(tmp_path / "b.start", 65534, 65534)
+    assert [found.run for found in startup.read_records(str(tmp_path))] == ["a"]
+
+
+def test_what_is_prefetched_lies_on_the_mount(tmp_path: Path) -> None:
+    """A record may be anybody's; a FIFO of another directory was opened, as a device would be."""
+    fifo, file, job = tmp_path / "fifo", tmp_path / "file", tmp_path / "job"
+    os.mkfifo(fifo)
+    file.write_bytes(b"x" * 5)
+    job.mkdir()
+    mount = mount_of(str(tmp_path))
+    top = "/" if mount is None else mount.mountpoint
+    found = file.stat()
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = ("/.." * 20 + str(fifo), str(tmp_path / "link" / "file"), str(file), str(fifo))
+    files = [
+        HotFile("/" + os.path.relpath(path, top), found.st_ino, 5, found.st_mtime_ns, ((0, 1),))
+        for path in paths[1:]
+    ]
+    files.append(files[0]._replace(path=paths[0]))
+    for number, (each, fetched) in enumerate(zip(files, (0, 1, 0, 0), strict=True)):
+        (job / "a.start").write_bytes(encode(record(each, began_s=float(number))))
+        assert startup.prefetch(str(job)).files == fetched, each.path

@@ -17,11 +17,13 @@ from aifs.client.data.dataset import MADE_EACH_TIME, Dataset
 from aifs.client.data.disk import DiskFile, version_of
 from aifs.core import trees
 from aifs.core.errors import DatasetError
-from aifs.core.files import read_file
+from aifs.core.files import read_foreign
 from aifs.datasets import index as record
 from aifs.datasets.formats import files, records
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, Version, index_of
+
+_INDEX_MAX = 1 << 32  # bytes
 
 _THREADS = 16  # files that are indexed at a time: they wait for servers, more than for processors
 _OPTIONS = {
@@ -123,7 +125,7 @@ def _kept(
 ) -> Index | None:
     """The index that was kept, if it is that of these files, read in this way."""
     try:
-        data = read_file(path)
+        data = read_foreign(path, _INDEX_MAX)
         index = record.decode(data) if data is not None else None
     except (OSError, DatasetError, ValueError):
         return None

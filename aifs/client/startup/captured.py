@@ -19,16 +19,17 @@ import re
 import stat
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from aifs.client import hashing, locks
 from aifs.client.startup import relocate
 from aifs.client.startup.environments import environment
 from aifs.client.startup.once import MadeDirectory, MakingFailed
-from aifs.core import files, trees
+from aifs.core import beneath, files, trees
 
 _MARK, _FILES, _TOLD = ".aifs-capture", "files", "captured.json"
+_TOLD_MAX = 64 << 20  # bytes
 _NAMED = 5
 """Files that a message names at most."""
 
@@ -154,10 +155,14 @@ def _restore(made: str, target: str) -> None:
     moved = None if told["target"] == target else _Move(told["target"], target)
     rewritten = set() if moved is None else moved.plan(source, entries)
     for path in told["removed"]:
-        _remove(os.path.join(target, path))
+        with suppress(FileNotFoundError, NotADirectoryError), _reached(target, path) as to:
+            _remove(to)
 
     def restore(path: str, status: os.stat_result) -> None:
-        to = os.path.join(target, path)
+        with _reached(target, path) as to:
+            put(path, status, to)
+
+    def put(path: str, status: os.stat_result, to: str) -> None:
         if moved is not None and path in rewritten:
             data = moved.rewrite(os.path.join(source, path))
             _make_way(to)
@@ -184,19 +189,33 @@ def _restore(made: str, target: str) -> None:
             relocate.note(target, path, rewritten)
 
 
+@contextmanager
+def _reached(target: str, path: str) -> Iterator[str]:
+    """Another path of this one below the target, which leads over no symlink: others may have put
+    one there."""
+    top = beneath.open_directory(target)
+    try:
+        above = beneath.reach(os.path.dirname(path), top)
+    finally:
+        os.close(top)
+    with beneath.path_of(above, os.path.join(target, os.path.dirname(path))) as at:
+        yield os.path.join(at, os.path.basename(path))
+
+
 def _remove_temporary(target: str, directories: Sequence[str], wanted: Container[str]) -> None:
     """What one that was killed has left beside the files that are ``wanted``."""
     for directory in directories:
-        for name in os.listdir(os.path.join(target, directory)):
-            if os.path.join(directory, trees.whose(name)) in wanted:
-                files.unlink(os.path.join(target, directory, name))
+        with _reached(target, os.path.join(directory, "")) as at:
+            for name in os.listdir(at):
+                if os.path.join(directory, trees.whose(name)) in wanted:
+                    files.unlink(os.path.join(at, name))
 
 
 def _told(made: str) -> dict[str, Any]:
     """Raises MakingFailed for what is not there, or would reach out of the target."""
     path = os.path.join(made, _TOLD)
     try:
-        told = json.loads(files.read_file(path) or b"")
+        told = json.loads(files.read_foreign(path, _TOLD_MAX) or b"")
         paths = [told["target"], *told["removed"]]
         if not all(isinstance(one, str) for one in paths):
             raise TypeError

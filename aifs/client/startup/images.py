@@ -6,7 +6,7 @@ directory that all hosts use.
                                     is what Docker calls the image's ID
 
 It is made as ``once`` makes directories: by one of all that import it, and whole or not at all. The
-directory is for root alone: programs in it may be set-user-ID.
+directory is of root, and for root alone: programs in it may be set-user-ID.
 
 What an archive is made of is found by its digest, and looked at only when that is right (OCI image
 specification, "Image Manifest Specification"). The configuration names the digests of unpacked
@@ -34,6 +34,9 @@ from aifs.client.startup.once import MadeDirectory, make_once
 from aifs.core import beneath, trees
 
 IMAGES = "images"
+OWNER = 0
+"""Images, and the directory that they are in, belong to root: others could plant programs."""
+
 BYTES_MAX = 64 << 30
 """What an image may unpack to, unless more is asked for."""
 
@@ -113,6 +116,7 @@ def import_image(
             image.digest,
             key={"names": image.names, "source": os.path.basename(os.path.realpath(source))},
             make=lambda path: _unpack(archive, image, path, Limits(bytes_max)),
+            owner=OWNER,
         )
 
 

@@ -8,6 +8,9 @@ fails because of any of this: ``JobStart`` says in one line why nothing is recor
 Prefetching is opening the files, and reading what was hot of them. So it has the rights of who
 asks, names and attributes are in the kernel's caches, too, whatever tier the bytes come from, and
 nothing is written.
+
+Users may share DIR, so records are data of somebody else, and so are names there: JOB is no
+symlink, and only regular files of this mount are opened.
 """
 
 import os
@@ -15,19 +18,21 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
 from aifs.client import attributes
-from aifs.core import files, trees
+from aifs.core import beneath, files, trees
 from aifs.core.errors import Invalid, UserError
 from aifs.core.limits import within
 from aifs.core.mountinfo import FSTYPE, all_mounts, mount_of
 from aifs.core.start_record import (
     BLOCK,
     FOLLOWED,
+    KEPT,
+    STORED_MAX,
     SUFFIX,
     HotFile,
     StartRecord,
@@ -43,6 +48,9 @@ JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
 
 _ASKED_S = 2.0
 """How long a mount may take to answer before the job goes on without it."""
+
+_READ = 2 * KEPT
+"""Records that are read at most."""
 
 _READERS = 4
 """Files that are opened at a time."""
@@ -60,7 +68,7 @@ class StartUnknown(UserError):
 
 def default_directory() -> str:
     """The directory ``start`` of the mount that we are in, or of the only one. Raises
-    StartUnknown.
+    StartUnknown, also for one that somebody may have made because everybody may.
     """
     here = mount_of(os.getcwd())
     found = [mount.mountpoint for mount in all_mounts() if mount.fstype == FSTYPE]
@@ -69,7 +77,22 @@ def default_directory() -> str:
     if len(set(found)) != 1:
         which = "several AIFS are" if found else "no AIFS is"
         raise StartUnknown(f"{which} mounted here: say --dir, where records of starts are kept")
-    return os.path.join(found[0], DIRECTORY)
+    top = os.path.join(found[0], DIRECTORY)
+    try:
+        is_foreign = within(_ASKED_S, _is_foreign, top)
+    except (OSError, TimeoutError) as error:
+        raise StartUnknown(f"{top}: {error or 'the mount does not answer'}") from None
+    if is_foreign:
+        raise StartUnknown(f"{top}: anybody may have made it: say --dir")
+    return top
+
+
+def _is_foreign(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return beneath.is_foreign(found, os.stat(os.path.dirname(path)))
 
 
 def directory_of(top: str, job: str, key: str = "") -> str:
@@ -92,17 +115,39 @@ def run_name(environment: Mapping[str, str]) -> str:
 
 
 def read_records(directory: str) -> list[StartRecord]:
-    """Those of a job, newest first; what is torn or foreign is left out. Raises StartUnknown."""
-    try:
-        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
-    except (FileNotFoundError, NotADirectoryError):
-        raise StartUnknown(f"{directory}: no start of this job was recorded") from None
+    """The newest of a job, newest first; what is torn or foreign is left out. Raises
+    StartUnknown."""
     found = []
-    for name in names:
-        with suppress(Invalid):
-            if name[0] != "." and (data := files.read_file(os.path.join(directory, name))):
-                found.append(decode(data))
+    with opened(directory) as top:
+        above, written = os.stat(top), {}
+        for name in os.listdir(top):
+            if name.endswith(SUFFIX) and name[0] != ".":
+                status = os.lstat(os.path.join(top, name))
+                if not beneath.is_foreign(status, above):
+                    written[name] = status.st_mtime
+        for name in sorted(written, key=lambda name: -written[name])[:_READ]:
+            with suppress(Invalid, OSError):
+                if data := files.read_foreign(os.path.join(top, name), STORED_MAX):
+                    found.append(decode(data))
     return sorted(found, key=lambda record: record.began_s, reverse=True)
+
+
+@contextmanager
+def opened(directory: str, run: str = "") -> Iterator[str]:
+    """Another path of the directory of a job, or of what it has of one start, which leads there as
+    long as the context lasts. Raises StartUnknown if there is none; a symlink is none."""
+    path = os.path.join(directory, run) if run else directory
+    try:
+        fd = job = beneath.open_directory(directory)
+        if run:
+            try:
+                fd = beneath.open_directory(run, job)
+            finally:
+                os.close(job)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StartUnknown(f"{path}: no start of this job was recorded") from None
+    with beneath.path_of(fd, path) as at:
+        yield at
 
 
 def plan(records: Sequence[StartRecord]) -> list[HotFile]:
@@ -119,9 +164,8 @@ def list_jobs(top: str) -> dict[str, list[StartRecord]]:
 
 def forget(directory: str) -> None:
     """Remove a job's directory. Raises StartUnknown if there is none, OSError."""
-    if not os.path.isdir(directory):
-        raise StartUnknown(f"{directory}: no start of this job was recorded")
-    trees.remove_tree(directory)
+    with opened(directory):
+        trees.remove_tree(directory)
 
 
 class Fetched(NamedTuple):
@@ -141,22 +185,25 @@ def prefetch(directory: str, passed_on_s: float = 0.0) -> Fetched:
 
     hot = plan(read_records(directory))
     mount = mount_of(directory)
-    root = "" if mount is None else mount.mountpoint
     kept: list[int] = []
-    with ThreadPoolExecutor(_READERS) as pool:
-        done = [file for file, ok in zip(hot, pool.map(partial(_read, root, kept), hot)) if ok]
+    root = beneath.open_directory("/" if mount is None else mount.mountpoint)
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            done = [file for file, ok in zip(hot, pool.map(partial(_read, root, kept), hot)) if ok]
+    finally:
+        os.close(root)
     time.sleep(passed_on_s if kept else 0.0)
     for fd in kept:
         files.close_file(fd)
     return Fetched(sum(file.bytes for file in done), len(done), len(hot) - len(done))
 
 
-def _read(root: str, kept: list[int], hot: HotFile) -> bool:
+def _read(root: int, kept: list[int], hot: HotFile) -> bool:
     """Whether the file was still there, as it was, and could be read. One of several blocks stays
     open in ``kept``, so that hosts that read it, too, can pass it on.
     """
     with suppress(OSError):
-        fd = files.open_file(root + hot.path, write=False, foreign=True)
+        fd = beneath.open_file(hot.path.lstrip("/"), root)
         try:
             now = os.fstat(fd)
             if (now.st_ino, now.st_size, now.st_mtime_ns) == hot[1:4]:
@@ -200,9 +247,7 @@ class JobStart:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._reader, signal.SIGKILL)
                 os.waitpid(self._reader, 0)
-        if self._is_recorded and self._try(
-            attributes.put, self._directory, attributes.START, "stop"
-        ):
+        if self._is_recorded and self._try(self._order, "stop"):
             until_s = time.monotonic() + _ENDED_S
             while self._state() == "ending" and time.monotonic() < until_s:
                 time.sleep(0.01)
@@ -212,9 +257,15 @@ class JobStart:
 
     def _begin(self, run: str) -> None:
         trees.make_dir(self._directory)
-        if not attributes.is_aifs(self._directory):
-            raise OSError("it is not on an AIFS, where alone starts are recorded")
-        attributes.put(self._directory, attributes.START, f"record={run}")
+        self._order(f"record={run}")
+
+    def _order(self, text: str) -> None:
+        """Raises OSError, also for a symlink that somebody has put there."""
+        fd = beneath.open_directory(self._directory)
+        with beneath.path_of(fd, self._directory) as directory:
+            if not attributes.is_aifs(directory):
+                raise OSError("it is not on an AIFS, where alone starts are recorded")
+            attributes.put(directory, attributes.START, text)
 
     def _prefetch(self) -> int:
         """The process that does it."""

@@ -11,8 +11,9 @@ it. The kernel lets go of them when a process has ended, however it did. On a fi
 locks two may make the same directory; the second throws its own away.
 
 Several users may share DIR: so a record is data of somebody else. It names nothing but what is
-beside it, no symlink is followed, and where everybody may make names in DIR, what is there is used
-only if the caller, root, or who owns DIR has made it.
+beside it and belongs to the record's owner, no symlink is followed, and where everybody may make
+names in DIR, what is there is used only if the caller, root, or who owns DIR has made it. DIR is
+open all the while, so it stays the same one whatever gets its name.
 
 Rules (docs/startup.md): what has not got its name does not exist; a maker that dies
 loses its lock, and the next one removes what it left; one in use is never removed.
@@ -36,6 +37,7 @@ from aifs.core.errors import UserError
 RECORDS = ".aifs-env"
 
 _MAKER, _USERS = 0, 1  # bytes that are locked
+_RECORD_MAX = 16 << 20  # bytes; the files that a key is made of are in it
 
 _NAME = re.compile("[0-9a-f]{32,64}")
 _PENDING = re.compile(r"\.[0-9a-f]{31,63}")
@@ -125,6 +127,7 @@ def make_once(
     key: Mapping[str, Any],
     make: Callable[[str], object],
     expire_s: float | None = None,
+    owner: int | None = None,
 ) -> MadeDirectory:
     """What is called ``name`` (32 to 64 hexadecimal digits) below ``directory``; made by
     ``make(path)`` if it is not there.
@@ -135,102 +138,152 @@ def make_once(
     the next call tries again. ``key`` is what the record says of it.
 
     ``expire_s``: who makes another one below ``directory`` removes this one when nobody has used it
-    for so many seconds. Raises what ``make`` raises, MakingFailed, OSError.
+    for so many seconds. ``owner``: of ``directory``, no symlink then, and of all that is used in
+    it; other users' is refused. Raises what ``make`` raises, MakingFailed, OSError.
     """
-    above = os.path.realpath(directory)
-    trees.make_dir(os.path.join(above, RECORDS))
-    with _records_of(above) as records:
-        before = _read(records, name)
+    with _opened(directory, owner, make=True) as place:
+        place.require_trusted_records()
+        before = _read(place.records, name)
         seen = before.attempt - bool(before.making)  # which is, or may be, under way
-        fd = _in_use(records, name)
+        fd = _in_use(place.records, name)
         try:
             made = False
-            if not _is_there(above, name):
+            if not _is_there(place, name):
                 with _as_maker(fd, name):
-                    made = _make_if_missing(above, name, key, make, expire_s, seen, fd)
+                    made = _make_if_missing(place, name, key, make, expire_s, seen, fd)
             _note_use(fd)
-            found = MadeDirectory(os.path.join(above, name), made, _read_open(fd), fd)
+            found = MadeDirectory(os.path.join(place.path, name), made, _read_open(fd), fd)
         except BaseException:
             files.close_file(fd)
             with suppress(OSError):  # the record alone, unless somebody waits for it
-                _expire(above, records, name)
+                _expire(place, name)
             raise
-    if made:
-        with suppress(OSError):  # room is a matter of who needs it
-            expire(above)
+        if made:
+            with suppress(OSError):  # room is a matter of who needs it
+                _expire_all(place)
     return found
 
 
-def made_at(path: str | os.PathLike[str]) -> MadeDirectory:
-    """The one with this path, in use. Raises MakingFailed, OSError."""
+def made_at(path: str | os.PathLike[str], owner: int | None = None) -> MadeDirectory:
+    """The one with this path, in use; ``owner`` as of ``make_once``. Raises MakingFailed,
+    OSError."""
     above, name = os.path.split(os.path.realpath(path))
-    with _records_of(above) as records:
-        if not _NAME.fullmatch(name) or not os.path.lexists(os.path.join(records, name)):
-            raise MakingFailed(f"{os.fspath(path)}: is no environment or image")
-        fd = _in_use(records, name)
-        try:
-            if not _is_there(above, name):
-                raise MakingFailed(f"{os.fspath(path)}: has not been made, or was removed")
-        except BaseException:
-            files.close_file(fd)
-            raise
-        _note_use(fd)
-    return MadeDirectory(os.path.join(above, name), False, _read_open(fd), fd)
+    unknown = MakingFailed(f"{os.fspath(path)}: is no environment or image")
+    try:
+        with _opened(above, owner) as place:
+            if not _NAME.fullmatch(name) or not os.path.lexists(os.path.join(place.records, name)):
+                raise unknown
+            place.require_trusted_records()
+            fd = _in_use(place.records, name)
+            try:
+                if not _is_there(place, name):
+                    raise MakingFailed(f"{os.fspath(path)}: has not been made, or was removed")
+            except BaseException:
+                files.close_file(fd)
+                raise
+            _note_use(fd)
+            return MadeDirectory(os.path.join(above, name), False, _read_open(fd), fd)
+    except FileNotFoundError:
+        raise unknown from None
 
 
 def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, float]]:
     """What is known of each directory that has been made, by its name, and when it was used last,
     in seconds since the epoch. Raises MakingFailed, OSError."""
-    above = os.path.realpath(directory)
     found = {}
-    with _records_of(above) as records:
-        for name in _names(records):
+    with suppress(FileNotFoundError), _opened(directory) as place:
+        for name in _names(place.records):
             with suppress(FileNotFoundError):
-                used_s = os.lstat(os.path.join(records, name)).st_mtime
-                if _is_dir(os.path.join(above, name)):
-                    found[name] = (_read(records, name), used_s)
+                used_s = os.lstat(os.path.join(place.records, name)).st_mtime
+                if _is_dir(os.path.join(place.at, name)):
+                    found[name] = (_read(place.records, name), used_s)
     return found
 
 
 def expire(directory: str | os.PathLike[str]) -> list[str]:
     """Remove those whose time is over and that nobody uses, and what makers left that died; returns
     the names. Raises MakingFailed, OSError."""
-    above = os.path.realpath(directory)
-    with _records_of(above) as records:
-        return [name for name in _names(records) if _expire(above, records, name)]
+    with suppress(FileNotFoundError), _opened(directory) as place:
+        return _expire_all(place)
+    return []
 
 
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove the one with this path now. Raises MakingFailed if it is in use or somebody else's,
-    OSError."""
-    made_at(path).close()
+def remove(path: str | os.PathLike[str], owner: int | None = None) -> None:
+    """Remove the one with this path now; ``owner`` as of ``make_once``. Raises MakingFailed if it
+    is in use or somebody else's, OSError."""
+    made_at(path, owner).close()
     above, name = os.path.split(os.path.realpath(path))
-    with _records_of(above) as records:
-        if not _expire(above, records, name, now=True):
+    with _opened(above, owner) as place:
+        if not _expire(place, name, now=True):
             raise MakingFailed(f"{os.fspath(path)}: is in use, or belongs to somebody else")
 
 
+class _Place(NamedTuple):
+    """A directory that is open, and the records in it."""
+
+    path: str
+    """As others know it."""
+    at: str
+    """Leads to the same directory whatever gets its name meanwhile, as does ``records``."""
+    records: str
+    owner: int | None
+    """All that is used must belong to this user; None: to a user that may be trusted."""
+
+    def require_trusted_records(self) -> None:
+        self.require_trusted(RECORDS, os.stat(self.records))
+
+    def require_trusted(self, name: str, found: os.stat_result) -> None:
+        """Raises MakingFailed if ``name`` may have been made by somebody who may make names here,
+        as everybody may."""
+        if self.owner is None:
+            is_foreign = beneath.is_foreign(found, os.stat(self.at))
+        else:
+            is_foreign = found.st_uid != self.owner
+        if is_foreign:
+            raise _untrusted(os.path.join(self.path, name), found)
+
+
+def _untrusted(path: str, found: os.stat_result) -> MakingFailed:
+    return MakingFailed(
+        f"{path}: was made by user {found.st_uid}, where others may make names; remove it, or use "
+        "a directory that only trusted users may write to"
+    )
+
+
 @contextmanager
-def _records_of(above: str) -> Iterator[str]:
-    """A path of the directory of records, which stays the same one whatever gets its name
-    meanwhile; an empty directory if there is none."""
-    path = os.path.join(above, RECORDS)
+def _opened(
+    directory: str | os.PathLike[str], owner: int | None = None, make: bool = False
+) -> Iterator[_Place]:
+    """``make``: it and its directory of records, if they are missing. Raises MakingFailed,
+    FileNotFoundError, OSError."""
+    path = os.path.realpath(directory)
+    if owner is not None:
+        above, name = os.path.split(os.path.abspath(directory))
+        path = os.path.join(os.path.realpath(above), name)
+    if make:
+        trees.make_dir(path)
+    with _without_symlink(path, path) as at:
+        found = os.stat(at)
+        if owner not in (None, found.st_uid):
+            raise _untrusted(path, found)
+        if make:
+            trees.make_dir(os.path.join(at, RECORDS))
+        with _without_symlink(os.path.join(at, RECORDS), os.path.join(path, RECORDS)) as records:
+            yield _Place(path, at, records, owner)
+
+
+@contextmanager
+def _without_symlink(path: str, known_as: str) -> Iterator[str]:
+    """Another path of the directory, which leads there as long as the context lasts. Errors say
+    ``known_as``. Raises MakingFailed if it is no directory."""
     try:
         fd = beneath.open_directory(path)
-    except FileNotFoundError:
-        yield path
-        return
     except NotADirectoryError:
-        raise MakingFailed(f"{path}: is no directory, but in the place of one; remove it") from None
-    by_descriptor = f"/proc/self/fd/{fd}"
-    try:
-        yield by_descriptor
-    except OSError as error:  # whose reader knows the directory by its name
-        if isinstance(error.filename, str):
-            error.filename = error.filename.replace(by_descriptor, path, 1)
-        raise
-    finally:
-        os.close(fd)
+        raise MakingFailed(
+            f"{known_as}: is no directory, but in the place of one; remove it"
+        ) from None
+    with beneath.path_of(fd, known_as) as at:
+        yield at
 
 
 def _names(records: str) -> list[str]:
@@ -249,23 +302,16 @@ def _is_dir(path: str) -> bool:
         return False
 
 
-def _is_there(above: str, name: str) -> bool:
-    """Whether it has been made. Raises MakingFailed if it is not one that the
-    caller should run: programs of somebody who may make names there, as everybody may."""
-    path = os.path.join(above, name)
+def _is_there(place: _Place, name: str) -> bool:
+    """Whether it has been made. Raises MakingFailed if it is not one that the caller should run."""
     try:
-        found = os.lstat(path)
+        found = os.lstat(os.path.join(place.at, name))
     except FileNotFoundError:
         return False
-    shared = os.stat(above)
-    trusted = (os.geteuid(), 0, shared.st_uid)
     if not stat.S_ISDIR(found.st_mode):
+        path = os.path.join(place.path, name)
         raise MakingFailed(f"{path}: is no directory, but in the place of one; remove it")
-    if shared.st_mode & stat.S_IWOTH and found.st_uid not in trusted:
-        raise MakingFailed(
-            f"{path}: was made by user {found.st_uid}, in a directory that everybody may write to; "
-            "use one that only trusted users may write to"
-        )
+    place.require_trusted(name, found)
     return True
 
 
@@ -321,7 +367,7 @@ def _as_maker(fd: int, name: str) -> Iterator[None]:
 
 
 def _make_if_missing(
-    above: str,
+    place: _Place,
     name: str,
     key: Mapping[str, Any],
     make: Callable[[str], object],
@@ -331,20 +377,20 @@ def _make_if_missing(
 ) -> bool:
     """Whether this call has made it. ``seen``: attempts that had ended when the caller came."""
     record = _read_open(fd)
-    if _is_there(above, name):
+    if _is_there(place, name):
         return False
     if record.failed and record.attempt > seen:
-        raise MakingFailed(f"{above}/{name} could not be made: {record.failed}")
-    if record.making:  # by one that died
-        trees.remove_tree(os.path.join(above, record.making))
+        raise MakingFailed(f"{place.path}/{name} could not be made: {record.failed}")
+    if record.making and _is_of_record(place, record.making, fd):  # by one that died
+        trees.remove_tree(os.path.join(place.at, record.making))
     began_s = time.monotonic()
     pending = _pending(name)
-    path = os.path.join(above, pending)
+    path = os.path.join(place.path if place.owner is None else place.at, pending)
     _write(fd, MadeRecord(making=pending, attempt=record.attempt + 1))
     try:
         from aifs.client import hashing  # who finds it there needs none of this
 
-        trees.make_dir(path)
+        trees.make_dir(os.path.join(place.at, pending))
         make(path)
         sizes = hashing.sync_files(path, hashing.list_files(path), hash=False)
         hashing.sync_directories(path)
@@ -357,9 +403,9 @@ def _make_if_missing(
             expire_s=expire_s,
             attempt=record.attempt + 1,
         )
-        made = _show(path, os.path.join(above, name))
+        made = _show(place, pending, name)
     except BaseException as error:
-        trees.remove_tree(path)
+        trees.remove_tree(os.path.join(place.at, pending))
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         _write(fd, MadeRecord(attempt=record.attempt + 1, failed=what))
         raise
@@ -372,22 +418,36 @@ def _pending(name: str) -> str:
     return "." + os.urandom(len(name)).hex()[: len(name) - 1]
 
 
-def _show(path: str, final: str) -> bool:
+def _show(place: _Place, pending: str, name: str) -> bool:
     """Give it its name. False: another one has it, on a filesystem without locks."""
+    path = os.path.join(place.at, pending)
     try:
-        trees.rename_new(path, final)
+        trees.rename_new(path, os.path.join(place.at, name))
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         trees.remove_tree(path)
         return False
-    files.sync_dir(os.path.dirname(final))
+    files.sync_dir(place.at)
     return True
 
 
-def _expire(above: str, records: str, name: str, now: bool = False) -> bool:
+def _is_of_record(place: _Place, name: str, fd: int) -> bool:
+    """Whether the directory belongs to the owner of the record ``fd``, which names it: others may
+    be making it."""
+    with suppress(FileNotFoundError):
+        found = os.lstat(os.path.join(place.at, name))
+        return found.st_uid == os.fstat(fd).st_uid
+    return True
+
+
+def _expire_all(place: _Place) -> list[str]:
+    return [name for name in _names(place.records) if _expire(place, name)]
+
+
+def _expire(place: _Place, name: str, now: bool = False) -> bool:
     """Whether it was removed. ``now``: whatever its time."""
-    path = os.path.join(records, name)
+    path = os.path.join(place.records, name)
     try:
         fd = files.open_file(path, foreign=True)
     except (FileNotFoundError, PermissionError):  # it is somebody else's to remove
@@ -398,15 +458,17 @@ def _expire(above: str, records: str, name: str, now: bool = False) -> bool:
         record = _read_open(fd)
         idle_s = time.time() - os.fstat(fd).st_mtime
         is_over = now or (record.expire_s is not None and idle_s > record.expire_s)
-        final = os.path.join(above, name)
+        final = os.path.join(place.at, name)
         if not locks.is_at(path, fd) or (not is_over and _is_dir(final)):
             return False
         # What is left when this process dies is found by the record.
         hidden = record.making or _pending(name)
+        if not (_is_of_record(place, hidden, fd) and (now or _is_of_record(place, name, fd))):
+            return False
         _write(fd, record._replace(making=hidden))
         with suppress(FileNotFoundError):
-            files.rename(final, os.path.join(above, hidden))
-        trees.remove_tree(os.path.join(above, hidden))
+            files.rename(final, os.path.join(place.at, hidden))
+        trees.remove_tree(os.path.join(place.at, hidden))
         files.unlink(path)
         return is_over
     except locks.Locked:
@@ -427,7 +489,7 @@ def _read(records: str, name: str) -> MadeRecord:
 
 
 def _read_open(fd: int) -> MadeRecord:
-    return _decode(files.read_at(fd, os.fstat(fd).st_size, 0))
+    return _decode(files.read_at(fd, _RECORD_MAX, 0))
 
 
 def _decode(data: bytes) -> MadeRecord:
@@ -446,6 +508,8 @@ def _decode(data: bytes) -> MadeRecord:
 def _write(fd: int, record: MadeRecord) -> None:
     """Where it is: the locks are those of this file. A torn one counts as empty."""
     data = json.dumps(record._asdict()).encode()
+    if len(data) > _RECORD_MAX:
+        raise MakingFailed(f"a key of {len(data)} bytes: at most {_RECORD_MAX} are kept")
     files.write_at(fd, data, 0)
     files.truncate(fd, len(data))
     files.sync_file(fd)

@@ -7,6 +7,7 @@ and ended each of them, and who was last.
 
 ``aifs start run`` says by two variables of the environment where that is; without them nothing is
 written. Works in any directory. A line that is torn is left out. Nothing here makes a job fail.
+Others may make names there, too: no symlink is followed, from the directory of the job on.
 """
 
 import json
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from aifs.client.startup import spent
-from aifs.client.startup.jobs import JOB, StartUnknown
+from aifs.client.startup.jobs import JOB, StartUnknown, opened
 from aifs.client.startup.spent import Spent
 from aifs.core import files, trees
 
@@ -27,6 +28,9 @@ DIRECTORY, RUN = "AIFS_START_DIR", "AIFS_START_RUN"
 """Variables: the directory of the job, and the name of its start."""
 
 _SUFFIX = ".jsonl"
+
+_NOTED_MAX = 16 << 20
+"""Bytes of the events of a host; a file that is longer is left out."""
 
 _CAUSES, _TOLD = 3, 0.05
 """How many of them are told in words, and of which part of the time on."""
@@ -56,10 +60,13 @@ def note(event: str, name: str, at_s: float, spent_s: Spent | None = None) -> No
     value = {"event": event, "stage": name, "rank": rank, "at_s": at_s}
     if spent_s is not None:
         value["spent_s"] = spent_s
-    path = os.path.join(directory, run, os.uname().nodename + _SUFFIX)
-    with suppress(OSError):
-        trees.make_dir(os.path.dirname(path))
-        fd = files.open_file(path, create=True, append=True)
+    with suppress(OSError, StartUnknown):
+        trees.make_dir(directory)
+        with opened(directory) as job:
+            trees.make_dir(os.path.join(job, run))
+        with opened(directory, run) as at:
+            path = os.path.join(at, os.uname().nodename + _SUFFIX)
+            fd = files.open_file(path, create=True, append=True, foreign=True)
         try:
             files.append(fd, json.dumps(value).encode() + b"\n")
         finally:
@@ -118,7 +125,7 @@ def spans(directory: str, run: str = "") -> tuple[str, list[StageSpan]]:
     run = run or _newest(directory)
     begun: dict[tuple[str, str], float] = {}
     found = []
-    for event in sorted(_events(os.path.join(directory, run))):
+    for event in sorted(_events(directory, run)):
         key = event.stage, event.who
         if event.event == "begin":
             begun[key] = event.at_s
@@ -168,8 +175,12 @@ def describe_spent(took_s: float, spent_s: Spent) -> str:
 
 def _newest(directory: str) -> str:
     """Raises StartUnknown if no start of the job has noted stages."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
-        found = [(entry.stat().st_mtime, entry.name) for entry in entries if entry.is_dir()]
+    with suppress(StartUnknown), opened(directory) as job, os.scandir(job) as entries:
+        found = [
+            (entry.stat().st_mtime, entry.name)
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False)
+        ]
         if found:
             return max(found)[1]
     raise StartUnknown(f"{directory}: no start of this job has noted stages: see startup.stage")
@@ -185,16 +196,17 @@ class _Event(NamedTuple):
     spent_s: tuple[tuple[str, float], ...]
 
 
-def _events(directory: str) -> Iterator[_Event]:
+def _events(directory: str, run: str) -> Iterator[_Event]:
     """Raises StartUnknown, OSError."""
-    try:
-        names = [name for name in os.listdir(directory) if name.endswith(_SUFFIX)]
-    except (FileNotFoundError, NotADirectoryError):
-        raise StartUnknown(f"{directory}: no stages of this start were noted") from None
-    for name in names:
-        for line in (files.read_file(os.path.join(directory, name)) or b"").splitlines():
-            with suppress(*_FOREIGN):
-                yield _event(name.removesuffix(_SUFFIX), json.loads(line))
+    with opened(directory, run) as top:
+        for name in os.listdir(top):
+            data = b""
+            with suppress(OSError):
+                if name.endswith(_SUFFIX):
+                    data = files.read_foreign(os.path.join(top, name), _NOTED_MAX) or b""
+            for line in data.splitlines():
+                with suppress(*_FOREIGN):
+                    yield _event(name.removesuffix(_SUFFIX), json.loads(line))
 
 
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)

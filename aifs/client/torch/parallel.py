@@ -18,7 +18,7 @@ import blake3
 import torch
 import torch.distributed as dist
 
-from aifs.client.manifest import NAME, CheckpointError
+from aifs.client.manifest import NAME, CheckpointError, read_document
 from aifs.client.publishing import PathLike, plain
 from aifs.client.saving import checkpoint
 from aifs.client.startup.stages import stage
@@ -211,8 +211,9 @@ def find_files(directory: str, file: str | None = None) -> FoundFiles:
     what a pointer, as that of the latest checkpoint, means now: it may be moved at this moment."""
     directory = os.path.realpath(directory)
     parts = find_parts(directory, file)
-    try:
-        with open(os.path.join(directory, NAME), "rb") as manifest:
-            return FoundFiles(parts, blake3.blake3(manifest.read()).hexdigest())
-    except FileNotFoundError:
-        return FoundFiles(parts)
+    listed = read_document(os.path.join(directory, NAME))
+    return (
+        FoundFiles(parts)
+        if listed is None
+        else FoundFiles(parts, blake3.blake3(listed).hexdigest())
+    )
