@@ -258,7 +258,7 @@ def make_dir(path: str) -> None:
 def make_dirs(path: str) -> None:
     """Make ``path`` and its missing parents (mode 0700); the new names are not synced."""
     missing = []
-    while not os.path.isdir(path):
+    while path and not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     for path in reversed(missing):

@@ -2,7 +2,7 @@
 back a name, emptying.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -30,9 +30,14 @@ def entry_of(tx: ReadTransaction, ino: int) -> Entry:
     return entry
 
 
-def look_up(tx: ReadTransaction, directory: int, path: Sequence[bytes]) -> Entry:
-    """What had this path from a directory on, the last one of several that had: by way of
-    directories that are there, or that are in the trash, too. Raises NotFound.
+def look_up(
+    tx: ReadTransaction,
+    directory: int,
+    path: Sequence[bytes],
+    is_wanted: Callable[[Entry], bool],
+) -> Entry:
+    """What had this path from a directory on, the last one of several that had and are wanted: by
+    way of directories that are there, or that are in the trash, too. Raises NotFound.
 
     Looks through all that was removed from the directories on the way.
     """
@@ -40,14 +45,21 @@ def look_up(tx: ReadTransaction, directory: int, path: Sequence[bytes]) -> Entry
         record = tx.get(keys.dentry(directory, name))
         found = _newest(tx, directory, name) if record is None else decode_dentry(record)
         directory = found.ino
-    return _newest(tx, directory, path[-1])
+    return _newest(tx, directory, path[-1], is_wanted)
 
 
-def _newest(tx: ReadTransaction, directory: int, name: bytes) -> Entry:
-    same = (entry for entry in removed_from(tx, directory) if entry.name == name)
+def _newest(
+    tx: ReadTransaction,
+    directory: int,
+    name: bytes,
+    is_wanted: Callable[[Entry], bool] = lambda entry: True,
+) -> Entry:
+    same = (
+        entry for entry in removed_from(tx, directory) if entry.name == name and is_wanted(entry)
+    )
     newest = max(same, key=lambda entry: entry.since_ns, default=None)
     if newest is None:
-        raise NotFound(f"nothing in the trash was called {name.decode('utf-8', 'replace')} there")
+        raise NotFound()
     return newest
 
 

@@ -35,8 +35,8 @@ files.
     user.aifs.quota          directory or file: JSON, what limits it, and how much of that is used;
                              set 'size=1TiB,files=1M' on a directory (quotas.py)
     user.aifs.quotas[.N]     root: JSON, the quotas, behind project N
-    user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata
-                             (Backup.request)
+    user.aifs.backup         root, write only: TOKEN:[DIRECTORY], back up the metadata,
+                             DIRECTORY is an absolute path (Backup.request)
     user.aifs.group          directory: get (also of what lies below) and set 'name=step,ranks=8', a
                              grouped write; '' ends it
     user.aifs.group.commit   directory: a rank of its group; file, set (empty): it counts as closed
@@ -318,6 +318,8 @@ class Hints:
                 await self._names.remove_tree(ino, value, caller, locked=True)
             elif name == b"user.aifs.backup":
                 token, _, directory = text.partition(":")
+                if directory and not os.path.isabs(directory):
+                    raise Invalid(f"backup: {directory!r} is not an absolute path")
                 # Not waited for: the kernel locks the directory while it sets an attribute.
                 self._backup.request(token, directory)
 

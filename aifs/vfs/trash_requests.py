@@ -223,16 +223,22 @@ def _own(tx: ReadTransaction, inos: Sequence[int], caller: CallerLike) -> list[E
 
 
 def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
-    if wanted.ino:
+    """The entry that is wanted. Raises Invalid, and NotFound: the same one for what is not in the
+    trash and for what is of others, whose names are not told."""
+    path = wanted.path.split(b"/")
+    if not wanted.ino and any(name in (b"", b".", b"..") for name in path):
+        raise Invalid(f"{wanted.path!r} is not a path below the directory")
+
+    def is_own(entry: Entry) -> bool:
+        return _is_own(entry, namespace.get_inode(tx, entry.ino), caller)
+
+    with suppress(NotFound):
+        if not wanted.ino:
+            return restoring.look_up(tx, wanted.directory, path, is_own)
         entry = restoring.entry_of(tx, wanted.ino)
-    else:
-        path = wanted.path.split(b"/")
-        if any(name in (b"", b".", b"..") for name in path):
-            raise Invalid(f"{wanted.path!r} is not a path below the directory")
-        entry = restoring.look_up(tx, wanted.directory, path)
-    if not _is_own(entry, namespace.get_inode(tx, entry.ino), caller):
-        raise NotFound("it is not in the trash")  # of what is others' nobody is told that it is
-    return entry
+        if is_own(entry):
+            return entry
+    raise NotFound("nothing in the trash was called so, or has this number, and is yours")
 
 
 def _find_place(

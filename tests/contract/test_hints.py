@@ -116,6 +116,15 @@ async def test_wrong_values_are_refused(directory: Path, name: str, value: str) 
             await put(fs, ino, name, value)
 
 
+async def test_a_backup_goes_to_an_absolute_path(directory: Path) -> None:
+    """A relative one would lie below wherever the daemon works."""
+    async with opened(directory) as fs:
+        for path in ("copies", "./copies", "../copies"):
+            with pytest.raises(Invalid):
+                await put(fs, ROOT, "backup", f"1:{path}")
+        assert fs.backup.status()["answers"] == {}
+
+
 async def test_what_a_file_will_be_laid_out_by_is_settled_once_it_has_bytes(
     directory: Path,
 ) -> None:

@@ -524,9 +524,20 @@ async def test_users_see_and_restore_their_own(directory: Path) -> None:
             "/shared",
         ]
         assert len(await kept(fs)) == 5
-        for path in (b"theirs", b"private/secret"):
-            with pytest.raises(NotFound):
-                await fs.restore(Restoring(ROOT_INO, path), OWNER)
+        there = (await fs.trash_requests.tell(OTHER))["entries"][1]["id"]
+        told = set()
+        for path, ino in (
+            *((path, 0) for path in (b"theirs", b"private/secret", b"private/x", b"x/y", b"x")),
+            *((b"", ino) for ino in (there, ROOT_INO, private, 1 << 40)),
+        ):
+            with pytest.raises(NotFound) as refused:
+                await fs.restore(Restoring(ROOT_INO, path, ino), OWNER)
+            told.add(str(refused.value))
+            if ino:
+                with pytest.raises(NotFound) as refused:
+                    await fs.empty_trash([ino], OWNER)
+                told.add(str(refused.value))
+        assert len(told) == 1, "what there is of others' nobody is told"
         with pytest.raises(AccessDenied):  # it is his, but the directory is not
             await fs.restore(Restoring(ROOT_INO, b"", hidden), OWNER)
         await fs.restore(Restoring(ROOT_INO, b"", hidden, parent=ROOT_INO), OWNER)

@@ -7,6 +7,7 @@ import random
 import stat
 import subprocess
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,21 @@ def test_it_gives_nobody_more_rights(tree: Path) -> None:
     (tree / "dog").chmod(0o711)
     assert in_process(lambda: errno_of(archive.read_bytes), ALICE) == errno.EACCES
     assert in_process(lambda: errno_of(archive_of(tree / "cat").read_bytes), ALICE) == 0
+
+
+@pytest.mark.parametrize("what", ["cat/3.bin", "dog", "."], ids=["file", "below", "top"])
+def test_a_descriptor_from_before_gives_no_rights(tree: Path, what: str) -> None:
+    """O_PATH finds the file by its name, and is no open: that may come after a chmod."""
+    archive, locked = archive_of(tree), tree / what
+    found = os.open(archive, os.O_PATH)
+    opened = partial(errno_of, os.open, f"/proc/self/fd/{found}", os.O_RDONLY)
+    assert in_process(opened, ALICE) == 0
+    before = stat.S_IMODE(locked.stat().st_mode)
+    locked.chmod(before & 0o700)
+    assert in_process(opened, ALICE) in (errno.EACCES, errno.ESTALE)
+    os.close(found)
+    locked.chmod(before)
+    assert in_process(lambda: errno_of(archive.read_bytes), ALICE) == 0
 
 
 def test_nothing_gets_the_name(here: Path) -> None:

@@ -10,6 +10,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.cli.main import main
 from aifs.core import config as configuration
+from aifs.core import files
 from aifs.core.config import Config
 from aifs.core.errors import StoreError
 from aifs.layout.placement import BURST_FIRST
@@ -18,6 +19,14 @@ from aifs.meta.kv import Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import BurstRecord
 from aifs.store.store import Store, format_store, open_store
+
+
+def test_a_relative_path_is_made_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.make_dirs("above/below")
+    assert (tmp_path / "above" / "below").is_dir()
 
 
 def make_store(source: Path) -> Config:

@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from aifs.core.errors import (
+    AccessDenied,
     DatasetError,
     Invalid,
     NoSuchAddress,
@@ -55,10 +56,11 @@ at is watched from before that on."""
 class _VirtualFile:
     """A name's content; another one when that changes."""
 
-    __slots__ = ("content", "inode", "opens", "watch")
+    __slots__ = ("content", "inode", "opens", "top", "watch")
 
-    def __init__(self, inode: Inode, content: VirtualContent, watch: SourceWatch) -> None:
+    def __init__(self, inode: Inode, top: int, content: VirtualContent, watch: SourceWatch) -> None:
         self.inode = inode
+        self.top = top
         self.content = content
         self.watch = watch
         self.opens = 0
@@ -159,7 +161,7 @@ class VirtualFiles:
             time_ns,
             time_ns,
         )
-        file = self._files[inode.ino] = _VirtualFile(inode, content, watch)
+        file = self._files[inode.ino] = _VirtualFile(inode, directory.ino, content, watch)
         return file
 
     def _forget(self) -> None:
@@ -195,11 +197,17 @@ class VirtualFiles:
     # --- open files ---
 
     async def open(self, ino: int, flags: int, caller: CallerLike) -> Opened:
-        """Raises ReadOnly, Stale, AccessDenied for who may not read all that it is made of."""
+        """Raises ReadOnly; AccessDenied for who may not read all that it is made of; Stale for who
+        perhaps may not any more: it was found by its name before rights have changed (O_PATH)."""
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             raise ReadOnly("virtual files cannot be written")
-        file = self._file(ino)
-        require_all(file.content.rights, asker_of(caller))
+        file, asker = self._file(ino), asker_of(caller)
+        require_all(file.content.rights, asker)
+        directory = await self._engine.view(namespace.get_directory, file.top)
+        try:
+            require_all([right_to(directory), *file.watch.rights], asker)
+        except AccessDenied:
+            raise Stale("the virtual file is to be found by its name again") from None
         self._last += 1
         handle = HANDLE_MAX + 1 + self._last % HANDLE_MAX
         while handle in self._opened:

@@ -7,21 +7,28 @@ from weakref import WeakSet
 from aifs.files.file_io import FileIO
 from aifs.meta import keys
 from aifs.meta.kv import Engine
-from aifs.meta.records import place_of
+from aifs.meta.records import decode_inode, place_of
+from aifs.vfs.virtual.sources import ReadRight, right_to
 
 _ENTRY, _INODE = b"e"[0], b"i"[0]
+
+_RIGHTS_MAX = 4096
+_NOBODY = ReadRight(b"", 0, 0, 0)
+"""A right that root alone has."""
 
 
 class SourceWatch:
     """Of some directories: their names, and the attributes of what these lead to."""
 
-    __slots__ = ("__weakref__", "changed", "directories")
+    __slots__ = ("__weakref__", "changed", "directories", "rights")
 
     def __init__(self) -> None:
         self.directories: set[int] = set()
         """A directory is put here before it is looked at."""
         self.changed = False
         """Whether something may be otherwise since; it is told again, in vain, that it is."""
+        self.rights: set[ReadRight] = set()
+        """The rights to what has been recorded there since."""
 
 
 class Watches:
@@ -50,7 +57,7 @@ class Watches:
         return not watch.changed
 
     def _note(self, writes: Mapping[bytes, bytes | None], _: int) -> None:
-        watching = [watch for watch in self._watches if not watch.changed]
+        watching = list(self._watches)
         if not watching:
             return
         changed = set()
@@ -58,7 +65,13 @@ class Watches:
             if key[0] == _ENTRY:
                 changed.add(keys.entry_numbers(key)[0])
             elif key[0] == _INODE and record is not None:
-                changed.add(place_of(record).parent)
+                parent = place_of(record).parent
+                changed.add(parent)
+                for watch in watching:
+                    if parent in watch.directories or not parent:
+                        is_full = len(watch.rights) >= _RIGHTS_MAX
+                        right = right_to(decode_inode(keys.number(key), record))
+                        watch.rights.add(_NOBODY if is_full else right)
         for watch in watching:
             self._tell(watch, changed)
 
