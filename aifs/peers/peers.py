@@ -14,6 +14,7 @@ import trio
 
 from aifs.core.errors import ConfigError, Unavailable
 from aifs.core.kinds import split_endpoint
+from aifs.core.strangers import Stranger, Strangers, source_of
 from aifs.core.waiting import HOST, waits_for
 from aifs.peers.transport import (
     SILENCE_S,
@@ -34,8 +35,9 @@ CALL_S = 5.0
 """How long a call waits for its connection and its answer, unless it says otherwise."""
 _AGAIN_MIN_S, _AGAIN_MAX_S = 0.05, 1.0
 """Between two attempts to dial a host: doubled from one to the next."""
-_STRANGERS = 64
-"""Connections that have not proved yet whose they are; more wait."""
+_STRANGERS = 128
+"""Places for connections that have not proved yet whose they are, from addresses of hosts that we
+know; as many are for all other addresses."""
 _BACKLOG = 1024
 _SAID_AGAIN_S = 60.0
 """The same fault of the same host is a line in the log no more often."""
@@ -75,6 +77,9 @@ class Peers:
         """Set when members or connections have changed."""
         self._said: dict[str, float] = {}
         """When a fault was logged, by trio's clock."""
+        self._proved: dict[str, str] = {}
+        """By host, the address from which it has dialed us."""
+        self._known, self._unknown = Strangers(_STRANGERS), Strangers(_STRANGERS)
         self._socket = _bound(listen)
         """Which listens."""
         self.port: int = self._socket.getsockname()[1]
@@ -185,38 +190,53 @@ class Peers:
         self._changed = trio.Event()
 
     async def _accept(self, listening: trio.socket.SocketType, nursery: trio.Nursery) -> None:
-        strangers = trio.Semaphore(_STRANGERS)
         while True:
-            await strangers.acquire()
             try:
                 end, address = await listening.accept()
             except OSError as error:  # no descriptors, or it has gone already
-                strangers.release()
                 self._complain(f"accepting: {error}")
                 await trio.sleep(_AGAIN_MAX_S)
                 continue
-            nursery.start_soon(self._welcome, trio.SocketStream(end), address[0], strangers)
+            nursery.start_soon(self._welcome, trio.SocketStream(end), source_of(address[0]))
 
-    async def _welcome(
-        self, stream: trio.SocketStream, address: str, strangers: trio.Semaphore
-    ) -> None:
-        try:
-            peer = await self._shake_hands(stream, None, address)
-        finally:
-            strangers.release()
+    async def _welcome(self, stream: trio.SocketStream, source: str) -> None:
+        peer = None
+        strangers = self._known if self._is_of_host(source) else self._unknown
+        with strangers.place(source) as stranger:
+            peer = await self._shake_hands(stream, None, source, stranger)
+        if stranger.scope.cancelled_caught:
+            flood = f"{source}: opens connections and says nothing; the oldest are closed"
+            self._complain(flood, flood)
         if peer is not None:
+            self._proved[peer.name] = source
             await self._use(stream, peer)
 
+    def _is_of_host(self, source: str) -> bool:
+        """Whether a host that we know has this address."""
+        if source in self._proved.values():
+            return True
+        hosts = (one.address.rpartition(":")[0].strip("[]") for one in self._members.values())
+        return any(source_of(host) == source for host in hosts)
+
     async def _shake_hands(
-        self, stream: trio.SocketStream, dialed: str | None, address: str
+        self,
+        stream: trio.SocketStream,
+        dialed: str | None,
+        address: str,
+        stranger: Stranger | None = None,
     ) -> Peer | None:
         """Who is at the other end; None, with the stream closed, if nobody of ours is."""
         peer = None
+
+        def heard() -> None:
+            if stranger is not None:
+                stranger.has_spoken = True
+
         try:
             with trio.move_on_after(SILENCE_S):
-                peer = await shake_hands(stream, self._own, self._secret, dialed)
+                peer = await shake_hands(stream, self._own, self._secret, dialed, heard)
         except Refused as error:
-            self._complain(f"{address}: {error}")
+            self._complain(f"{address}: {error}", address)
         except (OSError, trio.BrokenResourceError):
             pass
         finally:
@@ -278,15 +298,17 @@ class Peers:
             log.debug("peers: host %s: %s", member.name, error)
         return None
 
-    def _complain(self, fault: str) -> None:
-        """Log what is wrong with somebody, not too often."""
+    def _complain(self, fault: str, of: str = "") -> None:
+        """Log what is wrong with somebody, not too often: of one address a single fault."""
         now = trio.current_time()
-        if now - self._said.get(fault, -_SAID_AGAIN_S) < _SAID_AGAIN_S:
-            return
+        of = of or fault
         if len(self._said) >= _FAULTS_KEPT:
-            self._said.clear()
-        self._said[fault] = now
-        log.warning("peers: %s", fault)
+            self._said = {one: at for one, at in self._said.items() if now - at < _SAID_AGAIN_S}
+        if of not in self._said and len(self._said) >= _FAULTS_KEPT:
+            return  # many addresses of one mind
+        if now - self._said.get(of, -_SAID_AGAIN_S) >= _SAID_AGAIN_S:
+            self._said[of] = now
+            log.warning("peers: %s", fault)
 
 
 def _bound(listen: tuple[str, int]) -> socket.socket:

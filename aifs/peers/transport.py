@@ -56,6 +56,7 @@ HELLO = struct.Struct("<8sHH")
 MAGIC, VERSION = b"AIFSHOST", 1
 MAX_HELLO = 4096
 PROOF_BYTES = 32
+_NAME_SAID = 64  # letters of a name that a stranger says, in a message
 MAX_HEAD = 64 << 10
 MAX_BODY = 16 << 20
 MAX_REQUESTS = 1024
@@ -120,9 +121,16 @@ class Overloaded(Busy):
     """
 
 
-async def shake_hands(end: trio.SocketStream, own: Peer, secret: bytes, dialed: str | None) -> Peer:
-    """Who is at the other end. ``dialed``: the host that we have dialed, None if we were. Raises
-    Refused, and OSError or trio's errors when the connection ends.
+async def shake_hands(
+    end: trio.SocketStream,
+    own: Peer,
+    secret: bytes,
+    dialed: str | None,
+    heard: Callable[[], None] = lambda: None,
+) -> Peer:
+    """Who is at the other end. ``dialed``: the host that we have dialed, None if we were. ``heard``
+    is called when the other end has said a hello for us, which proves nothing yet. Raises Refused,
+    and OSError or trio's errors when the connection ends.
     """
     ours = _hello(own, own.name if dialed is None else dialed)
     if dialed is None:
@@ -134,12 +142,14 @@ async def shake_hands(end: trio.SocketStream, own: Peer, secret: bytes, dialed: 
         theirs = await _read_hello(end)
         text = ours + theirs
     other, to = _parse_hello(theirs)
+    name = _short(other.name)
     if other.store != own.store:
-        raise Refused(f"host {other.name} is of another store, {other.store}")
+        raise Refused(f"host {name} is of another store, {_short(other.store)}")
     if dialed is None and to != own.name:
-        raise Refused(f"host {other.name} takes us for host {to}, and we are {own.name}")
+        raise Refused(f"host {name} takes us for host {_short(to)}, and we are {own.name}")
     if dialed is not None and other.name != dialed:
-        raise Refused(f"where host {dialed} should be, there is host {other.name}")
+        raise Refused(f"where host {dialed} should be, there is host {name}")
+    heard()
     mine = hmac.digest(secret, (b"A" if dialed is None else b"D") + text, "sha256")
     wanted = hmac.digest(secret, (b"D" if dialed is None else b"A") + text, "sha256")
     if dialed is not None:
@@ -149,10 +159,14 @@ async def shake_hands(end: trio.SocketStream, own: Peer, secret: bytes, dialed: 
         await end.send_all(mine if is_right else bytes(PROOF_BYTES))
     if not is_right:
         raise Refused(
-            f"host {other.name} has another secret; all hosts of a store have the same file "
-            "(meta.secret)"
+            f"host {name} has another secret; all hosts of a store have the same file (meta.secret)"
         )
     return other
+
+
+def _short(name: str) -> str:
+    """A stranger may call itself anything."""
+    return name[:_NAME_SAID]
 
 
 def _hello(own: Peer, to: str) -> bytes:

@@ -1,7 +1,8 @@
 """The small HTTP server that shows a mount: h11 speaks the protocol, trio the network.
 
 It never stops or slows the mount. A connection is one request, has ``TIMEOUT_S`` for it, and there
-are at most ``CONNECTIONS`` of them: more are closed at once. What goes wrong in it is logged once.
+are at most ``CONNECTIONS`` of them: for more, one of the address (of the user, at a socket) that
+has most gives way (core/strangers.py). What goes wrong in it is logged once.
 
 Who asks by a socket of this machine is told what ``aifs status`` tells that user. Who asks by
 ADDRESS:PORT is told what any user is told, or, with the secret, what root is.
@@ -36,18 +37,19 @@ from aifs.core.errors import AccessDenied, AifsError
 from aifs.core.kinds import split_endpoint
 from aifs.core.log import logger
 from aifs.core.secret import read_secret
+from aifs.core.strangers import Stranger, Strangers, source_of
 from aifs.watch import usage
 from aifs.watch.metrics import CONTENT_TYPE, expose, problems
 from aifs.watch.usage import Usage
 
 _log = logger(__name__)
 
-CONNECTIONS = 16
+CONNECTIONS = 64
 TIMEOUT_S = 10.0
 USERS_MAX = 32
 """How many of those who use the mount are told, at most."""
 _HEAD_MAX = 16 << 10
-_BACKLOG = 16
+_BACKLOG = 128
 _PEER = struct.Struct("=iII")  # pid, uid, gid, as SO_PEERCRED tells
 _NOBODY = 65534
 _POLICY = (
@@ -87,7 +89,7 @@ class WatchServer:
         self._tell = tell
         self._follow = follow
         self._summing = trio.CapacityLimiter(1)
-        self._open = 0
+        self._strangers = Strangers(CONNECTIONS)
         self._has_failed = False
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -130,12 +132,10 @@ class WatchServer:
         return [trio.SocketListener(listening)]
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        if self._open >= CONNECTIONS:
-            return await trio.aclose_forcefully(stream)
-        self._open += 1
         try:
-            with trio.move_on_after(TIMEOUT_S):
-                await self._converse(stream)
+            with self._strangers.place(self._source_of(stream)) as asker:
+                with trio.move_on_after(TIMEOUT_S):
+                    await self._converse(stream, asker)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
             pass  # who asked has gone, or does not speak HTTP
         except Exception:
@@ -143,15 +143,20 @@ class WatchServer:
                 self._has_failed = True
                 _log.exception("a request for metrics failed; others that do are not logged")
         finally:
-            self._open -= 1
             await trio.aclose_forcefully(stream)
 
-    async def _converse(self, stream: trio.SocketStream) -> None:
+    def _source_of(self, stream: trio.SocketStream) -> str:
+        if self._is_socket:
+            return f"user {_uid_of(stream)}"
+        return source_of(stream.socket.getpeername()[0])
+
+    async def _converse(self, stream: trio.SocketStream, asker: Stranger) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_MAX)
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await stream.receive_some())
         if not isinstance(event, h11.Request):
             return
+        asker.has_spoken = True
         reply = await self._answer(event, _uid_of(stream) if self._is_socket else _NOBODY)
         headers = [
             *_HEADERS,
@@ -165,6 +170,7 @@ class WatchServer:
         )
         await stream.send_all(b"".join(connection.send(part) or b"" for part in parts))
         await stream.send_eof()
+        asker.has_spoken = False  # it has been told
         while await stream.receive_some():  # or what was sent is lost with what was not read
             pass
 

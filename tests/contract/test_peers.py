@@ -4,7 +4,7 @@ network."""
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from aifs.peers.transport import (
     FRAME,
     PUSH,
     REQUEST,
+    SILENCE_S,
     Answer,
     Body,
     FilePart,
     Overloaded,
     Peer,
+    Refused,
     shake_hands,
 )
 from tests.support.meddler import Meddler
@@ -356,6 +358,35 @@ async def test_strangers_are_named_once_and_told_nothing(
     assert len([line for line in lines if said in line]) == 1, lines
     assert len([line for line in lines if "host a" in line]) == 1, lines
     assert len(lines) == 2
+
+
+async def test_silent_strangers_keep_no_host_out(two: Two) -> None:
+    """As many as may wait did, for 3 s each, with more behind them."""
+    async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        nursery.start_soon(two.a.run)
+        for _ in range(300):
+            await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", two.a.port))
+        nursery.start_soon(two.b.run)
+        two.introduce()
+        began_s = trio.current_time()
+        await two.b.call("a", "echo", timeout_s=PATIENT_S)
+        assert trio.current_time() - began_s < SILENCE_S
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_stranger_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each said another long name, until the log held nothing else."""
+    a = made("a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(a.run)
+        for number in range(20):
+            own = Peer("another", f"{number}" + "x" * 3000, 1)
+            async with await trio.open_tcp_stream("127.0.0.1", a.port) as stream:
+                with pytest.raises((Refused, OSError, trio.BrokenResourceError)):
+                    await shake_hands(stream, own, SECRET, "a")
+        nursery.cancel_scope.cancel()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert len(line) < 300
 
 
 async def test_another_host_at_the_address_is_named(caplog: pytest.LogCaptureFixture) -> None:
