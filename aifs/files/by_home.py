@@ -115,6 +115,8 @@ class ByHome:
             await self.follow_bytes(inode.ino)
             return None
         if file.joined == home:  # else it may be ours by now, and have been changed since
+            if file.cached and answer.value[0] > inode.size:
+                self._table.told.drop_pages_soon(inode.ino, inode.size)
             inode.size, inode.blocks, inode.mtime_ns, inode.ctime_ns = answer.value
         if operation == Operation.SYNC:
             if file.unsynced_there is unsynced:  # else a write has ended meanwhile

@@ -50,12 +50,14 @@ class Handles:
         """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
         Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
         one may replace without our being asked, are not passed through."""
-        self._kernel = kernel
+        self.kernel = kernel
         self._is_shared = is_shared
         self._quotas = quotas
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
+        self._lent_sizes: dict[int, int] = {}
+        """By inode number, of those that are lent and of which the kernel keeps pages."""
         self._accessed: dict[int, int] = {}
         """By inode number, when inodes that were lent were opened last so that it counts as access,
         which is not on record yet."""
@@ -78,9 +80,9 @@ class Handles:
         """Whether the kernel passes files on this server through: None, or why not. ``fd``: any
         file there.
         """
-        assert self._kernel.passthrough is not None
+        assert self.kernel.passthrough is not None
         try:
-            self._kernel.passthrough.detach(self._kernel.passthrough.attach(fd))
+            self.kernel.passthrough.detach(self.kernel.passthrough.attach(fd))
         except OSError as error:
             self._refused.add(server)
             return error
@@ -132,6 +134,7 @@ class Handles:
         opened.direct = (
             file.uncached or is_elsewhere or appends or (file.on_object and opened.writable)
         )
+        file.cached |= not (file.backing or opened.direct)
         return Opened(handle, file.backing, opened.direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
@@ -139,7 +142,7 @@ class Handles:
         its id; None: it may not.
         """
         # setuid and setgid must go with a write, which nobody would see.
-        if self._kernel.passthrough is None or file.inode.is_privileged:
+        if self.kernel.passthrough is None or file.inode.is_privileged:
             return None
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
@@ -162,7 +165,7 @@ class Handles:
         self._drop_kept(file)
         if place is None:
             return
-        fd, passthrough = await _backing(file), self._kernel.passthrough
+        fd, passthrough = await _backing(file), self.kernel.passthrough
         if fd is None or passthrough is None or file.users or self._place_for(file, flags) != place:
             return
         try:
@@ -182,9 +185,9 @@ class Handles:
         self._detach(kept)
 
     def _detach(self, backing: int) -> None:
-        if backing and self._kernel.passthrough is not None:
+        if backing and self.kernel.passthrough is not None:
             del self._places[backing]
-            self._kernel.passthrough.detach(backing)
+            self.kernel.passthrough.detach(backing)
 
     # --- inodes that are lent ---
 
@@ -195,7 +198,7 @@ class Handles:
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
         if file.kept and (self._places[file.kept] != place or not inode.nlink):
             self._drop_kept(file)
-        passthrough, backing = self._kernel.passthrough, file.kept
+        passthrough, backing = self.kernel.passthrough, file.kept
         if (
             passthrough is None
             or not self._lends
@@ -207,12 +210,14 @@ class Handles:
         copy_id = 0 if file.copy is None else file.copy.id
         due_ns, asks = self._access_due_ns(inode), inode.size > WATCHED_BYTES
         left = passthrough.lend(inode.ino, backing, copy_id, due_ns, asks)
+        if not backing:
+            self._lent_sizes[inode.ino] = inode.size
         if left is not None:
             self._give_up(left)
 
     def take_back(self, file: OpenInode) -> None:
         """The file is in core from now on: if it was lent, its handles are ours. Does not block."""
-        inode, passthrough = file.inode, self._kernel.passthrough
+        inode, passthrough = file.inode, self.kernel.passthrough
         lent = None if passthrough is None else passthrough.take_back(inode.ino)
         if lent is not None:
             self._note(lent)
@@ -226,7 +231,9 @@ class Handles:
                 file.handles += opens
                 file.users += opens
                 file.backing = lent.backing
+                file.cached = not lent.backing
                 file.on_object = bool(lent.backing) and not lent.copy_id
+        self._lent_sizes.pop(inode.ino, None)
         accessed_ns = self._accessed.pop(inode.ino, 0)
         if accessed_ns and accessed_ns > inode.atime_ns:
             inode.atime_ns, file.unsaved = accessed_ns, True
@@ -235,7 +242,7 @@ class Handles:
         """Of an inode that is not in core: whether programs have it open all the same. If not, it
         is lent no more; else the next of their requests brings it into core. Does not block.
         """
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.take_back(ino, idle=True)
         if lent is None or lent.opens:
             return lent is not None
@@ -245,7 +252,7 @@ class Handles:
     def close_unseen(self, ino: int) -> bool:
         """A handle of an inode that is lent is closed, and came to us, but the inode could not be
         brought into core. Whether programs have it open still. Does not block."""
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         self._unseen[ino] += 1
         if self.recall(ino) and passthrough is not None:
             lent = passthrough.find_lent(ino)
@@ -261,7 +268,7 @@ class Handles:
         """Whether the inode is lent and may be so while its attributes change: no access has to be
         recorded with them. ``lend_still`` is called afterwards. Does not block.
         """
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.find_lent(ino)
         return lent is not None and not lent.accessed_ns and ino not in self._accessed
 
@@ -269,7 +276,7 @@ class Handles:
         """The attributes of an inode have changed, which is lent if nobody has taken it back.
         Does not block.
         """
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.find_lent(inode.ino)
         if passthrough is None or lent is None:
             return
@@ -282,7 +289,7 @@ class Handles:
 
     def recall_all(self) -> None:
         """What is lent was lent by rules that have changed. Does not block."""
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         for lent in [] if passthrough is None else passthrough.all_lent("all"):
             self.recall(lent.ino)
 
@@ -290,25 +297,31 @@ class Handles:
         """Whether opens for reading that are answered without us are noted from now on, each anew;
         those of files of more than WATCHED_BYTES are asked for. Does not block.
         """
-        if self._kernel.passthrough is not None:
-            self._kernel.passthrough.watch_opens(is_watched)
+        if self.kernel.passthrough is not None:
+            self.kernel.passthrough.watch_opens(is_watched)
 
     def noted_opens(self) -> list[tuple[int, int]]:
         """See Passthrough. Does not block."""
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         return [] if passthrough is None else passthrough.noted_opens()
 
     def end(self) -> None:
         """The kernel has gone, and all that was open and lent with it."""
         self._lends = False
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         if passthrough is not None:
             for lent in passthrough.all_lent("all"):
                 passthrough.take_back(lent.ino)
                 self._note(lent)
 
+    def lent_size(self, ino: int) -> int | None:
+        """The size of an inode that is lent, as it was when it was; None if the kernel keeps no
+        pages of it for programs."""
+        return self._lent_sizes.get(ino)
+
     def _give_up(self, lent: Lent) -> None:
         self._note(lent)
+        self._lent_sizes.pop(lent.ino, None)
         self._detach(lent.backing)
 
     def _note(self, lent: Lent) -> None:
@@ -319,14 +332,14 @@ class Handles:
         """The numbers of inodes that programs have open though they are not in core. Takes a
         millisecond.
         """
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         found = [] if passthrough is None else passthrough.all_lent("open")
         return [lent.ino for lent in found if lent.opens > self._unseen[lent.ino]]
 
     def used_copies(self) -> list[int]:
         """Ids of the burst copies of files that were opened while they were lent, since this was
         asked last."""
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         used = [] if passthrough is None else passthrough.all_lent("used")
         for lent in used:
             self._note(lent)
@@ -334,7 +347,7 @@ class Handles:
 
     def accessed(self, inode: Inode) -> Inode:
         """An inode that is not in core, as its record says, but as it was accessed since."""
-        passthrough = self._kernel.passthrough
+        passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.find_lent(inode.ino)
         accessed_ns = lent.accessed_ns if lent is not None else 0
         accessed_ns = accessed_ns or self._accessed.get(inode.ino, 0)
@@ -400,7 +413,7 @@ class Handles:
         self.writers -= opened.writable
         if file.users == 0:
             file.kept, file.backing, file.on_object = file.backing, 0, False
-            file.uncached = False
+            file.cached = file.uncached = False
         return opened
 
 

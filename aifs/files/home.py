@@ -213,9 +213,10 @@ class Home:
         file = joined.file
         file.handles += 1
         try:
-            data = await self._do(file, operation, args, memoryview(body))
-            if operation not in _LOOKS:
-                await self._forget(file)
+            with self._io.table.told.held(file.inode.ino, file.inode.size):
+                data = await self._do(file, operation, args, memoryview(body))
+                if operation not in _LOOKS:
+                    await self._forget(file)
             inode = self._io.inodes.attributes(file)
             return Answer(_told(inode), data)
         finally:

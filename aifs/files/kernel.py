@@ -1,7 +1,7 @@
 """The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
 local files by itself."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from aifs.files.types import Passthrough
@@ -49,9 +49,10 @@ class Kernel:
         """Another host has changed these files. The kernel has none of the pages from before on
         return, which waits for those that are being read."""
 
-    def drop_pages_soon(self, ino: int) -> None:
+    def drop_pages_soon(self, ino: int, then: Callable[[], None]) -> None:
         """As ``drop_pages``, when the request that is being answered has been answered: it may hold
-        some of them."""
+        some of them. Then ``then`` is called."""
+        then()
 
     def may_know(self, ino: int) -> bool:
         """Whether it may have been told of an inode, in a reply or a listing."""

@@ -2,6 +2,7 @@
 when theirs has died (docs/hosts.md).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import trio
@@ -161,6 +162,8 @@ class MirrorHost:
         ino, inode.seq = inode.ino, self._engine.seq
         _log.info("inode %d: its home is over; it is as of its last fsync from now on", ino)
         self._tier.dirty(mirrored.mirror.id, mirrored.mirror.server, inode.space)
-        self._io.inodes.follow(inode)
-        await self._kernel.forget([], [ino], [ino])
+        before = self._io.table.cached_size(ino)
+        with nullcontext() if before is None else self._io.table.told.held(ino, before):
+            self._io.inodes.follow(inode)
+            await self._kernel.forget([], [ino], [ino])
         self._drain.load([Undrained(ino, mirrored.since_ns, inode.size)])

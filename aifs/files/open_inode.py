@@ -58,6 +58,7 @@ class OpenInode:
 
     __slots__ = (
         "backing",
+        "cached",
         "cached_at",
         "changes",
         "copy",
@@ -150,6 +151,8 @@ class OpenInode:
         self.uncached = False
         """Handles of users were made that go past the kernel's page cache, as all do from then on
         until there are none: what is written there changes nobody's pages."""
+        self.cached = False
+        """A handle of users that uses the kernel's page cache was made since there were none."""
         self.kept = 0
         """The backing id that was the users', while there are none: the next ones get it, if they
         are passed through to the same local file."""

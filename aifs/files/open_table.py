@@ -11,6 +11,7 @@ from aifs.core.waiting import LOCK, waits_for
 from aifs.files.collector import Collector
 from aifs.files.handles import Handles
 from aifs.files.open_inode import LostBytes, OpenInode
+from aifs.files.told_sizes import ToldSizes
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
@@ -36,6 +37,8 @@ class OpenTable:
         self.stale: dict[int, int] = {}
         """Files that another host has changed, until the kernel has none of the pages from before:
         who opens one has it drop them. With the ``seq`` of the last change."""
+        self.told = ToldSizes(handles.kernel)
+        """The sizes that the kernel is told."""
         self.lost: dict[int, LostBytes] = {}
         """By inode number, what closed files have lost."""
         self.unsynced: dict[int, object | None] = {}
@@ -114,6 +117,14 @@ class OpenTable:
         return [ino for ino, file in self.open.items() if file.users] + self._handles.lent_open()
 
     # --- what other hosts have changed ---
+
+    def cached_size(self, ino: int) -> int | None:
+        """The size of a file of which the kernel may keep pages for programs that have it open; or
+        None."""
+        file = self.open.get(ino)
+        if file is None:
+            return self._handles.lent_size(ino)
+        return file.inode.size if file.cached else None
 
     def overtake(self, ino: int) -> None:
         """Another host has begun to change a file, or has ended. Does not block."""

@@ -462,7 +462,9 @@ class HandedOver:
         GETATTR.
         """
         inode = await self._fs.getattr(nodeid)
-        kept_s = 0 if self._fs.is_joined(nodeid) else self._kernel.attr_timeout_s
+        size = self._fs.told_size(inode)
+        is_kept = size == inode.size and not self._fs.is_joined(nodeid)
+        kept_s = self._kernel.attr_timeout_s if is_kept else 0
         seconds, rest = divmod(kept_s, 1)
         times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)
         return b"".join(
@@ -477,7 +479,7 @@ class HandedOver:
                     inode.gid,
                     inode.mode,
                     inode.ino,
-                    inode.size,
+                    size,
                     inode.blocks,
                     0,
                 ),

@@ -154,8 +154,17 @@ class KernelCache(Kernel):
     async def drop_pages(self, inodes: Sequence[int]) -> None:
         await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
 
-    def drop_pages_soon(self, ino: int) -> None:
-        self._start([(pyfuse3.invalidate_inode, ino)])
+    def drop_pages_soon(self, ino: int, then: Callable[[], None]) -> None:
+        if self._nursery is None:
+            then()
+        else:
+            self._nursery.start_soon(self._drop_pages, ino, then)
+
+    async def _drop_pages(self, ino: int, then: Callable[[], None]) -> None:
+        try:
+            await self.drop_pages([ino])
+        finally:
+            then()
 
     def may_know(self, ino: int) -> bool:
         return self._bridge is None or self._bridge.was_told(ino)

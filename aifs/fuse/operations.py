@@ -232,9 +232,10 @@ class Operations(pyfuse3.Operations):
     def _fill(self, entry: EntryAttributes, inode: Inode) -> EntryAttributes:
         if inode.acl or inode.default_acl:
             self._note_acl(inode.ino)
-        is_joined = self._fs.is_joined(inode.ino)
-        entry.attr_timeout = 0 if is_joined else self._kernel.attr_timeout_s
-        return fill(entry, inode)
+        fill(entry, inode).st_size = self._fs.told_size(inode)
+        is_kept = entry.st_size == inode.size and not self._fs.is_joined(inode.ino)
+        entry.attr_timeout = self._kernel.attr_timeout_s if is_kept else 0
+        return entry
 
     # names
 

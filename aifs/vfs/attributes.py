@@ -57,10 +57,12 @@ class Attributes:
         await self._engine.sure()
         if ino >= FIRST_VIRTUAL:
             return await self._virtual.getattr(ino)
+        await self._io.table.told.settled(ino)
         file = self._io.table.open.get(ino)
         if file is not None:
             if file.is_joined:
                 await self._io.by_home.look_at_home(file)
+                await self._io.table.told.settled(ino)
             return self._io.inodes.attributes(file)
         return self._io.inodes.current(await self._engine.view(namespace.get_inode, ino))
 

@@ -480,6 +480,7 @@ class Filesystem:
         self.is_flushed = files.is_flushed
         self.release = files.release
         self.is_joined = io.by_home.is_joined
+        self.told_size = io.table.told.size
         self.sync = files.sync
         self.statfs = attributes.statfs
         self.wait_drained = ioctls.wait_drained

@@ -22,7 +22,7 @@ from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
-from aifs.meta.records import decode_inode
+from aifs.meta.records import Inode, decode_inode
 from aifs.meta.trash import UNKNOWN, decode_entry, decode_rule
 from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
@@ -125,6 +125,8 @@ class Following:
         """There are some."""
         self._stale: dict[int, int] = {}
         """Files of which the kernel may keep pages that are old, with the ``seq`` of the change."""
+        self._grown: set[int] = set()
+        """Those that are larger now: until then the kernel is told the size from before."""
         self._servers: set[int] = set()
         """Servers whose record has changed."""
         self._moved = trio.Event()
@@ -193,6 +195,9 @@ class Following:
         for ino, seq in files.items():
             if self._io.table.stale.get(ino) == seq:  # else another change has come since
                 del self._io.table.stale[ino]
+                if ino in self._grown:
+                    self._grown.discard(ino)
+                    self._io.table.told.let_go(ino)
 
     # --- what a change set says ---
 
@@ -221,6 +226,8 @@ class Following:
             return
         inode = decode_inode(ino, record)
         inode.seq = unshown.seq
+        if inode.is_file:
+            self._hold_size(inode)
         is_open = self._io.inodes.follow(inode)
         if inode.nlink == 0:
             self._names.unlinked_elsewhere(inode, is_open)
@@ -229,6 +236,16 @@ class Following:
         if inode.is_file:
             self._io.table.stale[ino] = unshown.seq
             unshown.files.append(ino)
+
+    def _hold_size(self, inode: Inode) -> None:
+        """The pages of a file are going to be stale."""
+        ino, table = inode.ino, self._io.table
+        before = table.cached_size(ino)
+        if ino in self._grown:
+            table.told.lower(ino, inode.size)
+        elif before is not None and before < inode.size:
+            self._grown.add(ino)
+            table.told.hold(ino, before)
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         parent, name = keys.dentry_parts(key)

@@ -19,7 +19,7 @@ from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.meta.listing import Listing, list_directory
-from aifs.meta.records import Copy, Inode
+from aifs.meta.records import Copy, Inode, decode_inode
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash_rules import TrashRules
@@ -329,12 +329,16 @@ class Names:
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
-        opened = self._io.table.open
+        opened, told = self._io.table.open, self._io.table.told
         if opened and not opened.keys().isdisjoint(listing.inos):
             for place, child in enumerate(listing.inos):
                 file = opened.get(child)
                 if file is not None:
                     listing.inodes[place] = self._io.inodes.attributes(file).encode()
+        for place in [place for place, child in enumerate(listing.inos) if child in told.inos]:
+            inode = decode_inode(listing.inos[place], listing.inodes[place])
+            size = told.size(inode, is_listed=True)
+            listing.inodes[place] = inode.but(size=size).encode()
         return listing
 
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:

@@ -6,7 +6,7 @@ flags, and who hears that a file has been closed.
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import trio
 
@@ -246,18 +246,21 @@ class OpenFiles:
             self._require_may_overwrite(file, offset)
         appends = appends and self._engine.host != 0
         await self._before_change(file, kill_privileges)
-        if appends:
-            await self._io.append(file, data)
-        else:
-            await self._io.write(file, offset, data)
-        if file.on_object or file.uncached:
-            await self._sync_written(handle)
-        is_misplaced = appends and offset + len(data) != file.inode.size
-        if is_misplaced or (file.uncached and file.users > file.writers):
-            if self._handles[handle].direct:
-                await self._kernel.drop_pages([file.inode.ino])
-            else:  # O_APPEND came by fcntl(2), and a page is locked until we answer
-                self._kernel.drop_pages_soon(file.inode.ino)
+        told, ino, size = self._io.table.told, file.inode.ino, file.inode.size
+        is_direct = self._handles[handle].direct
+        with told.held(ino, size) if is_direct else nullcontext():
+            if appends:
+                await self._io.append(file, data)
+            else:
+                await self._io.write(file, offset, data)
+            if file.on_object or file.uncached:
+                await self._sync_written(handle)
+            is_misplaced = appends and offset + len(data) != file.inode.size
+            if is_direct and (is_misplaced or file.cached):
+                await self._kernel.drop_pages([ino])
+        if is_misplaced and not is_direct:
+            # O_APPEND came by fcntl(2), and a page is locked until we answer.
+            told.drop_pages_soon(ino, size)
         return len(data)
 
     def _require_may_overwrite(self, file: OpenInode, offset: int) -> None:
@@ -322,7 +325,11 @@ class OpenFiles:
         source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
         self._require_may_overwrite(target, offset_out)
         await self._before_change(target, caller.uid != 0)
-        copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
+        ino, size = target.inode.ino, target.inode.size
+        with self._io.table.told.held(ino, size):
+            copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
+            if target.cached and target.inode.size > size:
+                await self._kernel.drop_pages([ino])
         await self._sync_written(handle_out)
         return copied
 

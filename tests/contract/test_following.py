@@ -222,6 +222,64 @@ async def test_pages_that_are_being_read_keep_no_other_host_waiting(directory: P
         await fs.release(opened.handle)
 
 
+@pytest.mark.parametrize("is_lent", [False, True])
+async def test_a_larger_size_is_told_when_the_pages_with_the_old_end_are_gone(
+    directory: Path, is_lent: bool
+) -> None:
+    """The kernel has filled the last one up with zeros, which programs would read."""
+    async with hosts(directory) as (fs, cache, other), Kernel(fs) as kernel:
+        ino, told = await write_file(fs, b"file", b"short"), []
+        if not is_lent:
+            fs.io.table.recall_all()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        assert is_lent == bool(kernel.answered)
+
+        async def sizes() -> tuple[int, int]:
+            inode = await fs.lookup(ROOT_INO, b"file")
+            listing = await fs.readdir(ROOT_INO, 0)
+            return fs.told_size(inode), next(each.size for _, each, _ in listing if each.ino == ino)
+
+        async def stat() -> None:
+            told.append((await fs.getattr(ino)).size)
+
+        cache.read = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for data, size in ((b"longer", 5), (b"abc", 3), (b"longest", 3)):
+                await other.change(ino, data=data, size=len(data))
+                assert await sizes() == (size, size)
+            nursery.start_soon(stat)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not told
+            cache.read.set()
+        assert told == [7] and await sizes() == (7, 7)
+        await kernel.release(handle)
+
+
+async def test_what_goes_past_the_page_cache_is_not_told_before_the_pages_are_gone(
+    directory: Path,
+) -> None:
+    async with hosts(directory) as (fs, cache, _):
+        ino, source = (
+            await write_file(fs, b"log", b"one\n"),
+            await write_file(fs, b"source", b"x" * 9),
+        )
+        reader, *_ = await fs.open(ino, os.O_RDONLY)
+        appender, *_ = await fs.open(ino, os.O_WRONLY | os.O_APPEND)
+        copied, *_ = await fs.open(source, os.O_RDONLY)
+        told = []
+
+        async def drop_pages(inos: Sequence[int]) -> None:
+            told.append((list(inos), fs.told_size(await fs.lookup(ROOT_INO, b"log"))))
+
+        cache.drop_pages = drop_pages  # type: ignore[method-assign]
+        await fs.write(appender, 4, b"two\n", appends=True)
+        await fs.copy_file_range(copied, 0, appender, 8, 9)
+        assert told == [([ino], 4), ([ino], 8)]
+        assert (await fs.getattr(ino)).size == 17
+        for handle in (reader, appender, copied):
+            await fs.release(handle)
+
+
 async def test_close_waits_until_what_was_written_is_shown(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,9 @@ class FakeFilesystem:
     def is_joined(self, ino: int) -> bool:
         return False
 
+    def told_size(self, inode: Inode) -> int:
+        return inode.size
+
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))
 
