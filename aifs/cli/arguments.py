@@ -7,6 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from aifs.core.kinds import is_path
 from aifs.core.mountinfo import first_aifs
 from aifs.core.units import parse_count, parse_duration, parse_size
 
@@ -24,6 +25,8 @@ class _PathType(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not value:
             self.fail("it is empty; was a variable not set?", param, ctx)
+        if not is_path(value):
+            self.fail(f"{value} is not the path of a file or directory", param, ctx)
         mount, ends = first_aifs(value)
         if mount is not None and not (ends and self._may_be_stuck):
             _require_answer(mount.mountpoint)

@@ -16,6 +16,8 @@ _ROUNDS = 3
 _BUFFER = 4 << 20
 _SHARDS = 4
 _SMALL = bytes(4096)
+_WAITED = "the storage or AIFS"
+_AS_PLAIN = 0.8  # of the rate of a plain directory, and AIFS adds little
 _BUSY = 0.8  # of the time, and it is a processor that limits
 _TELLING_S = 0.05  # processors are told of in steps of 10 ms
 
@@ -40,8 +42,9 @@ def bench_command(
     It writes into a new directory below, which it removes in the end. --against does the same in
     turns in a second directory: the ratio holds on a busy machine, too, if that one is on the disk
     of the burst tier. "Limited by" names the process that kept a processor busy nearly all the
-    time, or else the storage; nothing for what took too little time to tell. Rates are medians of
-    3 rounds.
+    time. If none did, it is the storage, or AIFS itself: the journal, the database, other hosts
+    (aifs why DIRECTORY shows which); --against tells these two apart. It says nothing of what took
+    too little time. Rates are medians of 3 rounds.
     """
     from aifs.cli.output import print_json, print_table
 
@@ -70,7 +73,8 @@ class _Row:
     rate: float
     """The median of the rounds."""
     limited_by: str
-    """'this process' or 'the daemon', whose processor was busy, or 'the storage'; '': unknown."""
+    """'this process' or 'the daemon', whose processor was busy; or what was waited for, 'the
+    storage', 'AIFS', or either of them; '': unknown."""
     plain: float | None
     """The rate in the plain directory; None: there is none."""
     ratio: float | None
@@ -92,8 +96,16 @@ def _measure(directory: str, against: str | None, size: int, count: int) -> list
         median = ours[len(ours) // 2]
         other = statistics.median(one.rate for _, one in timed if one) if plain else None
         ratio = median.rate / other if other else None
-        rows.append(_Row(name, unit, median.rate, median.limited_by, other, ratio))
+        limit = _waited_for(ratio) if median.limited_by == _WAITED else median.limited_by
+        rows.append(_Row(name, unit, median.rate, limit, other, ratio))
     return rows
+
+
+def _waited_for(ratio: float | None) -> str:
+    """By what a plain directory does in the same time: its storage can do that, too."""
+    if ratio is None:
+        return _WAITED
+    return "the storage" if ratio > _AS_PLAIN else "AIFS"
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ class _Place:
             amount = work(self._path, size, count)
             taken_s = max(time.monotonic() - start_s, 1e-6)
             own_s, daemon_s = time.process_time() - own_s, self._daemon_s() - daemon_s
-            limit = "the storage"
+            limit = _WAITED if self._daemon else "the storage"
             if own_s + daemon_s > _BUSY * taken_s:
                 limit = "this process" if own_s > daemon_s else "the daemon"
             yield _Timed(amount / taken_s, limit if taken_s > _TELLING_S else "")

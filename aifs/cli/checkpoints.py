@@ -181,7 +181,8 @@ def _verify(path: Path) -> bool:
 def rm_command(paths: tuple[str, ...], yes: bool) -> None:
     """Remove the checkpoints PATH, each at one stroke, so that nobody finds half of one.
 
-    In an AIFS this takes the same few milliseconds however large they are.
+    In an AIFS this takes the same few milliseconds however large they are. Exit code 1 if it is not
+    confirmed, as without a terminal and --yes.
     """
     from aifs.client import remove
     from aifs.client.catalog import is_checkpoint

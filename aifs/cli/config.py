@@ -45,12 +45,14 @@ def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
     """Show every configuration key for SOURCE, or of the mount at MOUNTPOINT as it is in force: its
     value, and where it came from.
 
-    From default, SOURCE directory (implied by it), a file and line, -o, or aifs config set. The
+    From default, SOURCE directory (implied by it), a file and line, -o, aifs config set, or the
+    store, which knows the servers that were added, replaced and removed. The
     file config/default.yaml explains each key. Of a mount it is also shown which keys can change
     without mounting again.
     """
     from aifs.cli.mounts import require_aifs
     from aifs.cli.output import print_json, print_table
+    from aifs.cli.server_orders import recorded
     from aifs.core import config
     from aifs.fuse.options import parse
 
@@ -71,7 +73,7 @@ def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
         print_table(("key", "value", "from", "can change"), rows)
         return
     _, overrides = parse(options, config.known_keys(), privileged=False)
-    settings = list(config.load(place, overrides).settings())
+    settings = list(recorded(config.load(place, overrides)).settings())
     if as_json:
         print_json({key: {"value": value, "origin": origin} for key, value, origin in settings})
     else:
@@ -89,12 +91,12 @@ def set_command(mountpoint: str, key: str, value: str) -> None:
     aifs config MOUNTPOINT shows which keys can change.
     """
     from aifs.cli.mounts import require_aifs
-    from aifs.core.config import nearest
+    from aifs.core.config import suggestion
 
     path = require_aifs(mountpoint)
     before = _read(path)
     if key not in before:
-        raise ConfigError(f"{key}: unknown key; the nearest valid key is {nearest(key, [*before])}")
+        raise ConfigError(f"{key}: unknown key{suggestion(key, [*before], 'key')}")
     try:
         hints.put(path, hints.CONFIG, f"{key}={value}")
     except OSError as error:

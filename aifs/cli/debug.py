@@ -57,11 +57,11 @@ def debug_command(mountpoint: str, output: str | None, as_json: bool) -> None:
     """Write a file with the state of the mount at MOUNTPOINT, also if its daemon does not answer,
     for who is to find out what is wrong with it.
     """
-    from aifs.cli.mounts import daemon_of, require_aifs
+    from aifs.cli.mounts import daemon_of, mount_of
     from aifs.cli.output import describe_error, print_json
     from aifs.core.mountinfo import mounted_at
 
-    path = require_aifs(mountpoint)
+    path = mount_of(mountpoint)
     mount = mounted_at(path)
     assert mount is not None
     if os.geteuid() not in (0, _mounter(path)):

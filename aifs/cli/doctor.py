@@ -2,14 +2,17 @@
 
 import os
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from aifs.cli.arguments import PATH
 from aifs.cli.output import count
 from aifs.cli.status import refusal_of
-from aifs.core.errors import MountError
+from aifs.core.errors import MountError, StoreError
+
+if TYPE_CHECKING:
+    from aifs.core.config import Config
 
 EPILOG = """
 \b
@@ -60,10 +63,28 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
+        lacks_store = place is not None and not _has_store(loaded)
+        if lacks_store:
+            loaded = config.load(place or "/", {"burst.directories": ""})
         checks = [check._asdict() for check in probe(loaded)]
+        if lacks_store:
+            checks.insert(0, _check("store", f"{place} holds none", f"aifs format {place}"))
     if loaded.is_cluster:
         checks += [_check(*check) for check in cluster_checks(loaded)]
     return checks
+
+
+def _has_store(loaded: "Config") -> bool:
+    """Of a cluster its database says so (``cluster_checks``)."""
+    from aifs.data.storages import storage_at
+
+    if loaded.is_cluster:
+        return True
+    try:
+        storage_at(loaded.meta.directory).read_marker()
+    except StoreError:
+        return False
+    return True
 
 
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:

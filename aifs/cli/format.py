@@ -21,7 +21,8 @@ def format_command(source: str, force: bool) -> None:
     """Make an empty store in SOURCE, a directory or a YAML file.
 
     Makes the directories of the metadata, the data servers and the burst tier, and marks each as
-    part of this store. Directories that are not empty are refused.
+    part of this store. Directories that are not empty are refused, as is a SOURCE that holds
+    anything but its aifs.yaml.
     """
     from aifs.cli.output import print_facts
     from aifs.core import config

@@ -39,10 +39,10 @@ def hosts_command(mountpoint: str, as_json: bool, fenced: str) -> None:
     A host that is fenced changes nothing any more, wherever it hangs: its mount ends as soon as it
     notices. What it has not drained is there again when it mounts the store again.
     """
-    from aifs.cli.mounts import read_status, require_aifs
+    from aifs.cli.mounts import mount_of, read_status
     from aifs.cli.output import print_json, print_table
 
-    path = require_aifs(mountpoint)
+    path = mount_of(mountpoint)
     if not read_status(path)["cluster"]["hosts"]:
         raise StoreError(f"{mountpoint}: its store has one host (meta.engine is local)")
     if fenced:

@@ -183,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(describe_error(error))
         return error.exit_code if isinstance(error, UserError) else 1
     except (click.Abort, KeyboardInterrupt) as error:
-        if isinstance(error, click.Abort) and error.__cause__ is None:
-            print_error("not confirmed, so nothing was done")
-        return EXIT_INTERRUPTED
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            return EXIT_INTERRUPTED
+        print_error("not confirmed, so nothing was done")
+        return 1
 
 
 if __name__ == "__main__":

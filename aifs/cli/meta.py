@@ -102,11 +102,13 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from aifs.cli.output import describe_time, print_json, print_table
+    from aifs.cli.server_orders import recorded
     from aifs.core import config
     from aifs.core.units import describe_size
     from aifs.store.restore import answering, find, states
 
-    found = list(states(find(answering(config.load(source, {})), directory)[1]))
+    loaded = answering(recorded(config.load(source, {})))
+    found = list(states(find(loaded, directory)[1]))
     if as_json:
         print_json([asdict(state) for state in found])
         return

@@ -95,6 +95,14 @@ def require_aifs(path: str) -> str:
     return absolute
 
 
+def mount_of(path: str) -> str:
+    """The mountpoint of the AIFS that ``path`` lies in. Raises MountError if it lies in none."""
+    mount, ends = first_aifs(path)
+    if mount is None or not (ends or os.path.lexists(path)):
+        return require_aifs(path)
+    return mount.mountpoint
+
+
 def require_inside(path: str, follow: bool = True) -> os.stat_result:
     """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an
     AIFS, OSError.

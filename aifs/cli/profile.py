@@ -84,7 +84,7 @@ def profile_command(
 
 def _records(source: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
     from aifs.cli import trace
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.mounts import mount_of
 
     if os.path.isfile(source):
         if limit_s is not None:
@@ -92,7 +92,7 @@ def _records(source: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
         return _read(source)
     if not os.path.lexists(source):
         raise UserError(f"{source}: no such file or mount")
-    return trace.told(trace.follow(require_aifs(source), 10 if limit_s is None else limit_s))
+    return trace.told(trace.follow(mount_of(source), 10 if limit_s is None else limit_s))
 
 
 def _read(file_name: str) -> Iterator[dict[str, Any]]:

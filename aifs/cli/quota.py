@@ -73,10 +73,10 @@ def set_command(directory: str, size: str | None, files: str | None, no_wait: bo
 def ls_command(mountpoint: str, as_json: bool) -> None:
     """List the quotas of the store that is mounted at MOUNTPOINT: for root all, for others those of
     directories that they may read."""
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.mounts import mount_of
     from aifs.cli.output import print_json
 
-    path, found, after = require_aifs(mountpoint), list[dict[str, Any]](), 0
+    path, found, after = mount_of(mountpoint), list[dict[str, Any]](), 0
     while True:
         page = hints.read(path, f"{hints.QUOTAS}.{after}")
         found += page["quotas"]

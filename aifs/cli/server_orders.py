@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from aifs.cli import hints
 from aifs.core.config import Config
-from aifs.core.errors import FsError, MountError, StoreBusy, StoreError
+from aifs.core.errors import AifsError, FsError, MountError, StoreBusy, StoreError
 
 
 class Door(Protocol):
@@ -130,6 +130,20 @@ async def look(place: str) -> dict[str, Any]:
             finally:
                 store.close()
     return await MountDoor(mountpoint).state()
+
+
+def recorded(config: Config) -> Config:
+    """The same with the servers that its store has by now; as it is if there is no store, or that
+    cannot be seen."""
+    import trio
+
+    if config.is_cluster or not os.path.isdir(config.meta.directory):
+        return config
+    try:
+        rows = trio.run(look, config.source)["servers"]
+    except (AifsError, OSError):
+        return config
+    return config.with_servers(rows) if all(row["path"] for row in rows) else config
 
 
 def _mountpoint(place: str) -> str:

@@ -53,9 +53,9 @@ _LINES_PER_HEAD = 20
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON each time.")
 def stats_command(mountpoint: str, interval_s: float, lines: int | None, as_json: bool) -> None:
     """Print what the mount at MOUNTPOINT does, as vmstat(8) does for the machine."""
-    from aifs.cli.mounts import read_status, require_aifs
+    from aifs.cli.mounts import mount_of, read_status
 
-    path = require_aifs(mountpoint)
+    path = mount_of(mountpoint)
     before: dict[str, Any] | None = None
     number = 0
     while lines is None or number < lines:

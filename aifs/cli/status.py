@@ -18,14 +18,14 @@ from aifs.core.limits import within
 @click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def status_command(mountpoint: str, as_json: bool) -> None:
-    """Show the state of the mount at MOUNTPOINT, of its data servers, its burst tier and its
-    drain.
+    """Show the state of the mount at MOUNTPOINT, or that a path lies in, of its data servers, its
+    burst tier and its drain.
     """
     from aifs.cli.answers import ANSWER_S, AwaitsDatabase
-    from aifs.cli.mounts import read_status, require_aifs
+    from aifs.cli.mounts import mount_of, read_status
     from aifs.cli.output import print_facts, print_json, print_table
 
-    path = require_aifs(mountpoint)
+    path = mount_of(mountpoint)
     try:
         status = read_status(path)
     except AwaitsDatabase as error:  # nobody else can be asked

@@ -64,9 +64,9 @@ def top_command(
     from rich.console import Console
     from rich.live import Live
 
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.mounts import mount_of
 
-    batches = trace.follow(require_aifs(mountpoint), limit_s)
+    batches = trace.follow(mount_of(mountpoint), limit_s)
     if as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
         for passed_s, lost, records in _intervals(batches, interval_s):
             found = usage.ordered(usage.summed(records, by), sort)

@@ -66,9 +66,9 @@ def trace_command(
     The mount keeps some ten thousand requests for whoever reads too slowly; how many were lost
     beyond that is said on stderr.
     """
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.mounts import mount_of
 
-    top = require_aifs(mountpoint)
+    top = mount_of(mountpoint)
     below = None if prefix is None else _inside(top, prefix)
     batches = follow(top, limit_s)
     if not as_json:

@@ -51,24 +51,28 @@ _SHOWN_S = 0.005
 @click.argument("what", metavar="PATH|PID")
 @click.argument("mountpoint", type=PATH, required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def why_command(what: str, mountpoint: str | None, as_json: bool) -> None:
+def why_command(what: str, mountpoint: str | None, as_json: bool) -> int:
     """Show what requests about PATH, and all that lies below it, wait for now, and how those of the
     last minutes have spent their time; or those of the process PID, on the mount MOUNTPOINT or on
-    all.
+    all. Exit code 1 if there is no such process (any more).
     """
     if not what.isdigit() or os.path.exists(what):
         told = _of_path(PATH.convert(what, None, click.get_current_context()))
         print_json(told) if as_json else _print(told)
-        return
+        return 0
+    is_there = os.path.exists(f"/proc/{what}")
+    if not is_there:
+        print_error(f"there is no process {what}")
     mounts, threads = _of_process(int(what), mountpoint), _threads(int(what))
     if as_json:
         print_json({"mounts": mounts, "threads": threads})
-        return
+        return 0 if is_there else 1
     for place, told in mounts.items():
         print(f"{place}:")
         _print(told)
     for thread in threads:
         print(f"thread {thread['thread']} waits in the kernel: {thread['in']}")
+    return 0 if is_there else 1
 
 
 def _of_path(path: str) -> dict[str, Any]:
@@ -97,15 +101,13 @@ def _undrained(path: str) -> dict[str, Any]:
 
 
 def _of_process(pid: int, mountpoint: str | None) -> dict[str, Any]:
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.mounts import mount_of
     from aifs.core.limits import within
     from aifs.core.mountinfo import FSTYPE, all_mounts
 
-    if not os.path.exists(f"/proc/{pid}"):
-        print_error(f"there is no process {pid} any more")
     name = f"{hints.WHY}.{pid}"
     if mountpoint is not None:
-        place = require_aifs(mountpoint)
+        place = mount_of(mountpoint)
         return {place: hints.read(place, name)}
     found = {}
     for mount in all_mounts():

@@ -8,7 +8,7 @@ origins.
 import difflib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import yaml
@@ -230,6 +230,25 @@ class Config(_Section):
         }
         return self.model_copy(update=changes), value
 
+    def with_servers(self, rows: Iterable[Mapping[str, Any]]) -> "Config":
+        """The same with the servers and burst directories that the store has by now, ``rows`` as of
+        ``aifs server status``."""
+        named = {place.path: place for place in self.places}
+        found: dict[str, list[ServerPlace]] = {"data": [], "burst": []}
+        for row in rows:
+            place = ServerPlace(row["path"], row["domain"], 0, row["class"] or None)
+            found[row["role"]].append(named.get(place.path, place))
+        places = tuple(found["data"])
+        burst = tuple(place.path for place in found["burst"])
+        changed = {"servers": places != self.places}
+        changed["burst.directories"] = burst != self.burst.directories
+        changes = {
+            "places": places,
+            "burst": self.burst.model_copy(update={"directories": burst}),
+            "origins": {**self.origins} | {key: "the store" for key in changed if changed[key]},
+        }
+        return self.model_copy(update=changes)
+
 
 def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Kind, Any]]:
     for name, field in type(section).model_fields.items():
@@ -253,9 +272,10 @@ def _machine_name() -> str:
         return "host"
 
 
-def nearest(word: str, valid: list[str]) -> str:
-    """The member of ``valid`` that looks most like ``word``."""
-    return difflib.get_close_matches(word, valid, n=1, cutoff=0)[0]
+def suggestion(word: str, valid: list[str], what: str) -> str:
+    """``; the nearest valid WHAT is ...``, or '' if no member of ``valid`` looks like ``word``."""
+    found = difflib.get_close_matches(word, valid, n=1)
+    return f"; the nearest valid {what} is {found[0]}" if found else ""
 
 
 def known_keys() -> list[str]:
@@ -289,9 +309,7 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     settings |= {key: item for key, item in given.items() if item.value is not None}
     for key, text in overrides.items():
         if key not in known:
-            raise ConfigError(
-                f"-o {key}: unknown key; the nearest valid key is {nearest(key, known)}"
-            )
+            raise ConfigError(f"-o {key}: unknown key{suggestion(key, known, 'key')}")
         settings[key] = Setting(text, "-o", os.getcwd())
     settings = {key: item for key, item in settings.items() if item.value is not None}
     if "data.movers" not in settings:
@@ -459,7 +477,5 @@ def _walk(
             continue
         if known is not None and key not in known:
             names = [*known, *{name.split(".")[0] for name in known}]
-            raise ConfigError(
-                f"{origin}: {key}: unknown key; the nearest valid key is {nearest(key, names)}"
-            )
+            raise ConfigError(f"{origin}: {key}: unknown key{suggestion(key, names, 'key')}")
         yield key, Setting(value, origin, os.path.dirname(path))

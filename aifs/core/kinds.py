@@ -165,7 +165,8 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+]*://")
 
 
 def is_path(address: str) -> bool:
-    """Whether the address of a data server is that of a directory, not KIND://REST."""
+    """Whether an address is that of a file or directory, not KIND://REST, which nobody means by the
+    name of a file."""
     return _ADDRESS.match(address) is None
 
 
@@ -175,7 +176,7 @@ def _parse_address(value: Any, base: str) -> str:
 
 
 def _parse_path(value: Any, base: str) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
+    if not isinstance(value, str) or not value or "\0" in value or not is_path(value):
         raise ValueError
     return os.path.normpath(os.path.join(base, os.path.expanduser(value)))
 

@@ -8,7 +8,7 @@ refused by name.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from aifs.core.config import nearest
+from aifs.core.config import suggestion
 from aifs.core.errors import ConfigError
 
 # Options of the kernel, with the one that each of them undoes.
@@ -98,9 +98,7 @@ def parse(
             continue
         elif not sloppy:
             valid = [*_KERNEL, *_ATIME, *_ANSWERED, *_ALWAYS, *_FSTAB, *config_keys]
-            raise ConfigError(
-                f"unknown option {option!r}; the nearest valid one is {nearest(name, valid)}"
-            )
+            raise ConfigError(f"unknown option {option!r}{suggestion(name, valid, 'one')}")
     if atime == "noatime":
         kernel["noatime"] = None  # which mount(8) shows
     return MountOptions(read_only, allow_other, list(kernel), atime, remount), overrides

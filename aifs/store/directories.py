@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timezone
 
-from aifs.core.config import Config, is_directory_source
+from aifs.core.config import DIRECTORY_FILE, Config, is_directory_source
 from aifs.core.errors import StoreError
 from aifs.core.kinds import is_path
 from aifs.core.log import logger
@@ -113,9 +113,22 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
         raise StoreError(f"{path}: holds a store already; --force erases it and all files in it")
 
 
+def require_empty_source(config: Config) -> None:
+    """A directory that is the SOURCE holds nothing but what the configuration puts there. Raises
+    StoreError."""
+    if not os.path.isdir(config.source):
+        return
+    places = (config.meta.directory, *config.servers, *config.burst.directories, config.log.file)
+    own = {os.path.relpath(path, config.source).partition("/")[0] for path in places}
+    for name in sorted(set(os.listdir(config.source)) - own - {ASIDE, DIRECTORY_FILE}):
+        if not any(name.startswith(f"{each}.") for each in own):
+            raise StoreError(f"{config.source}: holds {name!r}; use an empty directory")
+
+
 def _require_unmarked(address: str, force: bool) -> None:
+    storage = storage_at(address)
     try:
-        storage_at(address).read_marker()
+        storage.read_marker()
     except StoreError:
         return
     if not force:

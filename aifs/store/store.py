@@ -140,7 +140,9 @@ def format_store(config: Config, force: bool) -> str:
     directories.require_distinct([path for _, _, path in roles])
     for role, _, path in roles:
         directories.require_usable(role, path, force=force)
-    if force:
+    if not force:
+        directories.require_empty_source(config)
+    else:
         erased = _store_in_database(config)
         for role, _, path in roles:
             directories.require_erasable(path, erased)

@@ -401,6 +401,7 @@ class Filesystem:
         """After how long a request is logged; 0: never."""
         settings = Settings(
             config,
+            servers,
             {
                 "burst.drain_bandwidth": drain.limiter.set_rate,
                 "burst.drain_delay": drain.set_delay,

@@ -9,6 +9,7 @@ from typing import Any
 from aifs.core.config import Config
 from aifs.core.errors import Invalid
 from aifs.core.log import logger
+from aifs.data.servers import Servers
 from aifs.files.types import CallerLike
 
 _log = logger(__name__)
@@ -24,9 +25,10 @@ def set_log_level(level: str) -> None:
 class Settings:
     """Used from one trio thread."""
 
-    def __init__(self, config: Config, setters: Mapping[str, Setter]) -> None:
+    def __init__(self, config: Config, servers: Servers, setters: Mapping[str, Setter]) -> None:
         """``setters``: of the keys that can change."""
         self._config = config
+        self._servers = servers
         self._setters = setters
 
     def tell(self) -> dict[str, Any]:
@@ -34,7 +36,7 @@ class Settings:
         ``can_change`` now."""
         return {
             key: {"value": value, "from": origin, "can_change": key in self._setters}
-            for key, value, origin in self._config.settings()
+            for key, value, origin in self._config.with_servers(self._servers.rows()).settings()
         }
 
     async def put(self, ino: int, text: str, caller: CallerLike) -> None:

@@ -173,4 +173,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(f"usage: {sys.argv[0]} DIRECTORY; a directory that is there")
     main()

@@ -129,4 +129,6 @@ def main(run: Path, ways: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} DIRECTORY [WAY...]")
     main(Path(sys.argv[1]), sys.argv[2:])

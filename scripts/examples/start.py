@@ -8,6 +8,8 @@ import sys
 
 from aifs.client import startup
 
+if len(sys.argv) != 3:
+    sys.exit(f"usage: {sys.argv[0]} ENVIRONMENT CHECKPOINT.npy")
 environment, checkpoint = sys.argv[1:]
 
 with startup.stage("imports"):

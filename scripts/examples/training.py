@@ -103,4 +103,6 @@ def main(run: Path, ways: tuple[str, ...] = WAYS) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: {sys.argv[0]} DIRECTORY [WAY...]")
     main(Path(sys.argv[1]), tuple(sys.argv[2:]) or WAYS)

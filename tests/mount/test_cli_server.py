@@ -52,6 +52,11 @@ def test_servers_come_and_go_below_a_mount(
         ("burst", 0),
     ]
     assert "rack-b" in aifs("server", "status", store.source).stdout
+    for place in (path, store.source):
+        servers = json.loads(aifs("config", place, "--json").stdout)["servers"]["value"]
+        assert str(new) in servers and f"{store.source}/data/0" not in servers
+    assert aifs("meta", "list", store.source).stderr == ""
+    assert json.loads(aifs("status", path / "plain", "--json").stdout)["mountpoint"] == str(path)
     store.remount()
     assert (path / "plain").read_bytes() == (path / "safe" / "file").read_bytes() == DATA
 

@@ -113,6 +113,27 @@ def test_an_empty_path_does_not_mean_the_current_directory(
     assert "it is empty; was a variable not set?" in said
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["server", "add", "/s", "s3://bucket/aifs"],
+        ["server", "replace", "/s", "1", "s3://bucket"],
+        ["format", "s3://bucket"],
+        ["mount", "gs://bucket", "/m"],
+    ],
+)
+def test_an_address_of_another_kind_is_no_local_directory(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = refused(capsys, *arguments)
+    assert code == 2 and "bucket" in said and "is not the path of a file or directory" in said
+    assert os.listdir(tmp_path) == []
+
+
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys)
     assert code == 2
@@ -218,9 +239,10 @@ def test_what_is_meant_for_fstab_is_ignored() -> None:
         ("noatme", "unknown option 'noatme'; the nearest valid one is noatime"),
         ("nodev=1", "unknown option 'nodev=1'; the nearest valid one is nodev"),
         ("ro=1", "unknown option 'ro=1'; the nearest valid one is ro"),
-        ("uid=5", "unknown option 'uid=5'; the nearest valid one is "),
+        ("uid=5", "unknown option 'uid=5'"),
+        ("bogus", "unknown option 'bogus'"),
         ("layout.unit", "unknown option 'layout.unit'; the nearest valid one is layout.unit"),
-        ("user_id=0", "unknown option 'user_id=0'; the nearest valid one is "),
+        ("user_id=0", "unknown option 'user_id=0'"),
     ],
 )
 def test_an_unknown_option_is_named(option: str, message: str) -> None:
@@ -285,20 +307,21 @@ def test_umount_and_status_want_an_aifs_mount(
         assert refused(capsys, command, tmp_path / "x") == (6, f"{tmp_path}/x: no such directory")
 
 
-def test_status_of_a_path_below_a_mount_names_the_mount(
+def test_a_path_below_a_mount_means_the_mount_except_for_umount(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m/d").mkdir(parents=True)
-    monkeypatch.setattr(
-        mounts,
-        "all_mounts",
-        lambda: [
-            mountinfo.Mount(1, "/", "ext4", "/dev/vda"),
-            mountinfo.Mount(2, f"{tmp_path}/m", "fuse.aifs", "/src"),
-        ],
-    )
-    said = f"{tmp_path}/m/d: no AIFS is mounted here; it is below the mount {tmp_path}/m"
-    assert refused(capsys, "status", tmp_path / "m/d") == (6, said)
+    found = [
+        mountinfo.Mount(1, "/", "ext4", "/dev/vda"),
+        mountinfo.Mount(2, f"{tmp_path}/m", "fuse.aifs", "/src"),
+    ]
+    for module in (mounts, mountinfo):
+        monkeypatch.setattr(module, "all_mounts", lambda: found)
+    assert mounts.mount_of(str(tmp_path / "m/d")) == str(tmp_path / "m")
+    with pytest.raises(errors.MountError, match="no such directory"):
+        mounts.mount_of(str(tmp_path / "m/none"))
+    with pytest.raises(errors.MountError, match=f"it is below the mount {tmp_path}/m"):
+        mounts.require_aifs(str(tmp_path / "m/d"))
 
 
 def test_info_wants_a_path_in_an_aifs_mount(
@@ -377,6 +400,24 @@ def test_format_makes_a_store_once(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 4 and "--force" in said
     code, again, _ = run(capsys, "format", source, "--force")
     assert code == 0 and again != out
+
+
+def test_format_takes_no_directory_that_holds_something_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    code, said = refused(capsys, "format", tmp_path)
+    assert (code, said) == (4, f"{tmp_path}: holds 'thesis.tex'; use an empty directory")
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "aifs.yaml").write_text("servers: [s3://bucket, data/0]\n")
+    code, said = refused(capsys, "format", tmp_path)
+    assert code == 4 and "there are no data servers of kind 's3'" in said
+    (tmp_path / "aifs.yaml").write_text("burst: {directories: [s3://bucket]}\n")
+    assert refused(capsys, "format", tmp_path)[0] == 3
+    (tmp_path / "aifs.yaml").write_text("layout: {count: 2}\n")
+    assert run(capsys, "format", tmp_path)[0] == 0
 
 
 def test_a_server_is_added_to_a_store_that_is_not_mounted(
@@ -460,6 +501,7 @@ def test_the_mount_of_another_user_is_named_as_such(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(
-        errors.MountError, match="^/mnt/s: was mounted by another user; only that user or root"
+        errors.MountError,
+        match="^/mnt/s: was mounted by another user; only that user or root",
     ):
         mounts.unmount("/mnt/s")

@@ -372,8 +372,14 @@ def test_doctor_looks_at_this_machine(capsys, tmp_path: Path) -> None:
     assert code == any(not check["ok"] for check in checks)
     assert {"bridge", "kernel"} <= {check["name"] for check in checks}
     assert all(bool(check["fix"]) != check["ok"] for check in checks)
+    code, out, _ = run(capsys, "doctor", "--json", tmp_path)
+    first, *checks = json.loads(out)
+    assert (code, first["name"], first["fix"]) == (1, "store", f"aifs format {tmp_path}")
+    assert not any("burst" in check["name"] for check in checks)
+    assert os.listdir(tmp_path) == []
+    assert run(capsys, "format", tmp_path)[0] == 0
     code, out, _ = run(capsys, "doctor", tmp_path)
-    assert f"burst directory {tmp_path}/burst" in out
+    assert f"burst directory {tmp_path}/burst" in out and "holds none" not in out
     code, _, err = run(capsys, "doctor", tmp_path / "missing")
     assert (code, err) == (1, f"aifs: {tmp_path}/missing: No such file or directory\n")
 

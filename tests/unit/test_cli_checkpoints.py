@@ -134,7 +134,7 @@ def test_rm_removes_checkpoints_alone_and_asks(
     assert (run / "step-1").exists()
     for answer, left in (("n", True), ("y", False)):
         monkeypatch.setattr("click.termui.visible_prompt_func", lambda _, answer=answer: answer)
-        assert main(["checkpoints", "rm", f"{run}/step-1/"]) == (130 if left else 0)
+        assert main(["checkpoints", "rm", f"{run}/step-1/"]) == (1 if left else 0)
         assert (run / "step-1").exists() == left
     assert os.listdir(run / "logs") == []
     assert main(["checkpoints", "rm", "--yes", str(run / "latest")]) == 8

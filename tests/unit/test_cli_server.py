@@ -115,6 +115,11 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
         f"data server 5 has taken over; take the old one out with: aifs server remove {source} 0\n",
     )
     assert run(capsys, "server", "remove", source, 0)[0] == 0
+    code, out, error = run(capsys, "config", source, "--json")
+    servers = json.loads(out)["servers"]
+    assert servers["origin"] == "the store" and f"{source}/data/3" in servers["value"]
+    assert f"{source}/data/0" not in servers["value"] and str(newer) in servers["value"]
+    assert run(capsys, "meta", "list", source)[::2] == (0, "")  # it asks those that there are
     assert trio.run(read, source) == [DATA] * 3
     assert run(capsys, "fsck", "--deep", source)[0] == 0
 

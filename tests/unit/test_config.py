@@ -207,7 +207,7 @@ def test_hosts_do_not_share_a_directory_source(tmp_path: Path) -> None:
             "layout.unti: unknown key; the nearest valid key is layout.unit",
         ),
         ("layot:\n  unit: 1MiB\n", 4, "layot: unknown key; the nearest valid key is layout"),
-        ("stripe_unit: 1\n", 4, "stripe_unit: unknown key; the nearest valid key is "),
+        ("stripe_unit: 1\n", 4, "stripe_unit: unknown key"),
         (
             "layout:\n  unit: 3 apples\n",
             5,
