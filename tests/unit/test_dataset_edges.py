@@ -1,6 +1,8 @@
-"""Datasets at their edges, in each format: empty files, no rows, one row, torn and shrunk files.
+"""Datasets at their edges, in each format: empty files, no rows, one row, torn and shrunk files,
+hidden and linked ones; types, columns and sizes that one of the formats has.
 ``aifs dataset verify`` says of each what it is."""
 
+import base64
 import errno
 import io
 import json
@@ -9,16 +11,20 @@ import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from aifs.cli.dataset import dataset_group
 from aifs.client import data
+from aifs.client.data.rows.opened import joined
 from aifs.core.errors import DatasetError
+from aifs.datasets.order_files import thrift
 
 arrow = pytest.importorskip("pyarrow")
-import pyarrow.parquet  # noqa: E402
+import pyarrow.compute
+import pyarrow.parquet
 
 
 def write_parquet(path: Path, rows: range) -> None:
@@ -60,6 +66,31 @@ FORMATS: dict[str, tuple[str, Callable[[Path, range], None]]] = {
     "tar": (".tar", write_tar),
     "megatron": (".bin", write_megatron),
 }
+
+
+EVERY = FORMATS | {
+    "text": (".txt", write_jsonl),
+    "files": (".raw", lambda path, rows: path.write_bytes(b"%d" % len(rows))),
+}
+
+
+def table_in(directory: Path, format: str, table: "arrow.Table", group: int = 10) -> Path:
+    """A dataset of it, in row groups and batches of so many rows."""
+    directory.mkdir(exist_ok=True)
+    if format == "parquet":
+        pyarrow.parquet.write_table(table, directory / "0.parquet", row_group_size=group)
+    else:
+        with arrow.ipc.new_file(directory / "0.arrow", table.schema) as out:
+            out.write_table(table, max_chunksize=group)
+    return directory
+
+
+def read(directory: Path, **options: Any) -> list[Any]:
+    """All rows; batches have as many."""
+    dataset = data.open(directory, **options)
+    with data.reader(dataset, seed=1, buffer=64) as reader:
+        assert sum(batch.num_rows for batch in reader.batches()) == len(dataset)
+    return [dataset[row] for row in range(len(dataset))]
 
 
 def verify(directory: Path) -> Result:
@@ -139,3 +170,200 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, format: str) -> No
             for _ in reader:
                 pass
     assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_hidden_files_and_directories_do_not_belong_to_it(tmp_path: Path, format: str) -> None:
+    """Logs of Delta Lake, and what Spark had not committed, were rows."""
+    suffix, write = EVERY[format]
+    write(tmp_path / f"0{suffix}", range(3))
+    found = read(tmp_path)
+    for hidden in ("_9", ".9", "_delta_log/9", ".git/9", "a/_temporary/0/9"):
+        path = tmp_path / f"{hidden}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, range(5))
+    assert read(tmp_path) == found
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_links_are_followed(tmp_path: Path, format: str) -> None:
+    """Those to directories were left out without a word, and those to nothing."""
+    suffix, write = EVERY[format]
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / f"0{suffix}", range(3))
+    alone = len(data.open(tmp_path / "here"))
+    (tmp_path / "here" / "deep").symlink_to("../there")
+    (tmp_path / "there" / "loop").symlink_to("../here")
+    assert len(read(tmp_path / "here")) == 2 * alone
+    (tmp_path / "there" / f"gone{suffix}").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match=f"gone{suffix}"):
+        data.open(tmp_path / "here")
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_columns(tmp_path: Path, format: str) -> None:
+    table = arrow.table({"a": range(30), "s": [{"x": 1, "y": "z"}] * 30})
+    table_in(tmp_path, format, table)
+    assert read(tmp_path, columns=["s"]) == table.select(["s"]).to_pylist()
+    assert read(tmp_path, columns=[]) == [{}] * 30
+    for wrong in (["b"], ["a", "b"]):
+        with pytest.raises(DatasetError, match=f"0.{format}: no column 'b'"):
+            read(tmp_path, columns=wrong)
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_two_columns_of_one_name(tmp_path: Path, format: str) -> None:
+    """A row had the last of them alone."""
+    numbers = arrow.array(range(30))
+    inner = arrow.StructArray.from_arrays([numbers, numbers], ["x", "x"])
+    table = arrow.table([numbers, numbers, numbers], ["a", "a", "b"])
+    nested = arrow.table({"s": arrow.ListArray.from_arrays(arrow.array([0, 10, 30]), inner)})
+    for name, each in (("a", table), ("x", nested)):
+        with pytest.raises(DatasetError, match=f"two columns have the name '{name}'"):
+            read(table_in(tmp_path / name, format, each))
+    assert read(tmp_path / "a", columns=["b"]) == table.select(["b"]).to_pylist()
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_views_and_dictionaries(tmp_path: Path, format: str) -> None:
+    """pyarrow takes no views by their numbers."""
+    words = arrow.array([*"abc", None, "a long word that lies elsewhere"] * 6)
+    view = words.cast(arrow.string_view())
+    columns = {
+        "view": view,
+        "bytes": words.cast(arrow.binary()).cast(arrow.binary_view()),
+        "list": arrow.FixedSizeListArray.from_arrays(view[:30], 1),
+        "struct": arrow.StructArray.from_arrays([view], ["inner"]),
+        "dictionary": words.dictionary_encode(),
+    }
+    if format == "arrow":  # Parquet has no runs
+        columns["runs"] = arrow.compute.run_end_encode(words)
+    table = arrow.table(columns)
+    assert read(table_in(tmp_path, format, table, group=30)) == table.to_pylist()
+
+
+def write_encrypted(path: Path, *columns: str) -> None:
+    """These columns; in two row groups."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+
+        def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+            return base64.b64encode(key_bytes)
+
+    properties = encryption.CryptoFactory(Keys).file_encryption_properties(
+        encryption.KmsConnectionConfig(),
+        encryption.EncryptionConfiguration(
+            footer_key="footer", column_keys={"column": list(columns)}, plaintext_footer=True
+        ),
+    )
+    table = arrow.table({"a": range(20), "b": range(20)})
+    with pyarrow.parquet.ParquetWriter(
+        path, table.schema, encryption_properties=properties
+    ) as writer:
+        writer.write_table(table, row_group_size=10)
+
+
+def footer_changed(path: Path, change: Callable[[list[Any]], None]) -> None:
+    """``change`` gets the columns of the last row group, as thrift has them."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[-8:-4], "little")
+    meta = thrift.decode(content[-8 - length : -8])
+    change(thrift.value_of(thrift.value_of(meta, 4).values[-1], 1).values)
+    footer = thrift.encode(meta)
+    end = footer + len(footer).to_bytes(4, "little") + b"PAR1"
+    path.write_bytes(content[: -8 - length] + end)
+
+
+def test_encrypted_columns(tmp_path: Path) -> None:
+    """They ended the process: pyarrow calls abort(3) if it is asked where such a column lies."""
+    path = tmp_path / "0.parquet"
+    for columns in (["a"], ["a", "b"], ["b"]):
+        write_encrypted(path, *columns)
+        assert "column is encrypted" in refusal(tmp_path)
+    assert read(tmp_path, columns=["a"]) == [{"a": row} for row in range(20)]
+
+
+def test_footers_that_end_the_process(tmp_path: Path) -> None:
+    """As above, if the last row group alone is so."""
+    path = tmp_path / "0.parquet"
+    write_encrypted(path, "a")
+    encrypted: list[Any] = []
+    footer_changed(path, lambda columns: encrypted.append(columns[0]))
+
+    def encrypt(columns: list[Any]) -> None:
+        columns[0] = encrypted[0]
+
+    for change in (encrypt, list.clear):
+        write_parquet(path, range(20))
+        footer_changed(path, change)
+        assert str(path) in refusal(tmp_path)
+
+
+def test_what_a_dictionary_stands_for_is_not_decoded_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of 300 bytes took 1.2 GiB, and was refused if it was 2 GiB or more."""
+    word = "x" * (1 << 20)
+    rows = 250
+    words = arrow.DictionaryArray.from_arrays(arrow.array([0] * rows, "i4"), [word])
+    path = tmp_path / "0.parquet"
+    pyarrow.parquet.write_table(
+        arrow.table({"word": words}), path, compression="zstd", store_schema=False
+    )
+    dataset = data.open(tmp_path)
+    before = arrow.total_allocated_bytes()
+    monkeypatch.setattr("aifs.client.data.rows.parquet._HELD", 1 << 20)
+    block = dataset.open_block(0)
+    assert block.take([rows - 1, 0, rows // 2]) == [{"word": word}] * 3
+    assert arrow.total_allocated_bytes() - before < 64 << 20
+    with pytest.raises(DatasetError, match="joined to one batch"):
+        joined([block.batch(0, 1)] * 2100)
+
+
+def test_batches_that_decompress_to_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aifs.client.data.rows.arrow.ROW_BYTES_MAX", 10_000)
+    word = arrow.array(["x" * 10_000])
+    tables = [
+        arrow.table({"a": word}),
+        arrow.table({"a": arrow.DictionaryArray.from_arrays(arrow.array([0]), word)}),
+    ]
+    for table in tables:
+        for codec in ("lz4", "zstd", None):
+            options = arrow.ipc.IpcWriteOptions(compression=codec)
+            with arrow.ipc.new_file(tmp_path / "0.arrow", table.schema, options=options) as out:
+                out.write_table(table)
+            if codec is None:
+                assert read(tmp_path) == table.to_pylist()
+            else:
+                assert "when decompressed" in refusal(tmp_path)
+
+
+def test_arrow_offsets_that_point_outside(tmp_path: Path) -> None:
+    """Such bytes were read, wherever they were."""
+    path = tmp_path / "0.arrow"
+    table = arrow.table({"a": ["first", "second", "third"]})
+    with arrow.ipc.new_stream(path, table.schema) as out:
+        out.write_table(table)
+    offsets = struct.pack("<4i", 0, 5, 11, 16)
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 1 << 30, 11, 16)))
+    assert str(path) in refusal(tmp_path)
+
+
+def test_an_archive_without_its_end_mark(tmp_path: Path) -> None:
+    """As writers leave it that append, or stream; GNU tar and WebDataset read it."""
+    path = tmp_path / "0.tar"
+    write_tar(path, range(20))
+    with path.open("r+b") as archive:
+        archive.truncate(3 * tarfile.BLOCKSIZE * 20)
+    assert len(read(tmp_path)) == 20
+    with path.open("r+b") as archive:
+        archive.truncate(3 * tarfile.BLOCKSIZE * 20 - tarfile.BLOCKSIZE)
+    assert str(path) in refusal(tmp_path)

@@ -7,10 +7,10 @@ the time to make it. Indexes of directories of files, whose places change, are m
 """
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from aifs.client.data.dataset import MADE_EACH_TIME, Dataset
@@ -57,17 +57,17 @@ def open(
     the file that is torn, or of another format; OSError.
     """
     root = os.path.abspath(os.fspath(path))
-    if not stat.S_ISDIR(os.stat(root).st_mode):
-        format = format or _format_of_file(root)
-        names = {b"": version_of(os.stat(root))}
-    else:
-        names = dict(_listed(os.fsencode(root), b""))
-        format = format or _named(root, lambda: format_of(names))
+    found: dict[bytes, os.DirEntry[bytes]] = {}
+    if is_directory := os.path.isdir(root):
+        found.update(chain.from_iterable(each for _, each in files.listed(os.fsencode(root))))
+        format = format or _named(root, lambda: format_of(found))
+    format = format or _format_of_file(root)
     _check(root, format, options)
     if format == files.NAME:
         return Dataset(root, _of_files(root, options), options)
-    if b"" not in names:
-        names = {name: version for name, version in names.items() if is_of(format, name)}
+    names = {name: version_of(entry.stat()) for name, entry in found.items() if is_of(format, name)}
+    if not is_directory:
+        names = {b"": version_of(os.stat(root))}
     cached = _cache_of(root) if format not in MADE_EACH_TIME else None
     index = _kept(cached, format, names, options) if cached else None
     if index is None:
@@ -98,19 +98,6 @@ def _format_of_file(path: str) -> str:
     if found is None:
         raise DatasetError(f"{path}: its format is not known; say format=")
     return found
-
-
-def _listed(root: bytes, below: bytes) -> Iterator[tuple[bytes, Version]]:
-    """Paths below the directory, without hidden ones, and what the files are now."""
-    with os.scandir(os.path.join(root, below) if below else root) as listing:
-        for entry in listing:
-            path = below + b"/" + entry.name if below else entry.name
-            if entry.name.startswith(b"."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _listed(root, path)
-            elif entry.is_file():
-                yield path, version_of(entry.stat())
 
 
 def _cache_of(root: str) -> str:

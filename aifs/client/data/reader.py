@@ -17,6 +17,7 @@ from aifs.client.data.announcing import Announcer
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.progress import Progress, counts_in, order_in, state_of
 from aifs.client.data.rows import BlockRows
+from aifs.client.data.rows.opened import joined
 from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, shares_of
 
@@ -300,14 +301,11 @@ def _places(group: ShuffleGroup) -> list[int]:
 
 
 def _batch_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> "pyarrow.RecordBatch":
-    import pyarrow
-
     group = epoch.group(share, row)
     blocks.make_room(group)
     parts = [blocks.get(piece.block).batch(piece.first, piece.rows) for piece in group.pieces]
     blocks.read_to_the_end(group)
-    table = pyarrow.Table.from_batches(parts).take(_places(group)[row - group.first :])
-    return table.combine_chunks().to_batches()[0]
+    return joined(parts, _places(group)[row - group.first :])
 
 
 class _Blocks:

@@ -94,7 +94,7 @@ class _Table:
         return self._at + offset if offset else 0
 
 
-def _unpack(kind: str, data: bytes, at: int) -> int:
+def _unpack(kind: str, data: bytes | memoryview, at: int) -> int:
     if not 0 <= at <= len(data) - struct.calcsize(kind):
         raise DatasetError("damaged metadata: an offset points outside")
     return struct.unpack_from(kind, data, at)[0]
@@ -144,6 +144,22 @@ def has_dictionaries(schema: bytes) -> bool:
             return True
         waiting += field.tables(5)
     raise DatasetError(f"a schema of more than {_FIELDS_MAX} fields")
+
+
+def decoded_bytes(message: bytes | memoryview) -> int:
+    """How many bytes a record batch, or a dictionary, has when it is decompressed; ``message`` is
+    one with its body. Raises DatasetError."""
+    start = 8 if bytes(message[:4]) == CONTINUED else 4
+    length = _unpack("<i", message, start - 4)
+    header = _Table.root(bytes(message[start : start + length]))
+    is_dictionary = header.number(1, "<B") == _DICTIONARY
+    batch = header.table(2).table(1) if is_dictionary else header.table(2)
+    buffers = list(batch.structs(2, struct.Struct("<qq")))
+    if not batch.has(3):
+        return sum(size for _, size in buffers)
+    body = start + length
+    told = (_unpack("<q", message, body + offset) for offset, size in buffers if size)
+    return sum(max(0, size) for size in told)  # -1: one that is not compressed
 
 
 def _of_stream(window: SmallReads) -> ArrowParts:

@@ -40,7 +40,7 @@ class SmallFile(NamedTuple):
 
 def catalogue(root: str, options: Mapping[str, Any]) -> tuple[bytes, list[RowBlock]]:
     """Regular files below ``root``, without hidden ones, and their blocks."""
-    return catalogue_of(_found(os.fsencode(root), b""))
+    return catalogue_of(_found(os.fsencode(root)))
 
 
 def catalogue_of(found: Iterable[tuple[int, bytes, int]]) -> tuple[bytes, list[RowBlock]]:
@@ -72,8 +72,9 @@ def catalogue_of(found: Iterable[tuple[int, bytes, int]]) -> tuple[bytes, list[R
 
 
 def is_hidden(path: bytes) -> bool:
-    """Whether it, or what lies below it, is none of the dataset's."""
-    return path.rpartition(b"/")[2].startswith(b".")
+    """Whether a file of this path does not belong to a dataset: some part of the path begins with a
+    dot or an underscore."""
+    return path.startswith((b".", b"_")) or b"/." in path or b"/_" in path
 
 
 def joined_name(catalogue: bytes | memoryview) -> bytes:
@@ -95,26 +96,40 @@ def entries(part: bytes) -> Iterator[SmallFile]:
         yield SmallFile(path, start, size, label)
 
 
-def _found(root: bytes, below: bytes) -> Iterator[tuple[int, bytes, int]]:
+def _found(root: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Of each file its inode number (0: this is no mount of AIFS), its path, its size."""
-    directory = os.path.join(root, below) if below else root
-    sizes = _sizes(directory)
-    folders = []
-    with os.scandir(directory) as listing:
-        for entry in listing:
-            if is_hidden(entry.name):
-                continue
-            path = below + b"/" + entry.name if below else entry.name
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(path)
-                continue
+    for directory, entries in listed(root):
+        sizes = _sizes(directory)
+        for path, entry in entries:
             number = 0 if sizes is None else entry.inode()
             if sizes and number in sizes:
                 yield number, path, sizes[number]
-            elif entry.is_file():
+            else:
                 yield number, path, entry.stat().st_size
-    for folder in folders:
-        yield from _found(root, folder)
+
+
+def listed(root: bytes) -> Iterator[tuple[bytes, list[tuple[bytes, os.DirEntry[bytes]]]]]:
+    """Each directory of a dataset with its regular files, and links to such or to nothing, by their
+    paths below ``root``. Links to directories are followed, except to one that they lie in."""
+    waiting = [(b"", frozenset[tuple[int, int]]())]
+    while waiting:
+        below, above = waiting.pop()
+        directory = os.path.join(root, below) if below else root
+        status = os.stat(directory)
+        itself = (status.st_dev, status.st_ino)
+        if itself in above:
+            continue
+        found = []
+        with os.scandir(directory) as listing:
+            for entry in listing:
+                path = below + entry.name
+                if is_hidden(entry.name):
+                    continue
+                if entry.is_dir():
+                    waiting.append((path + b"/", above | {itself}))
+                elif entry.is_file() or entry.is_symlink():
+                    found.append((path, entry))
+        yield directory, found
 
 
 def _sizes(directory: bytes) -> dict[int, int] | None:

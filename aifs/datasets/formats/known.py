@@ -16,10 +16,10 @@ FORMATS: dict[str, ModuleType] = {
 
 
 def is_of(format: str, name: bytes) -> bool:
-    """Whether a file of this name belongs to a dataset of this format. Hidden files never do."""
-    base = name.rpartition(b"/")[2].lower()
+    """Whether a file of this name belongs to a dataset of this format. Hidden files, and those in
+    hidden directories, never do."""
     suffixes = _suffixes(format)
-    return not base.startswith((b".", b"_")) and (not suffixes or base.endswith(suffixes))
+    return not files.is_hidden(name) and (not suffixes or name.lower().endswith(suffixes))
 
 
 @cache

@@ -1,7 +1,9 @@
 """Parquet: each row group is a block. pyarrow reads the footers."""
 
+import io
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from aifs.core.errors import DatasetError
@@ -45,14 +47,28 @@ def footer(file: FileBytes) -> bytes:
 
 
 def metadata(footer: bytes) -> "parquet.FileMetaData":
-    """What pyarrow makes of a footer. Raises DatasetError."""
+    """What pyarrow makes of a footer. Raises DatasetError.
+
+    Its columns are asked for after ``_require_told`` alone.
+    """
     import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _footer_faults():
         return parquet.read_metadata(pyarrow.BufferReader(MAGIC + footer))
-    except (pyarrow.ArrowException, OSError) as error:
-        message = str(error).splitlines()[0]
+
+
+@contextmanager
+def _footer_faults() -> Iterator[None]:
+    """What pyarrow raises for a footer, as DatasetError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        if "decrypt" in message:
+            raise DatasetError("its first column is encrypted") from error
         raise DatasetError(f"a damaged footer: {message}") from error
 
 
@@ -62,15 +78,18 @@ def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
         raise DatasetError("no columns")
     every = [meta.row_group(number) for number in range(meta.num_row_groups)]
     # One without rows may say that it lies at byte 0, where nothing is.
-    groups = [group for group in every if group.num_rows]
+    numbers = [number for number, group in enumerate(every) if group.num_rows]
+    groups = [every[number] for number in numbers]
     if not groups:
         return
+    _require_told(meta, end, numbers, [0])
     starts = [_start(group.column(0)) for group in groups]
     # As all writers leave them, groups follow one another: the first column says enough.
     if all(first < following for first, following in itertools.pairwise([*starts, end])):
         ends = [*starts[1:], end]
     else:
         starts, ends = [], []
+        _require_told(meta, end, numbers, range(meta.num_columns))
         for group in groups:
             columns = [group.column(number) for number in range(meta.num_columns)]
             starts.append(min(map(_start, columns)))
@@ -81,6 +100,50 @@ def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
                 f"row group {number}: {group.num_rows} rows in bytes {first} to {last}, of {end}"
             )
         yield RowBlock(first, last - first, group.num_rows)
+
+
+def _require_told(
+    meta: "parquet.FileMetaData", end: int, groups: Sequence[int], columns: Sequence[int]
+) -> None:
+    """Raises DatasetError if these columns of these row groups are encrypted, or missing: asked for
+    them pyarrow ends the process.
+
+    A reader that buffers ahead finds out, with an exception, before it reads the first byte.
+    """
+    from pyarrow import parquet
+
+    with _footer_faults(), suppress(_ReadError):
+        file = parquet.ParquetFile(_Unread(end), metadata=meta, pre_buffer=True)
+        next(file.reader.iter_batches(1, list(groups), list(columns), False), None)
+
+
+class _ReadError(Exception):
+    pass
+
+
+class _Unread(io.RawIOBase):
+    """A file of which only the size is known."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, length: int | None = -1) -> bytes:
+        raise _ReadError
 
 
 def _start(column: "parquet.ColumnChunkMetaData") -> int:

@@ -88,7 +88,8 @@ def members(
     window: SmallReads, size: int, start: int = 0, stop: int | None = None
 ) -> Iterator[TarMember]:
     """Regular files of an archive of ``size`` bytes: from the header at ``start`` to the mark of
-    the end, or to ``stop``.
+    the end, or to ``stop``. The mark may be missing, as GNU tar, tarfile and WebDataset have it, so
+    nobody can see that an archive was cut between two members.
 
     Raises DatasetError where there is no header, or where a member does not lie within the archive.
     """
@@ -96,8 +97,10 @@ def members(
     while at != stop:
         first, name, length = at, None, None
         while True:
+            if at == size == first:
+                return
             if at + _BLOCK > size:
-                raise DatasetError(f"no mark of the end at byte {at}: the archive is torn")
+                raise DatasetError(f"no header at byte {at}: the archive is torn")
             header = window.at(at, _BLOCK)
             if header == _END:
                 if first != at:

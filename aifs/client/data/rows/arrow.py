@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aifs.client.data.rows import DatasetFile
-from aifs.client.data.rows.opened import Clipped, naming, require_rows
+from aifs.client.data.rows.opened import (
+    Clipped,
+    fields_in,
+    naming,
+    python_rows,
+    require_distinct,
+    require_rows,
+    takeable,
+)
+from aifs.core.errors import DatasetError
 from aifs.datasets.formats import arrow
-from aifs.datasets.formats.reading import SmallReads
+from aifs.datasets.formats.reading import ROW_BYTES_MAX, SmallReads
 from aifs.datasets.index import RowBlock
 
 if TYPE_CHECKING:
@@ -25,12 +34,7 @@ class _Block:
         self._batch = batch
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        import pyarrow
-
-        try:
-            return self._batch.take(pyarrow.array(rows, pyarrow.int64())).to_pylist()
-        except pyarrow.ArrowNotImplementedError:  # of views, and of what is encoded in runs
-            return [self._batch.slice(row, 1).to_pylist()[0] for row in rows]
+        return python_rows(self._batch, rows)
 
     def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
         return self._batch.slice(first, rows)
@@ -46,6 +50,10 @@ class _File:
             span = arrow.schema_span(SmallReads(Clipped(file)))
             self._schema_message = file.read(span.offset, span.length)
             self._schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(self._schema_message))
+            for name in columns or ():
+                if name not in self._schema.names:
+                    raise DatasetError(f"no column {name!r}")
+            require_distinct(self._schema, columns)
             # Only where there are dictionaries must the whole file be looked through for them.
             self._parts = (
                 arrow.parts(Clipped(file))
@@ -58,7 +66,9 @@ class _File:
 
         with naming(self._file.path, block.offset):
             if self._parts is None:
-                batch = pyarrow.ipc.read_record_batch(self._buffer(block), self._schema)
+                message = self._buffer(block)
+                _require_fits([memoryview(message)])
+                batch = pyarrow.ipc.read_record_batch(message, self._schema)
             else:
                 dictionaries = [
                     self._file.read(*span)
@@ -66,11 +76,13 @@ class _File:
                     if span.offset < block.offset or not self._parts.is_stream
                 ]
                 message = self._file.read(block.offset, block.length)
+                _require_fits([*dictionaries, message])
                 stream = b"".join([self._schema_message, *dictionaries, message])
                 batch = pyarrow.ipc.open_stream(stream).read_next_batch()
-            batch.validate()
             if self._columns is not None:
                 batch = batch.select(list(self._columns))
+            batch.validate(full=True)  # what points outside would end the process
+            batch = takeable(batch)
         return _Block(self._file.path, block, batch)
 
     def _buffer(self, block: RowBlock) -> "pyarrow.Buffer":
@@ -84,14 +96,25 @@ class _File:
             return mapped.read_buffer(block.length)
 
 
+def _require_fits(messages: Sequence[bytes | memoryview]) -> None:
+    """Raises DatasetError if compressed messages have more than 1 GiB."""
+    for message in messages:
+        decoded = arrow.decoded_bytes(message)
+        if decoded > max(ROW_BYTES_MAX, len(message)):
+            raise DatasetError(
+                f"{decoded} bytes when decompressed; a record batch is held in memory, and has at"
+                f" most {ROW_BYTES_MAX}"
+            )
+
+
 def _has_dictionary(kind: "pyarrow.DataType") -> bool:
     import pyarrow
 
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
-    if pyarrow.types.is_dictionary(kind):
-        return True
-    return any(_has_dictionary(kind.field(each).type) for each in range(kind.num_fields))
+    return pyarrow.types.is_dictionary(kind) or any(
+        _has_dictionary(field.type) for field in fields_in(kind)
+    )
 
 
 def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:

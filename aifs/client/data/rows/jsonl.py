@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aifs.client.data.rows import DatasetFile
-from aifs.client.data.rows.opened import naming, require_rows
+from aifs.client.data.rows.opened import (
+    joined,
+    naming,
+    require_distinct,
+    require_rows,
+    takeable,
+)
 from aifs.client.data.rows.text import lines_of
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.lines import BLANK
@@ -59,13 +65,15 @@ class _Lines:
             table = arrow_json.read_json(data, reading, options).select(self._schema.names)
             # Of two objects in a line Arrow makes two rows, as it does of a list of objects.
             require_rows(self._path, self._block.offset, table.num_rows, rows)
-            return table.combine_chunks().to_batches()[0]
+            return joined([takeable(batch) for batch in table.to_batches()])
 
 
 class _File:
     def __init__(self, file: DatasetFile, options: Mapping[str, Any]) -> None:
         self._file = file
         self._schema = options.get("schema")
+        with naming(file.path, 0):
+            require_distinct(self._schema or ())
 
     def open_block(self, number: int, block: RowBlock) -> _Lines:
         lines = [line for line in lines_of(self._file, block) if line.strip(BLANK)]
