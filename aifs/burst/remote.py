@@ -21,7 +21,7 @@ from aifs.peers.transport import Answer, Body, Overloaded
 
 READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out", "burst.sync"
 DROP = "burst.drop"
-EVICT = "burst.evict"
+EVICT, SHOW = "burst.evict", "burst.show"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
 """Services of a home: see files/home.py, vfs/publishing/barrier.py and vfs/burst_hints.py. The
 request for a drain is pushed."""
@@ -135,6 +135,15 @@ class Homes:
 
         async def call(peers: Peers, name: str) -> None:
             await peers.call(name, EVICT, ino)
+
+        await self._ask(host, ino, call, waits=False)
+
+    async def show(self, host: int, ino: int) -> None:
+        """What programs of ``host`` have written to the file is on record here on return. Raises
+        Unavailable."""
+
+        async def call(peers: Peers, name: str) -> None:
+            await peers.call(name, SHOW, ino)
 
         await self._ask(host, ino, call, waits=False)
 

@@ -157,6 +157,17 @@ class ByHome:
             finally:
                 await self._inodes.release(file)
 
+    async def have_shown(self, file: OpenInode) -> None:
+        """A program opens the file to read it: it sees what programs of its home have written
+        before. Only a file with a dirty mark differs from its record. A home that cannot be asked
+        is done without."""
+        _, changer, _ = await self._engine.view(forms.load, file.inode.ino)
+        if changer not in (None, self._engine.host):
+            try:
+                await self._homes.show(changer, file.inode.ino)
+            except Unavailable as error:
+                _log.info("what is read of inode %d may be old: %s", file.inode.ino, error)
+
     async def follow_bytes(self, ino: int) -> None:
         """Another host has moved or changed the bytes of a file that may be open here: those who
         read it go on with what it is now.

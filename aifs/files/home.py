@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import CARRY_OUT, DRAIN, DROP, GIVE_UP, READ, REQUEST_DRAIN, Operation
+from aifs.burst.remote import (
+    CARRY_OUT,
+    DRAIN,
+    DROP,
+    GIVE_UP,
+    READ,
+    REQUEST_DRAIN,
+    SHOW,
+    Operation,
+)
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
 from aifs.data.server import DataServer, MissingObject
@@ -80,6 +89,7 @@ class Home:
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
         peers.serve(DROP, self._drop)
+        peers.serve(SHOW, self._show)
         peers.serve(CARRY_OUT, self._carry_out)
         peers.serve(DRAIN, self._drain_for)
         peers.hear(REQUEST_DRAIN, lambda peer, inos, body: drain.request(inos))
@@ -146,6 +156,18 @@ class Home:
         dropped = await self._drop_clean(ino)
         await self._engine.shown()
         return Answer(dropped)
+
+    async def _show(self, asker: Peer, ino: Any, body: Body) -> Answer:
+        """What programs have written to a file here is on record there. A file that is not open
+        is on record as it is."""
+        file = self._io.table.open.get(ino)
+        if file is not None and not file.home:
+            file.handles += 1
+            try:
+                await self._io.show(file)
+            finally:
+                await self._io.inodes.release(file)
+        return Answer()
 
     async def _drop_clean(self, ino: int) -> bool:
         async with self._io.inodes.held(ino) as file, alone([file]):

@@ -90,6 +90,8 @@ class OpenFiles:
         try:
             if not (file.inode.nlink or file.users) and self._engine.host:
                 await self._require_held(ino)
+            if file.home and not (writing or file.is_joined):
+                await self._io.by_home.have_shown(file)
             if (
                 file.home or ino in self._io.table.overtaken
             ):  # it may have been closed there meanwhile

@@ -71,6 +71,20 @@ async def test_a_host_sees_what_was_written_when_it_opens_the_file(scratch: Path
         await south.release(reader)
 
 
+async def test_who_opens_a_file_sees_what_its_home_has_written_before(scratch: Path):
+    """So who copies a log and empties it (copytruncate) loses nothing of it."""
+    async with two_hosts(scratch / "s") as (north, south, _):
+        (log, *_), inode = await north.create(ROOT_INO, b"log", 0o644, os.O_WRONLY, OWNER)
+        await north.write(log, 0, DATA)
+        assert await read_file(south, inode.ino) == DATA
+        await north.write(log, len(DATA), b"more")
+        assert await read_file(south, inode.ino) == DATA + b"more"
+        await south.setattr(inode.ino, SetAttr(size=0), ROOT)
+        await north.write(log, 0, b"later")
+        assert await read_file(south, inode.ino) == b"later"
+        await north.release(log)
+
+
 async def test_what_was_written_is_seen_when_close_returns(scratch: Path):
     async with two_hosts(scratch / "s") as (north, south, _):
         (handle, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
