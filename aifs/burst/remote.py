@@ -11,9 +11,11 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.core.errors import Stale, Unavailable
+from aifs.core.log import logger
+from aifs.core.waiting import HOST, waits_for
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.servers import Servers
-from aifs.meta import hosts, namespace
+from aifs.meta import hosts, namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction, Result
 from aifs.meta.records import Copy
 from aifs.peers.peers import Peers
@@ -53,7 +55,11 @@ class Operation(str, enum.Enum):
     """The number of the other host's last join: it writes to it no more."""
 
 
+_log = logger(__name__)
+
 _AGAIN_S = 0.2
+_NAMED_MAX = 100
+"""So many files of a host that cannot be asked are named in the log."""
 _DRAINED_AT_ONCE = 1000  # the numbers of so many files fit into a request
 _CALL_S = 600.0
 """How long a home that lives may take."""
@@ -73,6 +79,8 @@ class Homes:
         self._servers = servers
         self._peers = peers
         self._wait_s = wait_s
+        self._away: dict[str, _Away] = {}
+        """Hosts that could not be asked, by name, until they are connected again."""
 
     def of(self, server: int) -> int:
         """The host of a burst directory; 0: it is one of ours."""
@@ -227,24 +235,59 @@ class Homes:
         name = await self.name_of(host)
         if self._peers is None:
             raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
-        until_s = trio.current_time() + (self._wait_s if waits else 0)
-        while True:
-            is_asked = name in self._peers.connected
-            try:
-                if not is_asked:
-                    raise Unavailable(f"host {name} is not connected")
-                return await call(self._peers, name)
-            except Overloaded:
-                pass
-            except Unavailable as error:
-                if place is not None and await self._engine.view(_find_copy, ino) != place:
-                    raise Stale(f"inode {ino} has another home") from None
-                if (is_asked and not is_repeated) or trio.current_time() >= until_s:
-                    raise Unavailable(
-                        f"inode {ino}: its newest bytes are on host {name}, which cannot be "
-                        f"asked: {error}"
-                    ) from error
-            await trio.sleep(_AGAIN_S)
+        now = trio.current_time()
+        # Who has waited in vain does not at once wait again: the kernel asks for a page once more
+        # that it has not got from its read-ahead.
+        away = self._away.get(name)
+        is_waited_for = waits
+        waits = waits and (away is None or now >= away.until_s)
+        until_s = now + self._wait_s if waits else now
+        with waits_for(f"{HOST} {name}"):
+            while True:
+                is_asked = name in self._peers.connected
+                if is_asked:
+                    self._away.pop(name, None)
+                try:
+                    if not is_asked:
+                        raise Unavailable(f"host {name} is not connected")
+                    return await call(self._peers, name)
+                except Overloaded:
+                    pass
+                except Unavailable as error:
+                    if place is not None and await self._engine.view(_find_copy, ino) != place:
+                        raise Stale(f"inode {ino} has another home") from None
+                    is_over = trio.current_time() >= until_s
+                    if is_over or (is_asked and not is_repeated):
+                        fault = (
+                            f"inode {ino}: its newest bytes are on host {name}, which cannot be "
+                            f"asked: {error}"
+                        )
+                        if is_over and is_waited_for:
+                            await self._note_away(name, ino, waits, fault)
+                        raise Unavailable(fault) from error
+                await trio.sleep(_AGAIN_S)
+
+    async def _note_away(self, name: str, ino: int, waited: bool, fault: str) -> None:
+        """A program hears of it by EIO alone, so the log names the file. ``waited``: until now."""
+        away = self._away.setdefault(name, _Away())
+        if waited:
+            away.until_s = trio.current_time() + self._wait_s
+        if ino not in away.named and len(away.named) < _NAMED_MAX:
+            away.named.add(ino)
+            path = await self._engine.view(paths.describe, ino)
+            _log.warning("%s: %s", path, fault)
+
+
+class _Away:
+    """A host that cannot be asked."""
+
+    __slots__ = ("named", "until_s")
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+        """Until then it is not waited for."""
+        self.named: set[int] = set()
+        """Files that the log has named."""
 
 
 def _find_copy(tx: ReadTransaction, ino: int) -> Copy | None:

@@ -1143,3 +1143,50 @@ async def test_what_another_host_has_to_look_for_in_its_burst_directory_stays_on
         assert await north.store.engine.view(recovery.read_unlisted) == [window]
         async with cluster.mounted("south"):
             assert await north.store.engine.view(recovery.read_unlisted) == []
+
+
+async def test_a_home_that_cannot_be_asked_is_waited_for_once_and_named(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The kernel asks twice for a page that it does not get; an error has no text for programs."""
+    async with two_hosts(scratch / "s") as (north, south, cluster):
+        ino, other = [await write_file(north, name, DATA) for name in (b"f", b"g")]
+        cluster.silent.add("north")
+        slept, sleep, now = [], trio.sleep, trio.current_time
+
+        async def pass_by(seconds: float) -> None:
+            slept.append(seconds)
+            await sleep(0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trio, "sleep", pass_by)
+            patch.setattr(trio, "current_time", lambda: now() + sum(slept))
+            reader, *_ = await south.open(ino, os.O_RDONLY)
+            for _ in range(2):
+                with pytest.raises(
+                    Unavailable, match=f"inode {ino}: its newest bytes are on host north"
+                ):
+                    await south.read(reader, 0, 10)
+            assert 14 < sum(slept) < 16
+            with pytest.raises(Unavailable):
+                await read_file(south, other)
+            assert sum(slept) < 16
+        said = [
+            one.getMessage().partition(":")[0]
+            for one in caplog.records
+            if one.levelname == "WARNING"
+        ]
+        assert [name.strip("/") for name in said] == ["f", "g"]
+        caplog.clear()
+        cluster.silent.clear()
+        assert bytes(await south.read(reader, 0, 10)) == DATA[:10]
+        cluster.silent.add("north")
+        with monkeypatch.context() as patch:
+            patch.setattr(trio, "sleep", pass_by)
+            patch.setattr(trio, "current_time", lambda: now() + sum(slept))
+            with pytest.raises(Unavailable):
+                await south.read(reader, 0, 10)
+        assert sum(slept) > 29, "it was there meanwhile"
+        cluster.silent.clear()
+        await south.release(reader)
+        caplog.clear()

@@ -7,7 +7,7 @@ import random
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -882,7 +882,14 @@ async def test_a_server_that_does_not_answer_is_left_for_the_next_one(database, 
         hole = f"127.0.0.1:{silent.getsockname()[1]}"
         named = MapDatabase(database.conninfo.replace(good, f"{hole},{good}"))
         assert await named.settles.repeat(db.LAST)
+        silent.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
         connection = await named.connect()
+        named.end_now(1, "by a test")
+        with pytest.raises(BlockingIOError):  # nobody has come
+            silent.accept()
     assert f"{connection.place['hostaddr']}:{connection.place['port']}" == good, "it is known now"
     connection.close()
     named.close()

@@ -294,9 +294,11 @@ class MapDatabase:
         """End a session; all that was committed before is durable on return. Blocks, without a
         scheduler. Raises Unavailable.
         """
+        own = self.conninfo(f"{_SETTINGS.format('on')} -c statement_timeout={ANSWER_S:g}s")
+        place = self._places[0] if self._places else {}  # the server that was used last
         try:
             with psycopg.connect(
-                self.conninfo(_SETTINGS.format("on")), connect_timeout=int(ANSWER_S)
+                make_conninfo(own, **place), connect_timeout=int(ANSWER_S)
             ) as connection:
                 connection.execute("select aifs.end_session(%s, %s)", (session, reason))
         except psycopg.Error as error:
