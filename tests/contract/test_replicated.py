@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psycopg
 import pytest
 import trio
 
@@ -399,7 +400,64 @@ async def test_what_a_transaction_without_changes_has_read_is_older_than_what_is
     await a.barrier()
 
 
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+async def test_the_isolation_that_a_database_has_by_default_does_not_matter(
+    cluster, database, level
+):
+    set_level = f"alter database {database.name} set default_transaction_isolation"
+    await cluster.script(f"{set_level} = '{level}'")
+    a, b = await cluster.join("a"), await cluster.join("b")
+    connection = await MapDatabase(cluster.conninfo).connect()
+    assert await connection.value("show transaction_isolation") == "read committed"
+    connection.close()
+    async with trio.open_nursery() as nursery:
+        for engine in (a, b) * 3:
+            nursery.start_soon(engine.transact, lambda tx: tx.add(b"n", 1))
+    assert await a.view(lambda tx: tx.counter(b"n")) >= 3
+
+
+async def test_who_has_to_ask_again_because_of_others_keeps_its_connection(cluster):
+    await cluster.script(
+        "create function t() returns int language plpgsql as $$ begin"
+        " raise 'not now' using errcode = '40001'; end $$"
+    )
+    link, pid = cluster.database.settles, db.Statement(b"pid", b"select pg_backend_pid()", (), ())
+    before = await link.ask(pid)
+    with pytest.raises(AnswerLost, match="not now"):
+        await link.ask(db.Statement(b"t", b"select t()", (), ()))
+    assert await link.ask(pid) == before
+    with pytest.raises(AnswerLost):
+        await link.ask(db.Statement(b"x", b"select pg_terminate_backend(pg_backend_pid())", (), ()))
+    assert await link.ask(pid) != before
+
+
 # --- sessions -------------------------------------------------------------------------------------
+
+
+async def test_of_sessions_that_have_ended_one_is_kept_for_each_name(cluster):
+    hosts = []
+    for _ in range(4):
+        for name in "ab":
+            hosts.append((await cluster.join(name)).host)
+            cluster.kill(name)
+    assert hosts == [1, 2] * 4
+    assert await cluster.value(
+        "select string_agg(id::text, ' ' order by id) from aifs.session"
+    ) == ("5 6 7 8")
+
+
+async def test_looks_at_sessions_do_not_see_those_that_have_ended(cluster):
+    await cluster.script(
+        "insert into aifs.session (asking, name, host, address, lease_end, cursor, ended)"
+        " select '', 'n' || n, n, '', now(), 0, 'gone' from generate_series(1, 20000) n;"
+        " analyze aifs.session"
+    )
+    a = await cluster.join("a")
+    assert a.host == 20001
+    for function in ("members", "behind"):
+        query = await cluster.value(f"select prosrc from pg_proc where proname = '{function}'")
+        plan = await cluster.value(f"explain (format json) {query.replace('upto', '1')}")
+        assert "session_live" in plan, plan
 
 
 async def test_who_has_lost_its_session_changes_nothing(cluster):
@@ -716,6 +774,67 @@ async def test_who_copies_the_map_keeps_its_lease_and_holds_up_nobody(cluster, m
         patch.setattr(db.Connection, "copy_pairs", unhurried)
         await cluster.join("c")
     assert len(beats) >= 5 and all(behind == [a.session.number] for behind in beats)
+
+
+async def test_who_copies_the_map_holds_no_snapshot_and_hears_what_changes_meanwhile(
+    cluster, monkeypatch
+):
+    """A snapshot of the whole map slows all commits, more with each of them."""
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
+    monkeypatch.setattr(joining, "FETCH_ROWS", 3)
+    a = await cluster.join("a")
+    for number in range(30):
+        await a.transact(put, b"k%02d" % number, b"old")
+    copy_pairs, slices = db.Connection.copy_pairs, 0
+
+    async def changing(connection: db.Connection, query: str) -> AsyncIterator:
+        nonlocal slices
+        slices += 1
+        at = 7 * slices
+        await a.transact(put, b"k%02d" % at, b"ahead %d" % slices)
+        await a.transact(put, b"k00", b"behind %d" % slices)
+        await a.transact(delete, b"k%02d" % (at - 3))
+        await a.transact(delete, b"k%02d" % (at + 1))
+        await a.transact(lambda tx: tx.add(b"n", 1))
+        async for pair in copy_pairs(connection, query):
+            yield pair
+        assert (
+            await cluster.value(
+                "select count(*) from pg_stat_activity where backend_xmin is not null"
+                " and datname = current_database() and pid <> pg_backend_pid()"
+            )
+            == "0"
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(db.Connection, "copy_pairs", changing)
+        b = await cluster.join("b")
+    assert slices >= 4
+    assert await b.view(get, b"k00") == b"behind %d" % slices
+
+
+async def test_a_copy_is_begun_anew_when_the_database_crashes(cluster, monkeypatch):
+    monkeypatch.setattr(joining, "COPY_PAIRS", 7)
+    a = await cluster.join("a")
+    for number in range(30):
+        await a.transact(put, b"k%02d" % number, b"")
+    killed, cleared, clear = [], [], joining._clear
+
+    async def counted(*args: Any) -> None:
+        cleared.append(args)
+        await clear(*args)
+
+    def kill(point: str) -> None:
+        if point == joining.COPYING and not killed:
+            killed.append(point)
+            with psycopg.connect(cluster.conninfo) as connection:
+                connection.execute(_END_OTHERS)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "_clear", counted)
+        patch.setattr(joining.faults, "reach", kill)
+        await cluster.join("b")
+    assert len(cleared) == 2
 
 
 async def test_a_copy_of_a_history_that_is_gone_is_not_gone_on_with(cluster):

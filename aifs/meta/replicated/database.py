@@ -39,6 +39,7 @@ _AGAIN_MIN_S, _AGAIN_MAX_S = 0.02, 0.5
 
 _SETTINGS = (
     "-c synchronous_commit={} -c enable_seqscan=off -c jit=off"
+    r" -c default_transaction_isolation=read\ committed"
     " -c plan_cache_mode=force_generic_plan -c statement_timeout=60s -c client_min_messages=warning"
     # Who is stuck in the database ends when we have given the connection up.
     " -c client_connection_check_interval=1s"
@@ -67,12 +68,18 @@ _CONNECTION_STATES = ("08", "57P", "25P03", "25006")
 """SQLSTATEs after which a connection is of no use: its end, the end of the server, and that it is
 no primary (any more), and takes no changes.
 """
-_PASSING_STATES = ("40001", "40P01", "53", "55P03", "57014")
-"""Of what is asked for again: serialization, deadlocks, a server that is short of something."""
+_PASSING_STATES = ("53", "55P03", "57014")
+"""Of what is asked for again: a server that is short of something."""
+_UNDONE_STATES = ("40001", "40P01")
+"""Of what is asked for again, on the same connection: serialization, deadlocks."""
 
 
 class AnswerLost(Exception):
     """The connection was lost before the answer: what was asked for has been done, or not."""
+
+
+class Undone(AnswerLost):
+    """It has not been done, because of what others did; the connection is as it was."""
 
 
 class Row(NamedTuple):
@@ -380,6 +387,8 @@ class Link:
                 with trio.move_on_after(timeout_s, shield=True):
                     return await connection.ask(statement, parameters)
                 raise AnswerLost(f"no answer for {timeout_s:g} s")
+            except Undone:
+                raise
             except AnswerLost as error:
                 self._give_up(str(error))
                 raise
@@ -542,6 +551,8 @@ def _checked(results: Iterable[Any]) -> Any:
             continue
         state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
         text = (result.get_error_message() or "no text").strip()
+        if state in _UNDONE_STATES:
+            raise Undone(text)
         if not state or state.startswith(_CONNECTION_STATES + _PASSING_STATES):
             raise AnswerLost(text)
         raise Unavailable(f"the metadata database: {text} ({state})")

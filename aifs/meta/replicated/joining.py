@@ -16,7 +16,7 @@ from aifs.meta.memtable import Writes
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated.ahead import END_KEY, FIRST_KEY, Ahead, ChangeSet, decode_change_set, told
 from aifs.meta.replicated.database import ANSWER_S, AnswerLost, Connection, MapDatabase
-from aifs.meta.replicated.engine import ReplicatedEngine
+from aifs.meta.replicated.engine import FETCH_ROWS, ReplicatedEngine
 from aifs.meta.replicated.exchange import Exchange
 from aifs.meta.replicated.replica import CURSOR_KEY, Cursor, cursor_of, look_up
 from aifs.meta.replicated.sessions import REOPEN_S, Session, reopen
@@ -87,20 +87,25 @@ def _lose(sets: Collection[ChangeSet]) -> None:
 
 
 async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) -> Cursor:
-    """Replace what the replica holds by the map as it is in the database now."""
+    """Replace what the replica holds by the map as it is in the database now.
+
+    A snapshot of the whole map would slow all commits of the cluster for as long as that takes. So
+    the map is read in slices, each as it is just then; and then the feed, from where it was before
+    the first slice to where it is behind the last one. What a key is after that does not depend on
+    when it was read, because a row says what keys are. A crash of the database, which could take
+    back what a slice has, ends the connection, and copying begins anew.
+    """
     while True:
         log.info("metadata: copying the map from the database")
         await _clear(local, session)
         connection = None
         try:
             connection = await database.connect()
-            await connection.script(
-                "begin isolation level repeatable read read only; set local statement_timeout = 0"
-            )
-            end = (await connection.value(_END)).split()
-            if end:
+            await connection.script("set statement_timeout = 0")
+            if before := (await connection.value(_END)).split():
                 await _copy_pairs(local, connection, session)
-                seq, author, number = map(int, end)
+                seq, author, number = map(int, (await connection.value(_END)).split())
+                await _copy_rows(local, connection, session, int(before[0]), seq)
                 return Cursor(seq, author, number, session.number, 0)
         except AnswerLost as error:
             log.info("metadata: copying is begun anew: %s", error)
@@ -112,15 +117,34 @@ async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) 
 
 
 async def _copy_pairs(local: LmdbEngine, connection: Connection, session: Session) -> None:
-    writes: Writes = {}
-    async with aclosing(connection.copy_pairs("select key, value from aifs.map")) as pairs:
-        async for key, value in pairs:
-            writes[key] = value
-            if len(writes) == COPY_PAIRS:
-                await _write(local, writes, session)
-                writes = {}
-                faults.reach(COPYING)
-    await _write(local, writes, session)
+    last = b""
+    while True:
+        writes: Writes = {}
+        part = f"where key > '\\x{last.hex()}' order by key limit {COPY_PAIRS}"
+        query = f"select key, value from aifs.map {part}"
+        async with aclosing(connection.copy_pairs(query)) as pairs:
+            async for last, value in pairs:
+                writes[last] = value
+        await _write(local, writes, session)
+        if len(writes) < COPY_PAIRS:
+            return
+        faults.reach(COPYING)
+
+
+async def _copy_rows(
+    local: LmdbEngine, connection: Connection, session: Session, seq: int, end: int
+) -> None:
+    """Apply the rows of the feed behind ``seq``, up to ``end``."""
+    while seq < end:
+        count = min(FETCH_ROWS, end - seq)
+        (status, *_), *rows = await connection.ask(db.FETCH, (db.of_bigint(seq), db.of_int(count)))
+        if db.to_int(status) != db.DONE:
+            raise AnswerLost("the feed has been cut meanwhile")
+        writes: Writes = {}
+        for row in map(db.to_row, rows):
+            writes.update(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
+            seq = row.seq
+        await _write(local, writes, session)
 
 
 async def _clear(local: LmdbEngine, session: Session) -> None:

@@ -52,6 +52,8 @@ create table aifs.session (
     ended text                      -- why; null: it goes on
 );
 
+create index session_live on aifs.session (id) where ended is null;
+
 create table aifs.membership (version bigint not null);  -- counts what sessions begin, join and end
 insert into aifs.membership values (0);
 
@@ -243,6 +245,9 @@ begin
         status := 4;
         return;
     end if;
+    -- The newest row of each name stays: it has the number of the host.
+    delete from aifs.session s where s.name = name_ and s.ended is not null
+        and s.id < (select max(l.id) from aifs.session l where l.name = name_);
     update aifs.session s set sought = clock_timestamp(), sought_since = case
             when s.sought > clock_timestamp() - make_interval(secs => lease_s / 2)
             then s.sought_since else clock_timestamp() end
