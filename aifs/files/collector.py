@@ -175,12 +175,14 @@ class Collector:
             first = True
             while len(self._orphans) + len(self._garbage) >= (1 if first else enough):
                 first = False
-                if self._orphans:
+                shown = len(self._orphans)  # not those that come meanwhile
+                if shown:
                     await self._engine.shown()  # who has one open has put its hold
-                while self._orphans and len(self._garbage) < _BATCH:
-                    orphans = self._orphans[:_ERASED_AT_ONCE]
+                while shown and len(self._garbage) < _BATCH:
+                    orphans = self._orphans[: min(shown, _ERASED_AT_ONCE)]
                     oids, damaged = await self._engine.transact(_erase, orphans)
                     del self._orphans[: len(orphans)]
+                    shown -= len(orphans)
                     for ino, error in damaged:
                         _log.warning(
                             "deleted inode %d cannot be removed (fsck will name it): %s", ino, error

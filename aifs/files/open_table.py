@@ -30,6 +30,9 @@ class OpenTable:
         """By inode number, those whose in-core state is being made."""
         self.forgotten: set[int] = set()
         """Inodes that nobody can find any more, and that are open though they are not in core."""
+        self.orphans: set[int] = set()
+        """Inodes that have no name, which the kernel may know: each is forgotten when it does not
+        know it any more."""
         self.overtaken: dict[int, object] = {}
         """Files that may be open here, and have been changed or moved by another host: whoever
         needs the bytes looks first where they are (``ByHome.follow_bytes``). With a token of the

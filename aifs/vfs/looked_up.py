@@ -61,7 +61,8 @@ class LookedUp:
         Waiting would not help: the kernel looks up the new name of a rename(2) after the old one,
         and holds the locks that forgetting needs.
         """
-        if name in self._unshown and (name, thread) not in self._refused:
+        since = time.monotonic() - _RETRY_S
+        if name in self._unshown and self._refused.get((name, thread), since) <= since:
             _note(self._refused, (name, thread), _RETRY_S)
             raise Stale("another host has changed the name just before")
 

@@ -74,8 +74,6 @@ class Names:
         self._attributes = attributes
         self._options = options
         self._looked_up = looked_up
-        self._orphans: set[int] = set()
-        """Files that have no name, which the kernel may know by their inodes."""
         self._nameless: set[int] = set()
         """Those orphans that may still get a name."""
         self._ahead: dict[tuple[int, int, int], Listing] = {}
@@ -136,7 +134,7 @@ class Names:
         finally:
             self._io.table.end_opening(ino)
         if name is None:
-            self._orphans.add(inode.ino)
+            self._io.table.orphans.add(inode.ino)
             self._nameless.add(inode.ino)
         try:
             opened = await self._files.add_handle(file, flags, is_new=True)
@@ -208,7 +206,7 @@ class Names:
         nameless = ino in self._nameless
         if nameless:  # it is no orphan from the commit on, unless somebody unlinks it again
             self._nameless.discard(ino)
-            self._orphans.discard(ino)
+            self._io.table.orphans.discard(ino)
         try:
             linked = await self._engine.transact(
                 namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
@@ -216,7 +214,7 @@ class Names:
         except BaseException:
             if nameless:
                 self._nameless.add(ino)
-                self._orphans.add(ino)
+                self._io.table.orphans.add(ino)
             raise
         inode = self.adopt(linked)
         if inode.nlink == 1:  # it may have been closed, as what nobody would see again
@@ -274,14 +272,14 @@ class Names:
         """The kernel has dropped these inodes; those without a name are removed once they are
         closed.
         """
-        for ino in self._orphans.intersection(inos):
-            self._orphans.discard(ino)
+        for ino in self._io.table.orphans.intersection(inos):
+            self._io.table.orphans.discard(ino)
             self._nameless.discard(ino)
             self._io.table.forget(ino)
 
     def forget_all(self) -> None:
         """The kernel has gone, and has dropped all inodes."""
-        self.forget(list(self._orphans))
+        self.forget(list(self._io.table.orphans))
 
     def unlinked(self, inode: Inode) -> None:
         """A transaction has taken a name away, perhaps the last one."""
@@ -290,7 +288,7 @@ class Names:
             if inode.is_dir:
                 self._closing.gone(inode.ino)
         elif inode.nlink == 0:
-            self._orphans.add(inode.ino)
+            self._io.table.orphans.add(inode.ino)
             self._gone(inode.ino)
 
     def _gone(self, ino: int) -> None:
@@ -306,12 +304,12 @@ class Names:
         it.
         """
         if is_open:
-            self._orphans.add(inode.ino)
+            self._io.table.orphans.add(inode.ino)
         self._gone(inode.ino)
 
     def erased(self, ino: int) -> None:
         """Another host has erased an inode that nobody can find."""
-        self._orphans.discard(ino)
+        self._io.table.orphans.discard(ino)
         self._nameless.discard(ino)
         self._io.table.unsynced.pop(ino, None)
         self._gone(ino)

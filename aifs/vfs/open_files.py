@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, nullcontext
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import NotPermitted, NotSupported, Stale
+from aifs.core.errors import NotFound, NotPermitted, NotSupported, Stale
 from aifs.files import ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
@@ -30,6 +30,8 @@ from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.virtual.files import VirtualFiles
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
+
+_REMOVED = "another host has removed the file just before"
 
 NEW_S = 0.1
 """Who makes a file and closes it sooner does not wait until other hosts are shown what is in it, as
@@ -85,11 +87,16 @@ class OpenFiles:
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
-        file = await self._io.inodes.acquire(ino)
+        try:
+            file = await self._io.inodes.acquire(ino)
+        except NotFound:
+            if self._engine.host:
+                raise Stale(_REMOVED) from None  # so the kernel looks the name up anew
+            raise
         opening = 0
         try:
             if not (file.inode.nlink or file.users) and self._engine.host:
-                await self._require_held(ino)
+                await self._hold(ino)
             if file.home and not (writing or file.is_joined):
                 await self._io.by_home.have_shown(file)
             if (
@@ -123,12 +130,14 @@ class OpenFiles:
             await self.give_up(file, written=writing)
             raise
 
-    async def _require_held(self, ino: int) -> None:
-        """Raises Stale for a file without names that this host does not hold: another one has
-        unlinked it just before, and may erase it. The kernel looks the name up anew then.
+    async def _hold(self, ino: int) -> None:
+        """This host holds a file without names, which another one may have unlinked after the
+        kernel has looked the name up. Raises Stale if it has erased it, too.
         """
         if not await self._engine.view(namespace.is_held, ino, self._engine.host):
-            raise Stale("another host has removed the file just before")
+            self._io.table.orphans.add(ino)
+            if not await self._engine.transact(namespace.put_holds, [ino]):
+                raise Stale(_REMOVED)
 
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the mount's rule; whether it changed."""

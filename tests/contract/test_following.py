@@ -359,6 +359,33 @@ async def test_what_another_host_erases_is_nobody_s_concern(directory: Path) -> 
         await fs.drain.wait([ino])  # it waits for nothing
 
 
+async def test_what_is_removed_while_others_are_shown_is_erased_when_it_is_shown_too(
+    directory: Path,
+) -> None:
+    """Another host that has it open puts its hold before that."""
+    async with hosts(directory) as (fs, _, other):
+        engine = fs.store.engine
+        inos = [await write_file(fs, name, b"x") for name in (b"first", b"second")]
+
+        async def are_on_record() -> list[bool]:
+            return [bool(await engine.view(namespace.find_inode, ino)) for ino in inos]
+
+        await fs.unlink(ROOT_INO, b"first")
+        other.engine.hold_back()
+        async with trio.open_nursery() as nursery:
+            fs.forget([inos[0]])
+            nursery.start_soon(fs.collector.drain)
+            await trio.testing.wait_all_tasks_blocked()
+            await engine.transact(namespace.unlink, ROOT_INO, b"second", 1)
+            fs.collector.add_orphan(inos[1])
+            other.engine.let_go()
+            other.engine.hold_back()
+            await trio.testing.wait_all_tasks_blocked()
+            assert await are_on_record() == [False, True]
+            other.engine.let_go()
+        assert await are_on_record() == [False, False]
+
+
 # --- names ---
 
 
