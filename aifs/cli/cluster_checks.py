@@ -40,6 +40,13 @@ class ClusterCheck(NamedTuple):
     fix: str = ""
 
 
+_LOCKS = ClusterCheck(
+    "locks of files",
+    "flock and fcntl locks of regular files hold over all hosts; flock of directories and FIFOs, "
+    "and leases (F_SETLEASE), hold on one host alone: no FUSE mount hears of them",
+)
+
+
 def cluster_checks(config: Config) -> list[ClusterCheck]:
     """What follows from a fault that is told is left out."""
     from aifs.core.errors import StoreError
@@ -49,8 +56,8 @@ def cluster_checks(config: Config) -> list[ClusterCheck]:
     try:
         read_secret(config.meta.secret)
     except StoreError as error:
-        return [ClusterCheck("secret", str(error), "see there")]
-    checks = [ClusterCheck("secret", f"{config.meta.secret} is its owner's alone")]
+        return [_LOCKS, ClusterCheck("secret", str(error), "see there")]
+    checks = [_LOCKS, ClusterCheck("secret", f"{config.meta.secret} is its owner's alone")]
     try:
         with BlockingDatabase(config.meta.url, config.meta.secret) as database:
             checks += [_reached(database), _clock(database)]

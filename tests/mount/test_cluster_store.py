@@ -227,6 +227,7 @@ def test_doctor_says_what_is_wrong_with_a_host_of_many(
 
     found = checks(alpha)
     assert found["secret"]["ok"] and found["clock"]["ok"]
+    assert "directories and FIFOs" in str(found["locks of files"]["why"])
     assert "PostgreSQL" in str(found["database"]["why"])
     assert "holds no store" in str(found["store"]["why"]) and not found["store"]["ok"]
     aifs("format", alpha)

@@ -164,6 +164,22 @@ def waits(program: Program) -> bool:
     return state in LOCKING
 
 
+def test_the_kernel_keeps_locks_of_directories_and_fifos_to_itself(cluster: Mounted) -> None:
+    """So they cannot hold over hosts, nor be refused, as README and `aifs doctor` say. A kernel
+    that sends them makes this fail."""
+    fifo, file = cluster.path / "fifo", cluster.path / "regular"
+    os.mkfifo(fifo)
+    file.touch()
+    sent = {}
+    for path, flags in ((cluster.path, os.O_RDONLY), (fifo, os.O_RDWR), (file, os.O_RDONLY)):
+        before = bridge_of(cluster)["requests"].get(SETLK, 0)
+        fd = os.open(path, flags)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(fd)
+        sent[path.name] = bridge_of(cluster)["requests"].get(SETLK, 0) - before
+    assert sent == {cluster.path.name: 0, "fifo": 0, "regular": 1}
+
+
 def test_ranges_are_held_and_tested(file: Path) -> None:
     with programs(2, file) as (one, other):
         assert one.lockf("EX NB", 10) == "None"
