@@ -7,13 +7,13 @@ again. What has lost its name gets one in /lost+found; nothing that holds bytes 
 
 import os
 import stat
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from aifs.check.table import find_dentry, find_entry_name, lost_name
+from aifs.core import clock
 from aifs.core.errors import FsError
 from aifs.meta import chunks, forms, keys, namespace, restoring, shared, trash
 from aifs.meta.kv import ReadTransaction, Transaction
@@ -177,7 +177,7 @@ def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> Non
     """An inode, for root alone, for a directory that has none; ``parent`` 0: it goes to
     /lost+found.
     """
-    now = time.time_ns()
+    now = clock.kernel_ns()
     mode = stat.S_IFDIR | (0o755 if ino == keys.ROOT_INO else 0o700)
     inode = Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now, now, now, parent=parent)
     if tx.get(keys.inode(ino)) is None:
@@ -189,7 +189,7 @@ def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> Non
 
 def attach(tx: Transaction, ino: int, links: int) -> None:
     """Name the inode #INO in /lost+found, with ``links`` as its link count."""
-    now = time.time_ns()
+    now = clock.kernel_ns()
     inode = namespace.get_inode(tx, ino)
     lost = _lost_and_found(tx, now)
     name, suffix = lost_name(ino), 0

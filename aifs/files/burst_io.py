@@ -5,11 +5,9 @@ copy says what size, blocks and mtime are; the dirty mark says so in the store. 
 at each step: docs/burst.md.
 """
 
-import time
-
 from aifs.burst.copy import BurstCopy
 from aifs.burst.tier import BurstTier
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
@@ -242,11 +240,19 @@ class BurstIO:
                 file.unsaved, file.shown_as = True, None
             file.unseen = file.own_copy.may_be_written_unseen()
 
+    def changed(self, file: OpenInode) -> None:
+        """The daemon has changed the copy: the file has the time that the kernel gave it then."""
+        before_ns = file.inode.mtime_ns
+        self.look(file)
+        if file.inode.mtime_ns == before_ns:
+            file.changed(clock.kernel_ns())
+        file.shown = None
+
     def _told_mtime(self, file: OpenInode, found_ns: int) -> int:
         """The file's mtime, now that the copy has another one.
 
-        The clock of file times lags behind ours, so a later change may seem to be earlier than one
-        that we have noted.
+        If the clock has been set back, a later change seems to be earlier than one that we have
+        noted.
         """
         noted_ns = file.inode.mtime_ns
         if file.copy_mtime_ns == noted_ns:
@@ -293,15 +299,13 @@ class BurstIO:
         ``enter`` has been called.
         """
         await file.own_copy.write(offset, data)
-        file.inode.size = max(file.inode.size, offset + len(data))
-        file.changed(time.time_ns())
+        self.changed(file)
 
     async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
         """As ``write``, behind all that is there, also of what programs write past us. The gate is
         held alone."""
         await file.own_copy.append(data)
-        file.inode.size = max(file.inode.size, file.own_copy.stat().st_size)
-        file.changed(time.time_ns())
+        self.changed(file)
 
     async def truncate(self, file: OpenInode, size: int) -> None:
         """The gate is held alone, and ``enter`` has been called."""
@@ -309,9 +313,7 @@ class BurstIO:
             # The record must not promise more bytes than there are (I6).
             await self._engine.barrier(file.marked_seq)
         await file.own_copy.truncate(size)
-        file.changed(time.time_ns())
-        file.inode.size = size
-        self.look(file)
+        self.changed(file)
 
     # --- durability ---
 

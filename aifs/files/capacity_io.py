@@ -4,12 +4,11 @@ The order of steps that keeps each change safe is that of docs/metadata.md (I1 t
 invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
 """
 
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from aifs.burst.making import Made, Making, NewObjects, Origin
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
@@ -133,7 +132,7 @@ class CapacityIO:
         try:
             await objects.write(offset, data)
             faults.reach(_WRITTEN)
-            file.changed(time.time_ns())
+            file.changed(clock.kernel_ns())
             if offset + len(data) > inode.size:
                 count_blocks(file)
                 await self._transitions.grow(file, offset + len(data))
@@ -147,7 +146,7 @@ class CapacityIO:
         """
         await file.own_objects.punch(offset, length)
         faults.reach(_WRITTEN)
-        file.changed(time.time_ns())
+        file.changed(clock.kernel_ns())
 
     async def _trim(self, file: OpenInode) -> None:
         if not file.trimmed:
@@ -310,13 +309,13 @@ class CapacityIO:
         elif size > inode.size:
             await self._grow(file, size)
             return
-        file.changed(time.time_ns())
+        file.changed(clock.kernel_ns())
 
     async def _grow(self, file: OpenInode, size: int) -> None:
         await self.prepare(file, size)
         file.trimmed = False  # until the new size counts, the objects are longer than it calls for
         await file.own_objects.settle(size)
-        file.changed(time.time_ns())
+        file.changed(clock.kernel_ns())
         count_blocks(file)
         await self._transitions.grow(file, size)
         file.trimmed = True

@@ -3,7 +3,6 @@ copy_file_range.
 """
 
 import os
-import time
 
 import trio
 
@@ -64,8 +63,7 @@ async def _allocate_in_burst(
             # tmpfs can do the same in two steps.
             await copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, length)
             await copy.allocate(mode & KEEP_SIZE, offset, length)
-        file.changed(time.time_ns())
-        io.burst.look(file)
+        io.burst.changed(file)
     finally:
         file.gate.leave_alone()
 
@@ -78,8 +76,7 @@ async def _punch(io: FileIO, file: OpenInode, offset: int, end: int) -> None:
         if file.inode.in_burst:
             await file.own_copy.ensure_open()
             await file.own_copy.allocate(PUNCH_HOLE | KEEP_SIZE, offset, end - offset)
-            file.changed(time.time_ns())
-            io.burst.look(file)
+            io.burst.changed(file)
             return
         if file.inode.layout is not None:
             await io.capacity.punch(file, offset, end - offset)
@@ -194,8 +191,7 @@ async def _copy_in_burst(
     finally:
         target.gate.leave_shared()
     if done:
-        target.changed(time.time_ns())
-        io.burst.look(target)
+        io.burst.changed(target)
     return done
 
 

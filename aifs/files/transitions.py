@@ -17,7 +17,6 @@ the dirty mark, or needs them to stay, holds the gate; whoever writes a file's r
 of inode numbers; who waits for a gate holds no other one.
 """
 
-import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -38,6 +37,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.making import Made, Making, NewObjects, Target, carry_out
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
+from aifs.core import clock
 from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
 from aifs.files.collector import Collector
@@ -217,7 +217,9 @@ class Transitions:
                 befores = [flip.file.inode.but() for flip in flips]
                 changes = [c._replace(before=b) for c, b in zip(changes, befores, strict=True)]
             try:
-                garbage = await self._engine.transact(function, changes, lost, new, time.time_ns())
+                garbage = await self._engine.transact(
+                    function, changes, lost, new, clock.kernel_ns()
+                )
             except BaseException:
                 for file in unsaved:
                     file.unsaved = True
@@ -446,7 +448,7 @@ class Transitions:
         """The bytes in the record become what ``change`` makes of them, and count when that is on
         record."""
         inode = file.inode
-        file.changed(time.time_ns())
+        file.changed(clock.kernel_ns())
         data, blocks = await self._record(file, forms.put_inline, inode, change)
         inode.data, inode.size, inode.blocks = data or None, len(data), blocks
 

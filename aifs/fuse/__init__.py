@@ -17,7 +17,7 @@ extension: Any = None
 
 extension_error = ""
 
-_INTERFACE = 2
+_INTERFACE = 3
 """Of bridge.c; both are counted up when what the two have of each other changes."""
 
 _flags = sys.getdlopenflags()

@@ -22,6 +22,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -87,6 +88,15 @@ static uint64_t clock_ns(clockid_t clock)
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
+/* As kernel_ns() of aifs/core/clock.py. */
+static uint64_t kernel_ns(void)
+{
+    struct stat stamped;
+    if (futimens(bridge.state.clock, NULL) < 0 || fstat(bridge.state.clock, &stamped) < 0)
+        return clock_ns(CLOCK_REALTIME);
+    return (uint64_t)stamped.st_mtim.tv_sec * 1000000000 + (uint64_t)stamped.st_mtim.tv_nsec;
+}
+
 static bool is_readable(int fd, uint64_t until_ns)
 {
     struct pollfd waiting = {.fd = fd, .events = POLLIN};
@@ -126,8 +136,11 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         }
         if (verdict == ANSWER) {
             bridge.state.counts[header->opcode][1]++;
-            if (answer.is_access)
-                drop_attributes(header->nodeid);
+            if (answer.accessed != NULL) {
+                answer.accessed->accessed_ns = kernel_ns();
+                if (answer.accessed->backing == 0) /* the kernel does not know */
+                    drop_attributes(header->nodeid);
+            }
             send_reply(header->unique, answer.error, &answer.open, answer.size);
         } else if (verdict == HAND_OVER) {
             handed_over++; /* before it: it may be answered at once */
@@ -387,7 +400,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 2) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 3) < 0)
         Py_CLEAR(made);
     return made;
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from aifs.core import ioctl
+from aifs.core import clock, ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
@@ -124,6 +124,7 @@ class BridgeState(ctypes.Structure):
         ("ioctl_type", ctypes.c_uint8),
         ("busy_polls", ctypes.c_bool),
         ("device", ctypes.c_int32),
+        ("clock", ctypes.c_int32),
         ("sees_all", ctypes.c_bool),
         ("sure_until_ns", ctypes.c_uint64),
         ("kill_privileges", ctypes.c_bool),
@@ -191,6 +192,7 @@ class Bridge:
             self._state.max_background = kernel.max_background
             self._state.ioctl_type = ioctl.TYPE
             self._state.busy_polls = busy_polls
+            self._state.clock = clock.stamped_fd()
         elif wanted:
             raise MountError(
                 f"the bridge, the C part of AIFS, cannot be loaded: {extension_error}; "

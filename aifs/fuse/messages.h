@@ -114,6 +114,7 @@ struct state {
     bool busy_polls;         /* clients have another processor */
 
     int32_t device; /* /dev/fuse, while the bridge is in use; else -1 */
+    int32_t clock;  /* a file that is stamped to learn the present: stamped_fd() of aifs/core/clock.py */
     bool sees_all;  /* somebody wants to see all requests: what Python can answer is passed on */
     uint64_t sure_until_ns; /* by CLOCK_BOOTTIME; from then on that is passed on, too, as what other hosts have changed
                              * may not be known here. 0: there are none */
@@ -145,7 +146,7 @@ struct bridge {
 
 struct answer {
     int error;
-    bool is_access; /* the kernel's idea of the inode's times is old, and it does not know */
+    struct lent *accessed; /* the open counts as access to this: its time of access is to be set; else NULL */
     size_t size;    /* of what goes with it */
     union {
         struct open_out open;
@@ -250,7 +251,7 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
         return false;
     if (is_in(bridge->locked, ino))
         return false;
-    const struct lent *lent = open_lent(&bridge->opens, ino, now_ns, by);
+    struct lent *lent = open_lent(&bridge->opens, ino, now_ns, by);
     if (lent == NULL)
         return false;
     answer->open = (struct open_out){
@@ -259,7 +260,7 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
         .backing_id = lent->backing,
     };
     answer->size = sizeof answer->open;
-    answer->is_access = lent->backing == 0 && lent->accessed_ns == now_ns;
+    answer->accessed = lent->accessed_ns == now_ns ? lent : NULL;
     return true;
 }
 

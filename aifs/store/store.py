@@ -7,7 +7,6 @@ The metadata holds the store's identity and the table of its data servers and bu
 import json
 import os
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from aifs.core import faults, files
+from aifs.core import clock, faults, files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
@@ -231,7 +230,7 @@ def all_pairs(tx: ReadTransaction) -> list[tuple[bytes, bytes]]:
 
 
 def _write_first_records(tx: Transaction, identity: str, table: dict[int, ServerRecord]) -> None:
-    now = time.time_ns()
+    now = clock.kernel_ns()
     superblock = {"format": FORMAT, "uuid": identity, "created_s": now // 10**9, "clean": True}
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)

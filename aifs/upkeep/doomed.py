@@ -6,14 +6,13 @@ it is closed. Who is still in the tree by way of a working directory or an open 
 empty, and the rest until its turn comes; what is made there meanwhile is removed, too.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import trio
 
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.errors import NotADirectory
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
@@ -108,7 +107,7 @@ class DoomedTrees:
         AccessDenied, NotPermitted.
         """
         inode = await self._engine.transact(
-            _doom, parent, name, caller, time.time_ns(), self._rules.remover(caller)
+            _doom, parent, name, caller, clock.kernel_ns(), self._rules.remover(caller)
         )
         self.take(inode)
         return inode
@@ -185,7 +184,7 @@ class DoomedTrees:
         inos = await self._engine.view(dooming.find_slice, ino, after, NAMES)
         with self._io.table.opening(*inos) as closed:
             done = await self._engine.transact(
-                dooming.remove_slice, ino, closed, after, NAMES, time.time_ns()
+                dooming.remove_slice, ino, closed, after, NAMES, clock.kernel_ns()
             )
         if ino not in self.directories:
             return  # another host has finished it

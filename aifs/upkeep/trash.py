@@ -10,14 +10,13 @@ trash never gives much more than is needed.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import trio
 
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.clock import careful_clock
 from aifs.core.errors import NotFound
 from aifs.core.log import logger
@@ -187,7 +186,7 @@ class Trash:
         size = 0
         for first in range(0, len(entries), AT_ONCE):
             some = entries[first : first + AT_ONCE]
-            done = await self._engine.transact(restoring.empty, some, time.time_ns())
+            done = await self._engine.transact(restoring.empty, some, clock.kernel_ns())
             for inode in done.files:
                 self._doomed.lose(inode)
             for inode in done.directories:

@@ -1,9 +1,9 @@
 """What setattr(2) and its kind change in an inode, as functions that may be repeated."""
 
 import stat
-import time
 from typing import NamedTuple
 
+from aifs.core import clock
 from aifs.core.errors import AccessDenied, NotPermitted, NotSupported
 from aifs.files.types import SetAttr
 from aifs.meta import acl, keys, namespace
@@ -51,7 +51,7 @@ def apply_changes(inode: Inode, changes: SetAttr) -> None:
         inode.atime_ns = changes.atime_ns
     if changes.mtime_ns is not None:
         inode.mtime_ns = changes.mtime_ns
-    inode.ctime_ns = changes.ctime_ns if changes.ctime_ns is not None else time.time_ns()
+    inode.ctime_ns = changes.ctime_ns if changes.ctime_ns is not None else clock.kernel_ns()
 
 
 def apply_acl(inode: Inode, change: AclChange) -> None:
@@ -71,7 +71,7 @@ def apply_acl(inode: Inode, change: AclChange) -> None:
         if change.kill_setgid:
             inode.mode &= ~stat.S_ISGID
     if before != (inode.mode, inode.acl, inode.default_acl):
-        inode.ctime_ns = time.time_ns()
+        inode.ctime_ns = clock.kernel_ns()
 
 
 def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
@@ -86,7 +86,7 @@ def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
     if before != (project, flags & INHERITS_PROJECT) and max(project, before[0]) >= FIRST_PROJECT:
         raise NotPermitted("its project is that of a quota, which root sets and removes")
     inode.flags, inode.project = inode.flags & TRASHED | flags, project
-    inode.ctime_ns = time.time_ns()
+    inode.ctime_ns = clock.kernel_ns()
 
 
 def has_capabilities(tx: Transaction, ino: int) -> bool:
@@ -98,6 +98,6 @@ def kill_privileges(tx: Transaction, ino: int) -> Inode:
     inode = namespace.get_inode(tx, ino)
     tx.delete(keys.xattr(ino, CAPABILITIES))
     inode.mode = inode.unprivileged_mode
-    inode.ctime_ns = time.time_ns()
+    inode.ctime_ns = clock.kernel_ns()
     namespace.put_inode(tx, inode)
     return inode

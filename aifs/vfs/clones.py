@@ -6,7 +6,6 @@ files of a tree are not of the same one, unless nobody changes them meanwhile. W
 drained first. What somebody has open for writing is copied, as a reader would see it.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 
 import trio
 
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.errors import (
     AccessDenied,
     Busy,
@@ -104,7 +103,7 @@ class Clones:
         source, target = await self._engine.view(_find, directory, name, parent, new_name, caller)
         groups = permissions.groups_of(caller)
         terms = Terms(
-            time.time_ns(),
+            clock.kernel_ns(),
             caller.uid,
             [caller.gid, *groups],
             partial(_require_readable, caller=caller),
@@ -158,7 +157,7 @@ class Clones:
             faults.reach(_BEGUN)
             subdirectories = await self._fill(source, top, terms)
             faults.reach(_FILLED)
-            args = top, subdirectories, parent, name, await self._ids.take(), time.time_ns()
+            args = top, subdirectories, parent, name, await self._ids.take(), clock.kernel_ns()
             await self._engine.transact(name_it, clones.show_tree, *args)
         except BaseException as error:
             if not isinstance(error, faults.SimulatedCrash):

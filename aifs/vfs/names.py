@@ -4,10 +4,10 @@
 
 import os
 import stat
-import time
 from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
+from aifs.core import clock
 from aifs.core.errors import Exists, Invalid, NameTooLong, NotFound, Stale
 from aifs.core.names import VIRTUAL
 from aifs.files.drain import Drain
@@ -179,7 +179,7 @@ class Names:
         data: bytes | None = None,
         copy: Copy | None = None,
     ) -> Inode:
-        now, size = time.time_ns(), len(data or b"")
+        now, size = clock.kernel_ns(), len(data or b"")
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )
@@ -209,7 +209,7 @@ class Names:
             self._io.table.orphans.discard(ino)
         try:
             linked = await self._engine.transact(
-                namespace.link, ino, new_parent, new_name, cookie, time.time_ns(), nameless
+                namespace.link, ino, new_parent, new_name, cookie, clock.kernel_ns(), nameless
             )
         except BaseException:
             if nameless:
@@ -226,7 +226,7 @@ class Names:
         """The name goes to the trash, if there is one for it, and somebody removes it, the
         ``caller``."""
         with virtual.unchanged(parent, name):
-            now, by = time.time_ns(), self._rules.remover(caller)
+            now, by = clock.kernel_ns(), self._rules.remover(caller)
             self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, by))
         await self._engine.shown()
 
@@ -235,7 +235,7 @@ class Names:
         just before, upon which the kernel looks it up anew, once."""
         with virtual.unchanged(parent, name):
             known = await self._looked_up.of((parent, name))
-            now, by = time.time_ns(), self._rules.remover(caller)
+            now, by = clock.kernel_ns(), self._rules.remover(caller)
             self.unlinked(
                 await self._engine.transact(
                     if_looked_up, known, namespace.rmdir, parent, name, now, by

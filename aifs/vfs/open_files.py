@@ -4,13 +4,13 @@ flags, and who hears that a file has been closed.
 """
 
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 
 import trio
 
 from aifs.burst.tier import BurstTier
+from aifs.core import clock
 from aifs.core.errors import NotFound, NotPermitted, NotSupported, Stale
 from aifs.files import ranges
 from aifs.files.drain import Drain
@@ -141,7 +141,7 @@ class OpenFiles:
 
     def _accessed(self, inode: Inode) -> bool:
         """Update atime by the mount's rule; whether it changed."""
-        now = time.time_ns()
+        now = clock.kernel_ns()
         if now < self._options.access_due_ns(inode):
             return False
         inode.atime_ns = now

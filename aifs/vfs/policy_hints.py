@@ -2,10 +2,10 @@
 publishes. They are stored in the inode, and what is made in a directory inherits its.
 """
 
-import time
 from typing import Any
 
 from aifs.burst.tier import BurstTier
+from aifs.core import clock
 from aifs.core.errors import Invalid, NoAttribute
 from aifs.core.units import format_size, parse_size
 from aifs.data.servers import Servers
@@ -152,4 +152,4 @@ def _change_policy(inode: Inode, fields: dict[str, Any]) -> None:
     inode.require_unguarded()
     policy = (inode.policy or DEFAULT_POLICY)._replace(**fields)
     inode.policy = None if policy == DEFAULT_POLICY else policy
-    inode.ctime_ns = time.time_ns()
+    inode.ctime_ns = clock.kernel_ns()

@@ -6,14 +6,13 @@ entries nobody is told anything. Who restores something must be allowed to make 
 
 import json
 import stat
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import trio
 
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotPermitted
 from aifs.files import permissions
 from aifs.files.kernel import Kernel
@@ -145,7 +144,7 @@ class TrashRequests:
             await self._quotas.take_in(entry.ino, home)
         cookie = await self._ids.take()
         inode, name = await self._engine.transact(
-            _restore, entry, wanted, caller, cookie, time.time_ns()
+            _restore, entry, wanted, caller, cookie, clock.kernel_ns()
         )
         faults.reach(_RESTORED)
         inode = self._names.adopt(inode)
@@ -172,7 +171,7 @@ class TrashRequests:
             for first in range(0, len(some), AT_ONCE):
                 entries = some[first : first + AT_ONCE]
                 for inode in await self._engine.transact(
-                    restoring.gather, directory, entries, time.time_ns()
+                    restoring.gather, directory, entries, clock.kernel_ns()
                 ):
                     self._names.adopt(inode)
                 faults.reach(_GATHERED)

@@ -1,7 +1,6 @@
 """Extended attributes: those that are stored, ACLs, and hints (hints.py), which look like them."""
 
-import time
-
+from aifs.core import clock
 from aifs.core.errors import NoAttribute
 from aifs.files import permissions
 from aifs.files.file_io import FileIO
@@ -51,7 +50,7 @@ class ExtendedAttributes:
         elif name in _ACLS:
             await self._put_acl(ino, name, value, caller)
         else:
-            now = time.time_ns()
+            now = clock.kernel_ns()
             self._io.table.adopt(
                 await self._engine.transact(xattrs.put, ino, name, value, flags, now)
             )
@@ -77,7 +76,7 @@ class ExtendedAttributes:
             await self._put_acl(ino, name, b"", caller)
         else:
             self._io.table.adopt(
-                await self._engine.transact(xattrs.remove, ino, name, time.time_ns())
+                await self._engine.transact(xattrs.remove, ino, name, clock.kernel_ns())
             )
         await self._engine.shown()
 

@@ -3,7 +3,6 @@ what.
 """
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import trio.testing
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import CARRY_OUT
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.data.objects.object_set import ObjectSet
@@ -103,8 +102,8 @@ async def test_a_clock_that_jumps_shows_nothing_old(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, str]
 ):
     """By days and years, to and fro, on hosts that change one file in turns."""
-    offset_ns, time_ns = 0, time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + offset_ns)
+    offset_ns, kernel_ns = 0, clock.kernel_ns
+    monkeypatch.setattr(clock, "kernel_ns", lambda: kernel_ns() + offset_ns)
     async with two_hosts(scratch / "s", kind) as (north, south, _):
         ino = await write_file(north, b"f", DATA)
         for number, days in enumerate((1, -1, 0, 3650, -3650, 0, -1, 1)):

@@ -135,6 +135,43 @@ def test_times_beyond_what_is_kept_are_cut(file: Path) -> None:
         assert (os.stat("file").st_atime_ns, os.stat("file").st_mtime_ns) == (kept_ns, kept_ns)
 
 
+def test_times_are_in_the_order_of_changes(here: Path) -> None:
+    """As make(1) needs it: of bytes, names, attributes and accesses, by the kernel and by us."""
+    there, other = here / "there", here / "other"
+    for _ in range(50):
+        times = []
+        there.write_bytes(b"source")
+        times.append(there.stat().st_mtime_ns)
+        there.read_bytes()
+        times.append(there.stat().st_atime_ns)
+        other.touch()
+        times.append(other.stat().st_mtime_ns)
+        os.utime(other)
+        times.append(other.stat().st_mtime_ns)
+        os.truncate(other, 5)
+        times.append(other.stat().st_mtime_ns)
+        with other.open("r+b") as file:
+            file.write(b"more")
+        times.append(other.stat().st_mtime_ns)
+        os.mkdir("dir")
+        times.append(os.stat("dir").st_mtime_ns)
+        there.write_bytes(b"anew")
+        times.append(there.stat().st_mtime_ns)
+        there.chmod(0o640)
+        times.append(there.stat().st_ctime_ns)
+        os.setxattr(other, "user.x", b"")
+        times.append(other.stat().st_ctime_ns)
+        os.rmdir("dir")
+        times.append(here.stat().st_mtime_ns)
+        os.link(other, "link")
+        times.append(other.stat().st_ctime_ns)
+        os.unlink("link")
+        times.append(other.stat().st_ctime_ns)
+        other.unlink()
+        times.append(here.stat().st_mtime_ns)
+        assert times == sorted(times)
+
+
 def test_which_times_move(file: Path) -> None:
     def moved(action: Callable[[], object], path: str = "file") -> str:
         before = os.lstat(path)

@@ -11,10 +11,9 @@ import errno
 import inspect
 import mmap
 import os
-import time
 from typing import Any, Self
 
-from aifs.core import files
+from aifs.core import clock, files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
 from aifs.files.types import AHEAD, LENT, Lent, Opened
 from aifs.vfs import Filesystem
@@ -148,7 +147,7 @@ class Kernel:
         if lent is not None and ino not in self._recalled and not (asks or flags & _NOT_LENT):
             if self._is_watched and not flags & AHEAD and (ino, uid) not in self._told:
                 self._noted[ino, uid] = None
-            now_ns, due_ns = time.time_ns(), self._due_ns[ino]
+            now_ns, due_ns = clock.kernel_ns(), self._due_ns[ino]
             accessed_ns = now_ns if now_ns >= due_ns else lent.accessed_ns
             self._lent[ino] = lent._replace(opens=lent.opens + 1, accessed_ns=accessed_ns)
             self._lent_handles += 1

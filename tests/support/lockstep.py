@@ -15,6 +15,7 @@ from typing import Any
 
 import trio
 
+from aifs.core import clock
 from aifs.core.config import Config
 from aifs.core.errors import Busy, FsError, NoAttribute
 from aifs.files.types import Caller, SetAttr
@@ -24,11 +25,6 @@ from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
 from tests.support.sequences import Op, payload
 
 _END_OF_TIME = 1 << 63
-_CLOCK_TICK_NS = 20 * 10**6
-"""How far the clock that the kernel takes file times from may be behind: burst copies tell such
-times.
-"""
-
 _CLONED_MAX = 20  # inodes, or trees would get ever larger
 _WAIT_S = 60  # for what must happen; a test that waits so long fails
 
@@ -65,14 +61,14 @@ class Life:
         """Call the method of both, of the filesystem ``call`` if that is given. The two results, or
         None where both failed with the same errno.
         """
-        self.oracle.clock = clock = Stamp(time.time_ns() - _CLOCK_TICK_NS, _END_OF_TIME)
+        self.oracle.clock = now = Stamp(clock.kernel_ns(), _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
         found, found_error = None, None
         try:
             found = await (call or getattr(self.fs, method))(*real_args)
         except FsError as error:
             found_error = errno.errorcode[error.errno]
-        clock.high = time.time_ns()
+        now.high = time.time_ns()
         wanted, got = expected_error or "success", found_error or "success"
         assert wanted == got, f"{method}{real_args!r:.300}: {got} where the oracle says {wanted}"
         return None if expected_error else (found, expected)
@@ -630,7 +626,7 @@ class Life:
                 self.same(real, inode.names[name])
 
     async def _listing(self, inode: OracleInode) -> list[tuple[bytes, Any]]:
-        self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
+        self.oracle.clock = Stamp(clock.kernel_ns(), _END_OF_TIME)
         self.oracle.touch_atime(inode)
         found, cookie = [], 0
         while batch := [*await self.fs.readdir(self.numbers[inode.ino], cookie)]:
@@ -687,7 +683,7 @@ class Life:
                 await self._compare_bytes(inode)
 
     async def _compare_bytes(self, inode: OracleInode) -> None:
-        self.oracle.clock = Stamp(time.time_ns(), _END_OF_TIME)
+        self.oracle.clock = Stamp(clock.kernel_ns(), _END_OF_TIME)
         self.oracle.touch_atime(inode)
         handle = await self.fs.open(self.numbers[inode.ino], os.O_RDONLY)
         places = {page * PAGE for page in inode.content.pages} | {

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from aifs.client import locks
-from aifs.core import beneath, files, trees
+from aifs.core import beneath, clock, files, trees
 from aifs.core.errors import UserError
 
 RECORDS = ".aifs-env"
@@ -347,7 +347,7 @@ def _open(path: str) -> int:
 
 def _note_use(fd: int) -> None:
     with suppress(PermissionError):  # the record is somebody else's
-        files.set_mtime(fd, time.time_ns())
+        files.set_mtime(fd, clock.kernel_ns())
 
 
 @contextmanager

@@ -6,12 +6,11 @@ directory whose group seals it (groups/naming.py) gets its name only when all ra
 committed.
 """
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 
-from aifs.core import faults
+from aifs.core import clock, faults
 from aifs.files import permissions
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
@@ -165,7 +164,7 @@ class Publishing:
                     new_name,
                     flags,
                     cookies,
-                    time.time_ns(),
+                    clock.kernel_ns(),
                     [dentry.ino for dentry in named],
                     quiet,
                     self._rules.remover(caller),
@@ -213,7 +212,13 @@ class Publishing:
         async with self._naming.naming(what.ino):
             with self._io.table.forgetting(synced) as quiet:
                 done = await self._engine.transact(
-                    _publish, what, caller, ids, time.time_ns(), quiet, self._rules.remover(caller)
+                    _publish,
+                    what,
+                    caller,
+                    ids,
+                    clock.kernel_ns(),
+                    quiet,
+                    self._rules.remover(caller),
                 )
         for inode in done.unlinked:
             self._names.unlinked(inode)

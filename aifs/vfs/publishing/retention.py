@@ -10,13 +10,12 @@ set the policy, who marked the directory) may remove it now.
 
 import math
 import stat
-import time
 from collections.abc import Callable, Set
 from typing import Any
 
 import trio
 
-from aifs.core import retention
+from aifs.core import clock, retention
 from aifs.core.clock import careful_clock
 from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
@@ -185,7 +184,7 @@ class Retention:
     async def _remove(
         self, doom: Callable[..., Inode | None], parent: int, name: bytes, ino: int, more: Any
     ) -> bool:
-        now = time.time_ns()
+        now = clock.kernel_ns()
         try:
             inode = await self._engine.transact(doom, parent, name, ino, now, self._rules, more)
         except (NotFound, NotPermitted):  # it has gone, or something in it is immutable

@@ -8,9 +8,9 @@ to be touched; so that is taken from the record before (starts.py).
 """
 
 import os
-import time
 from collections.abc import Mapping
 
+from aifs.core import clock
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.start_record import BLOCK, HotFile
@@ -26,9 +26,6 @@ _log = logger(__name__)
 
 _AT_ONCE = 64
 """Inodes that are looked up in one view."""
-
-_TICK_NS = 10_000_000
-"""How old the time may be that a kernel gives to a file that it changes now."""
 
 _FILES_MAX = 1 << 17
 """What a start may touch; files beyond are not recorded."""
@@ -53,7 +50,7 @@ class StartRecording:
         """``directory``: of the job, whose own files do not count. ``uid``: whose accesses do."""
         self._directory = directory
         self._uid = uid
-        self._began_ns = time.time_ns() - _TICK_NS
+        self._began_ns = clock.kernel_ns()
         self._files: dict[int, _Touched | None] = {}
         """By inode number, in the order of first access; None: a small one, whose open was answered
         without us."""
