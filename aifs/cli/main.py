@@ -175,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             raise
         print_error(
-            f"this needs the packages of {what} ({package} is not installed): "
-            f"pip install 'aifs[{extra}]'"
+            f"this needs the packages of {what} ({package} is not installed); in a checkout of "
+            f"AIFS: pip install '.[{extra}]'"
         )
         return 1
     except (AifsError, OSError) as error:

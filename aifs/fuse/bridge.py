@@ -95,8 +95,8 @@ class MissingPart(NamedTuple):
 
 
 NOT_BUILT = (
-    "install gcc and python3-dev, then build it: "
-    "pip install --force-reinstall --no-cache-dir --no-deps aifs"
+    "install gcc and python3-dev, then build it, in a checkout of AIFS: "
+    "pip install --force-reinstall --no-cache-dir --no-deps ."
 )
 OLD_LIBFUSE = "install libfuse 3.14 or later and build pyfuse3 with it"
 OLD_KERNEL = "run a kernel of 6.9 or later that is built with CONFIG_FUSE_PASSTHROUGH"

@@ -180,7 +180,9 @@ class EmbeddedDatabase:
         self._data = os.path.join(self.directory, _DATA)  # PostgreSQL's own
         self._user = user
         if not programs:
-            raise StoreError("PostgreSQL is not installed: pip install 'aifs[cluster]'")
+            raise StoreError(
+                "PostgreSQL is not installed; in a checkout of AIFS: pip install '.[cluster]'"
+            )
         self._require_own()
         files.make_dirs(self.directory)
         self._lock = _lock(self.directory)  # a descriptor, which all processes of it have, too

@@ -79,7 +79,7 @@ def require_each_row_once(rows: Iterable[int], in_order: bool) -> None:
     ],
 )
 def test_datasets(mounted: Mounted, kind: str, suffix: str, builder: str) -> None:
-    load_dataset = pytest.importorskip("datasets", reason="pip install aifs[peers]").load_dataset
+    load_dataset = pytest.importorskip("datasets", reason="pip install .[peers]").load_dataset
     directory = mounted.path / "set"
     write(directory, kind)
     for files, in_order in (
@@ -94,7 +94,7 @@ def test_datasets(mounted: Mounted, kind: str, suffix: str, builder: str) -> Non
 
 
 def test_webdataset(mounted: Mounted) -> None:
-    webdataset = pytest.importorskip("webdataset", reason="pip install aifs[peers]")
+    webdataset = pytest.importorskip("webdataset", reason="pip install .[peers]")
     directory = mounted.path / "set"
     write(directory, "tar")
 
@@ -111,7 +111,7 @@ def test_webdataset(mounted: Mounted) -> None:
 
 
 def test_webdataset_of_small_files(mounted: Mounted) -> None:
-    webdataset = pytest.importorskip("webdataset", reason="pip install aifs[peers]")
+    webdataset = pytest.importorskip("webdataset", reason="pip install .[peers]")
     for row in range(ROWS):
         (mounted.path / f"{row}.cls").write_text(str(row))
         (mounted.path / f"{row}.bin").write_bytes(bytes(40_000))
@@ -120,7 +120,7 @@ def test_webdataset_of_small_files(mounted: Mounted) -> None:
 
 
 def test_megatron(mounted: Mounted) -> None:
-    pytest.importorskip("megatron.core", reason="pip install aifs[recipes]")
+    pytest.importorskip("megatron.core", reason="pip install .[recipes]")
     torch = pytest.importorskip("torch")
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 

@@ -18,6 +18,9 @@ SHORTER = {
     "scripts/demo": "scripts/demo --size 210MB",
     "scripts/test": "scripts/test --collect-only -q tests/unit/test_units.py",
     "scripts/bench": "scripts/bench --help",
+    "python3 -m venv .venv": "python3 -m venv --help",
+    "source .venv/bin/activate": "true",
+    "pip install '.[mount]'": "true",
 }
 
 

@@ -411,7 +411,7 @@ def test_an_idx_that_shrinks_or_changes(tmp_path: Path) -> None:
 @pytest.mark.long  # its import takes many seconds
 @pytest.mark.filterwarnings("ignore")
 def test_megatron_as_megatron_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="pip install aifs[recipes]")
+    pytest.importorskip("megatron.core", reason="pip install .[recipes]")
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
     torch = pytest.importorskip("torch")

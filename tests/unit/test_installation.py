@@ -82,6 +82,15 @@ def test_the_client_imports_what_is_always_installed() -> None:
         assert {module.split(".")[1] for module in ours if "." in module} <= layers
 
 
+def test_nothing_says_to_install_a_package_of_our_name_that_is_not_ours() -> None:
+    """AIFS is installed from a checkout; the index has something else under its name."""
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*")]
+    for path in (*MODULES.values(), *filter(Path.is_file, documents)):
+        text = re.sub(r"\s+", " ", path.read_text())
+        assert not re.search(r"pip install (?:-\S+ )*['\"]?aifs\b", text), path
+        assert not re.search(r"pip install[^.:;]* aifs\b(?!\.)", text), path
+
+
 def test_the_command_knows_what_the_daemon_needs() -> None:
     assert requirements("mount") == MOUNT_PACKAGES
 
@@ -133,7 +142,7 @@ def test_commands_that_need_the_daemon_say_what_to_install(tmp_path: Path, comma
     places = [tmp_path / "store", *([tmp_path / "mnt"] if command == "mount" else [])]
     done = run(COMMAND, command, *places)
     assert done.returncode == 1
-    assert "pip install 'aifs[mount]'" in done.stderr and "Traceback" not in done.stderr
+    assert "pip install '.[mount]'" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "store").exists()
 
 
@@ -146,3 +155,13 @@ print(extension, extension_error)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=ROOT)
     assert done.stdout == b"None it was built from other sources than these\n"
+
+
+def test_mount_py_uses_what_was_installed_if_the_checkout_is_not_built(tmp_path: Path) -> None:
+    script = tmp_path / "mount.py"
+    script.write_text((ROOT / "mount.py").read_text())
+    (tmp_path / "aifs").mkdir()
+    (tmp_path / "aifs/__init__.py").write_text("raise SystemExit('not built')")
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "Mount the store SOURCE" in done.stdout, done.stderr
