@@ -4,13 +4,16 @@ import errno
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
-_WIDE = (
-    1 << 16
-)  # rich cuts cells off at the width; what is wider than the terminal wraps there instead
+_WIDE = 1 << 16  # columns of what is no terminal: nothing is folded
+_LEAST = 12  # columns that a cell is folded to; a table of narrower ones is printed row by row
+_USUAL = 80  # columns of a terminal that does not know
+_GAP = 2
 
 
 def print_json(value: Any) -> None:
@@ -19,28 +22,92 @@ def print_json(value: Any) -> None:
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
     """Lines of a name and a value, the values aligned."""
-    facts = [(name, str(value)) for name, value in facts]
-    width = max(len(name) for name, _ in facts)
-    for name, value in facts:
-        print(f"{name:<{width}}  {value}")
+    lines = [(name, str(value)) for name, value in facts]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        for line in fold(value, width + _GAP):
+            print(f"{name:<{width}}  {line}")
+            name = ""
+
+
+def fold(text: str, indent: int) -> list[str]:
+    """The lines that a text takes in the terminal behind so many columns; one where there is no
+    terminal, or hardly any room."""
+    left = terminal_width() - indent
+    return textwrap.wrap(text, left) or [""] if _LEAST <= left < len(text) else [text]
+
+
+def terminal_width() -> int:
+    """Columns that a line may have."""
+    if not sys.stdout.isatty():
+        return _WIDE
+    with suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _USUAL
+    return _USUAL
 
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
 ) -> None:
-    """One line per row, nothing cut off; the columns named in ``right`` are aligned to the
-    right.
+    """One line per row; the columns named in ``right`` are aligned to the right. Nothing is cut
+    off: in a terminal that is too narrow, long cells are folded, and columns without any content
+    are left out; in one that is narrower still each cell has a line.
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    cells, width = [[str(cell) for cell in row] for row in rows], terminal_width()
+    widths = _column_widths(columns, cells, right, width)
+    if widths is None:
+        shown = [n for n in range(len(columns)) if not cells or any(row[n] for row in cells)]
+        columns, cells = _only(columns, shown), [_only(row, shown) for row in cells]
+        widths = _column_widths(columns, cells, right, width)
+    if widths is None:
+        for number, row in enumerate(cells):
+            print(end="\n" if number else "")
+            print_facts((name, cell) for name, cell in zip(columns, row, strict=True) if cell)
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    Console(file=sys.stdout, width=_WIDE).print(table)
+    for column, wide in zip(columns, widths, strict=True):
+        justify: Literal["right", "left"] = "right" if column in right else "left"
+        table.add_column(column, justify=justify, width=wide, overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console(file=sys.stdout, width=width, height=_WIDE).print(table)  # else a dumb one is 80 wide
+
+
+def _only(row: Sequence[str], shown: Sequence[int]) -> list[str]:
+    return [row[number] for number in shown]
+
+
+def _column_widths(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[str], width: int
+) -> list[int] | None:
+    """The width of each column; None if not even folded cells fit."""
+    from rich.cells import cell_len
+
+    whole = [
+        max(cell_len(cell) for cell in (column, *(row[number] for row in cells)))
+        for number, column in enumerate(columns)
+    ]
+    foldable = [wide for column, wide in zip(columns, whole, strict=True) if column not in right]
+    left = width - _GAP * (len(columns) - 1) - sum(whole) + sum(foldable)
+    if sum(foldable) <= left:
+        return whole
+    # Those that are narrower than the others' share stay as they are.
+    most, foldable = 0, sorted(foldable)
+    for number, wide in enumerate(foldable):
+        most = left // (len(foldable) - number)
+        if wide > most:
+            break
+        left -= wide
+    if most < _LEAST:
+        return None
+    return [
+        wide if column in right else min(wide, most)
+        for column, wide in zip(columns, whole, strict=True)
+    ]
 
 
 def count(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ Columns; all are of the time since the line before, the first line of the time s
   oldest             how long the oldest file waits to be drained
   waiting            writers that wait for room in the burst tier
   memory             of the daemon
+A narrow terminal shows those that it has room for.
 
 Every user may ask, and it costs the mount no more than aifs status each time.
 """
@@ -55,7 +57,7 @@ def stats_command(mountpoint: str, interval_s: float, lines: int | None, as_json
     """Print what the mount at MOUNTPOINT does, as vmstat(8) does for the machine."""
     from aifs.cli.mounts import mount_of, read_status
 
-    path = mount_of(mountpoint)
+    path, shown = mount_of(mountpoint), _fitting()
     before: dict[str, Any] | None = None
     number = 0
     while lines is None or number < lines:
@@ -64,8 +66,8 @@ def stats_command(mountpoint: str, interval_s: float, lines: int | None, as_json
         status = read_status(path)
         told = between(before, status)
         if not as_json and number % _LINES_PER_HEAD == 0:
-            print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS.items()), flush=True)
-        print(json.dumps(told) if as_json else _line(told), flush=True)
+            print(_aligned(_COLUMNS, shown), flush=True)
+        print(json.dumps(told) if as_json else _aligned(_cells(told), shown), flush=True)
         before = status
         number += 1
 
@@ -116,7 +118,24 @@ def _buckets(status: dict[str, Any]) -> list[int]:
     return whole
 
 
-def _line(told: dict[str, Any]) -> str:
+def _fitting() -> list[int]:
+    """The widths of the first columns, as many as the terminal has room for."""
+    from aifs.cli.output import terminal_width
+
+    shown, left = list[int](), terminal_width()
+    for width in _COLUMNS.values():
+        left -= width + 1
+        if left < -1:
+            break
+        shown.append(width)
+    return shown
+
+
+def _aligned(cells: Iterable[object], shown: Sequence[int]) -> str:
+    return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, shown, strict=False))
+
+
+def _cells(told: dict[str, Any]) -> tuple[object, ...]:
     from aifs.core.units import describe_size
 
     def size(key: str) -> str:
@@ -128,7 +147,7 @@ def _line(told: dict[str, Any]) -> str:
             return "-"
         return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
-    cells = (
+    return (
         f"{told['requests_per_s']:.0f}",
         f"{told['errors_per_s']:.0f}" if told["errors_per_s"] else "-",
         duration("median_s"),
@@ -141,4 +160,3 @@ def _line(told: dict[str, Any]) -> str:
         told["waiting_writers"] or "-",
         size("resident_bytes"),
     )
-    return " ".join(f"{cell!s:>{w}}" for cell, w in zip(cells, _COLUMNS.values(), strict=True))

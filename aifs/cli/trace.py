@@ -10,7 +10,7 @@ import click
 
 from aifs.cli import hints
 from aifs.cli.arguments import DURATION, PATH
-from aifs.cli.output import count, print_error
+from aifs.cli.output import count, fold, print_error
 from aifs.core.errors import MountError
 
 EPILOG = """
@@ -149,4 +149,9 @@ def _line(cells: tuple[object, ...]) -> str:
         f"{cell!s:<{width}}" if column in _LEFT else f"{cell!s:>{width}}"
         for cell, column, width in zip(cells, _COLUMNS, _WIDTHS, strict=True)
     )
-    return "  ".join(aligned).rstrip()
+    *fixed, path = aligned
+    head = "".join(f"{cell}  " for cell in fixed)
+    return "\n".join(
+        f"{head if not number else ' ' * len(head)}{line}".rstrip()
+        for number, line in enumerate(fold(path, len(head)))
+    )

@@ -3,9 +3,15 @@
 Counting costs a third of a microsecond for a request, so it is always done.
 """
 
+import errno
 from collections import defaultdict
-from errno import errorcode
 from typing import Any
+
+ANSWERS = frozenset(
+    (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.ENOTSUP, errno.EOPNOTSUPP)
+)
+"""What a program asks to find out, such as ``ls -l`` for the security context of each file: it is
+told that there is no such name or attribute, or that there is one already. Nothing has failed."""
 
 UNIT_NS = 8000
 BUCKETS = 24
@@ -24,14 +30,15 @@ class Served:
         self.errors: dict[int, int] = {}
         self.nanoseconds = 0
 
-    def add(self, duration_ns: int, errno: int = 0, moved: int = 0) -> None:
-        """One has been answered, with ``moved`` bytes of a file; ``errno`` 0: it succeeded."""
+    def add(self, duration_ns: int, number: int = 0, moved: int = 0) -> None:
+        """One has been answered, with ``moved`` bytes of a file. ``number``: the errno; with 0, and
+        those in ANSWERS, it is no error."""
         bucket = (duration_ns // UNIT_NS).bit_length()
         self.buckets[bucket if bucket < BUCKETS else -1] += 1
         self.nanoseconds += duration_ns
         self.bytes += moved
-        if errno:
-            self.errors[errno] = self.errors.get(errno, 0) + 1
+        if number and number not in ANSWERS:
+            self.errors[number] = self.errors.get(number, 0) + 1
 
     def status(self) -> dict[str, Any]:
         """``count``, ``seconds``, ``bytes``, ``buckets`` without zeros at its end, and ``errors``
@@ -42,7 +49,7 @@ class Served:
             "seconds": round(self.nanoseconds / 1e9, 6),
             "bytes": self.bytes,
             "buckets": self.buckets[: last + 1],
-            "errors": {errorcode.get(key, str(key)): n for key, n in self.errors.items()},
+            "errors": {errno.errorcode.get(key, str(key)): n for key, n in self.errors.items()},
         }
 
 

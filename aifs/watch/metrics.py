@@ -40,7 +40,8 @@ _BY_OPERATION = (
         "aifs_request_errors_total",
         COUNTER,
         "requests{}.errors",
-        "Requests that were answered with an error, by its name in errno.h.",
+        "Requests that have failed, by the error's name in errno.h; that there is no such name or "
+        "attribute, or one already, is an answer.",
         "operation",
     ),
     Metric(

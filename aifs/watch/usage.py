@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from aifs.core.processes import process_of
+from aifs.core.served import ANSWERS
 
 DEPTH = 2
 """Components of a path that are told apart."""
@@ -37,7 +38,7 @@ class Usage:
         """One more: a record of vfs/operation_log.py, of whose time so much counts here."""
         seconds = took_us / 1e6
         self.requests += 1
-        self.errors += record["errno"] != 0
+        self.errors += record["errno"] not in (0, *ANSWERS)
         self.seconds += seconds
         self.slowest_s = max(self.slowest_s, seconds)
         self.bytes += record["bytes"]

@@ -54,10 +54,13 @@ def test_what_programs_do_is_counted(scratch: Path, mount_store: Callable[..., M
         (mount.path / "directory" / str(number)).write_bytes(b"x" * 5000)
     with pytest.raises(OSError):
         (mount.path / "directory").rmdir()
+    with pytest.raises(OSError):
+        os.setxattr(mount.path, "user.aifs.keep", b"nonsense")
     after = read()
     count = "aifs_request_duration_seconds_count"
     assert after[count, "create"] - before.get((count, "create"), 0) == 9
-    assert after["aifs_request_errors_total", "rmdir", "ENOTEMPTY"] == 1
+    assert ("aifs_request_errors_total", "rmdir", "ENOTEMPTY") not in after
+    assert after["aifs_request_errors_total", "setxattr", "EINVAL"] == 1
     assert after["aifs_burst_dirty_bytes", "0"] >= 9 * 5000
     assert after["aifs_drain_queue_files",] >= 9
     assert (

@@ -3,6 +3,7 @@ test_cli_mount.py.
 """
 
 import errno
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from aifs.cli import mounts
 from aifs.cli.main import main
+from aifs.cli.output import print_table
 from aifs.core import config, errors, mountinfo
 from aifs.fuse.options import parse
 
@@ -436,6 +438,59 @@ def test_a_server_is_added_to_a_store_that_is_not_mounted(
     burst = tmp_path / "burst"
     assert run(capsys, "server", "add", "--burst", source, burst)[0] == 0
     assert json.loads((burst / ".aifs").read_text())["role"] == "burst"
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+COLUMNS = ("server", "state", "class", "free", "path", "last error")
+ROWS = [
+    (0, "active", "", "100.1 GiB", "/srv/aifs/data/0", ""),
+    (1, "draining", "", "7 B", "/mnt/a/disk/of/the/rack/in/the/corner/aifs", "No space left on it"),
+]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, width: int | None) -> list[str]:
+    """The table in a terminal, or a pipe."""
+    out = io.StringIO()
+    out.isatty = lambda: width is not None  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", out)
+    if width is not None:
+        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((width, 24)))
+        monkeypatch.setattr(out, "fileno", lambda: 1)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    print_table(COLUMNS, ROWS, right=("free",))
+    return out.getvalue().splitlines()
+
+
+def test_a_table_is_whole_in_a_pipe_and_in_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (None, 200):
+        head, *rows = printed(monkeypatch, width)
+        assert head.split() == "server state class free path last error".split()
+        assert len(rows) == 2 and all(str(cell) in rows[1] for cell in ROWS[1])
+
+
+def test_a_table_is_folded_between_words_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(monkeypatch, 70)
+    assert all(len(line.rstrip()) <= 70 for line in lines) and len(lines) > 3
+    assert "last error" in lines[0] and "100.1 GiB" in lines[1] and "draining" in lines[2]
+    start, end = lines[0].index("path"), lines[0].index("last error")
+    assert "".join(line[start:end].strip() for line in lines[2:]) == ROWS[1][4]
+    assert " ".join(line[end:].strip() for line in lines[2:]).split() == ROWS[1][5].split()
+
+
+def test_a_table_that_cannot_be_folded_is_printed_row_by_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = printed(monkeypatch, 40)  # and what is empty is left out
+    assert lines[:4] == [
+        "server  0",
+        "state   active",
+        "free    100.1 GiB",
+        "path    /srv/aifs/data/0",
+    ]
+    assert lines[4] == "" and lines[5] == "server      1"
+    assert all(len(line) <= 40 for line in lines)
 
 
 # --- fsck -----------------------------------------------------------------------------------------

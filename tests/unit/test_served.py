@@ -23,10 +23,19 @@ def test_each_request_is_in_the_bucket_of_its_time(durations_ns: list[int]) -> N
 
 def test_errors_are_counted_by_their_names() -> None:
     everything = AllServed()
-    everything["open"].add(1, errno.ENOENT)
+    everything["open"].add(1, errno.EACCES)
     everything["open"].add(1, 4711)
-    everything["open"].add(1, errno.ENOENT)
+    everything["open"].add(1, errno.EACCES)
     everything["read"].add(1, 0, 4096)
     told = everything.status()
-    assert told["open"]["errors"] == {"ENOENT": 2, "4711": 1}
+    assert told["open"]["errors"] == {"EACCES": 2, "4711": 1}
     assert told["read"]["errors"] == {} and told["read"]["bytes"] == 4096
+
+
+def test_what_a_program_asks_to_find_out_is_no_error() -> None:
+    """`ls -l` asks for security.selinux of each file."""
+    everything = AllServed()
+    for number in (errno.ENODATA, errno.ENOTSUP, errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+        everything["getxattr"].add(1, number)
+    told = everything.status()["getxattr"]
+    assert told["count"] == 5 and told["errors"] == {}

@@ -50,7 +50,7 @@ def test_whose_a_request_is(by: str, changed: dict[str, Any], key: str) -> None:
 
 
 def test_requests_are_summed_up() -> None:
-    records = [record(), record(errno=2, duration_us=15), record(operation="open", bytes=0)]
+    records = [record(errno=2), record(errno=5, duration_us=15), record(operation="open", bytes=0)]
     sums = usage.summed(records, "operation")
     assert sums["read"].told() == {
         "requests": 2,
