@@ -212,15 +212,16 @@ def decode(record: bytes) -> Index:
     for count in counts:
         columns.append(_native(view[at : at + 8 * count]))
         at += 8 * count
-    format, *paths = bytes(view[at : at + names_length]).split(b"\0")[:-1]
+    names = bytes(view[at : at + names_length]).split(b"\0")[:-1]
     sizes, mtimes_ns, first_blocks, offsets, lengths, rows = columns
     is_ascending = all(first <= after for first, after in pairwise(first_blocks))
     if not is_ascending or first_blocks[0] != 0 or first_blocks[-1] != blocks:
         raise DatasetError("an index whose files do not have the blocks that are there")
     if not all(map(_are_natural, (sizes, offsets, lengths, rows))):
         raise DatasetError("an index of impossible numbers")
-    if len(paths) != files:
+    if len(names) != 1 + files or not names[0].isascii():
         raise DatasetError("an index whose files have other names than there are")
+    format, *paths = names
     catalogue = view[at + names_length : end]
     index = Index(
         format.decode(), paths, sizes, mtimes_ns, first_blocks, offsets, lengths, rows, catalogue

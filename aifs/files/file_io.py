@@ -96,8 +96,10 @@ class FileIO:
         self.transitions = Transitions(engine, tier, collector, damage, self.sets.objects_of, homes)
         """Changes of forms."""
         urgent = Mover(servers.budget, Limiter(0), "none", is_urgent=_always)
+        self.waited_for = self.sets.movers(urgent)
+        """Who carries out what somebody waits for."""
         self.capacity = CapacityIO(
-            config, engine, servers, ids, containers, self.transitions, self.sets.movers(urgent)
+            config, engine, servers, ids, containers, self.transitions, self.waited_for
         )
         """Changes on the capacity tier."""
         self.burst = BurstIO(config, engine, tier, self.transitions, needs)

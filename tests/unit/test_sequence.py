@@ -1,8 +1,10 @@
 """The sequence of an epoch against a plain oracle; the record of an index."""
 
 import pickle
+import struct
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -150,6 +152,17 @@ def test_an_index_of_impossible_numbers_is_refused(version: Version, block: RowB
         decode(record)
     before_1970 = IndexedFile(b"a", Version(1, -5), blocks[:1])
     assert decode(encode(index_of("text", [before_1970]))).version(0) == (1, -5)
+
+
+@pytest.mark.parametrize("names", [b"", b"\xff\xfe\0a\0", b"text", b"text\0a\0b\0"])
+def test_an_index_of_other_names_than_it_says_is_refused(names: bytes) -> None:
+    """It is a user's file; the first two were a traceback in the daemon's log."""
+    record = encode(index_of("text", [IndexedFile(b"a", Version(9, 1), [RowBlock(0, 9, 3)])]))
+    magic, files, blocks, length, catalogue = struct.unpack_from("<8s4Q", record)
+    columns = record[40 : len(record) - 8 - length]
+    changed = struct.pack("<8s4Q", magic, files, blocks, len(names), catalogue) + columns + names
+    with pytest.raises(DatasetError, match="other names than there are"):
+        decode(changed + struct.pack("<Q", zlib.crc32(changed)))
 
 
 def test_threads_that_begin_together_make_a_window_once() -> None:

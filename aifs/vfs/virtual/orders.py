@@ -9,9 +9,11 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import trio
 
+from aifs.burst.making import MakingTools
 from aifs.core.errors import DatasetError, Invalid
 from aifs.datasets.archive import Archive
 from aifs.datasets.formats import files, megatron, records, tar
@@ -47,6 +49,8 @@ INDEX_BYTES_MAX = 64 << 20
 """It is held in memory while an order is made."""
 
 _MAKE_ONE = "run `aifs dataset index` on the directory"
+
+T = TypeVar("T")
 
 _Made = tuple[VirtualBytes, Callable[[int], Source], int]
 """The bytes, the source of a number, and how much is kept."""
@@ -152,6 +156,17 @@ class _Sources:
         if file not in self._beside:
             raise DatasetError("its .idx is missing")
         return self._beside[file]
+
+    def apart(self, function: Callable[[T], bytes], value: T) -> bytes:
+        return trio.from_thread.run(self._io.waited_for.carry_out, _call, (function, value))
+
+
+async def _call(
+    asked: tuple[Callable[[T], bytes], T], tools: MakingTools, cancelled: Callable[[], bool]
+) -> bytes:
+    """In a mover. A thread, as it may be the daemon after all."""
+    function, value = asked
+    return await trio.to_thread.run_sync(function, value)
 
 
 class _SourceBytes:
