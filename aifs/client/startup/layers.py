@@ -1,11 +1,13 @@
 """A layer of a container image, applied to a directory: the changes that a tar archive lists (the
 image specification of the OCI, "Image Layer Filesystem Changeset").
 
-An archive is data of somebody else. Every entry is made by descriptors from the directory down, no
-symlink is followed, and what would reach beyond the directory, name a device of the host, be an
-order to a filesystem, or grow without bound is refused. Whoever called then throws all of it away.
+An archive is data of somebody else. Every entry is made by descriptors from the directory down. A
+symlink on its way is resolved as by a process whose root the directory is, so it leads nowhere
+else. An entry is refused if it names what lies above the directory, or a device of the host, is an
+order to a filesystem, or grows without bound. The caller then throws all of it away.
 """
 
+import errno
 import os
 import stat
 import tarfile
@@ -26,6 +28,14 @@ ENTRIES_MAX = 4 << 20
 DEPTH_MAX = 255
 NAME_MAX = 3000
 """Bytes of a path in an image: with the directory before it the kernel takes it (PATH_MAX)."""
+
+SYMLINKS_MAX = 40
+"""On the way to one file, as in the kernel."""
+
+_NAME_ERRORS = frozenset(
+    (errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.EPERM, errno.EROFS)
+)
+"""A name cannot be made here: on a mount some are the filesystem's own (``.aifs-data/x``)."""
 
 _WHITEOUT, _AUFS, _OPAQUE = ".wh.", ".wh..wh.", ".wh..wh..opq"
 
@@ -90,14 +100,18 @@ class Rootfs:
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them all
             self._limits.take_entry()
-            self._apply(archive, member)
+            try:
+                self._apply(archive, member)
+            except OSError as error:
+                if error.errno not in _NAME_ERRORS:
+                    raise
+                raise ImageRefused(f"{member.name}: {error.strerror}") from error
 
     def finish(self) -> None:
         """Give directories their times, when all layers are there."""
         for path, mtime_ns in self._times.items():
-            fd = self._reach(path, make=False)
-            if fd is not None:
-                beneath.set_time(".", mtime_ns, fd)
+            if reached := self._reach(path, make=False):
+                beneath.set_time(".", mtime_ns, reached[1])
 
     def _apply(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         path = _path_of(member.name)
@@ -109,8 +123,10 @@ class Rootfs:
                 raise ImageRefused("its root is no directory")
             self._set_attributes(".", self._root, path, member)
         else:
-            parent = self._reach(above, make=True)
-            assert parent is not None
+            reached = self._reach(above, make=True)
+            assert reached is not None
+            above, parent = reached
+            path = _join(above, name)
             self._make(archive, member, path, name, parent)
             self._note(path)
             if not member.islnk():  # it has those of what it is a name of
@@ -170,10 +186,10 @@ class Rootfs:
         above, _, last = source.rpartition("/")
         fd = os.dup(parent)  # the next line may leave it
         try:
-            source_parent = self._reach(above, make=False)
-            if source_parent is None:
+            reached = self._reach(above, make=False)
+            if reached is None:
                 raise FileNotFoundError
-            beneath.make_link(last, source_parent, name, fd)
+            beneath.make_link(last, reached[1], name, fd)
         except (FileNotFoundError, PermissionError):
             raise ImageRefused(f"{path}: is a link to {source}, which is no file here") from None
         finally:
@@ -209,9 +225,10 @@ class Rootfs:
         hidden = whiteout.removeprefix(_WHITEOUT)
         if hidden in ("", ".", ".."):
             raise ImageRefused(f"{above}/{whiteout}: hides no name")
-        parent = self._reach(above, make=False)
-        if parent is None or (whiteout.startswith(_AUFS) and whiteout != _OPAQUE):
+        reached = self._reach(above, make=False)
+        if reached is None or (whiteout.startswith(_AUFS) and whiteout != _OPAQUE):
             return
+        above, parent = reached
         fd = os.dup(parent)
         try:
             for name in os.listdir(fd) if whiteout == _OPAQUE else [hidden]:
@@ -241,31 +258,47 @@ class Rootfs:
             self._fresh.add(path)
             path = path.rpartition("/")[0]
 
-    def _reach(self, path: str, make: bool) -> int | None:
-        """A descriptor of a directory, until another one is asked for. Where it is missing it is
-        made, or there is none."""
+    def _reach(self, path: str, make: bool) -> tuple[str, int] | None:
+        """A directory: its path without symlinks, and a descriptor, until another one is asked for.
+        Where it is missing it is made, or there is none."""
         if path == self._reached[0]:
-            return self._reached[1]
+            return self._reached
         self._leave()
-        fd = os.dup(self._root)
+        left = path.split("/")[::-1]
+        names: list[str] = []
+        fds = [os.dup(self._root)]  # of the root, and of each of the names
+        followed = 0
         try:
-            for name in path.split("/") if path else ():
-                if make and not _is_there(name, fd):
-                    beneath.make_directory(name, fd)
-                above = fd
-                fd = beneath.open_directory(name, above)
-                os.close(above)
+            while left:
+                name = left.pop()
+                if name == "..":
+                    if names:
+                        names.pop()
+                        os.close(fds.pop())
+                elif name not in ("", "."):
+                    if make and not _is_there(name, fds[-1]):
+                        beneath.make_directory(name, fds[-1])
+                    target = _target(name, fds[-1])
+                    if target is None:
+                        fds.append(beneath.open_directory(name, fds[-1]))
+                        names.append(name)
+                    else:
+                        followed += 1
+                        left += target.split("/")[::-1]
+                        while names and target.startswith("/"):
+                            names.pop()
+                            os.close(fds.pop())
+                if len(names) > DEPTH_MAX or followed > SYMLINKS_MAX:
+                    raise ImageRefused(f"{path[:60]}: leads over too many directories or symlinks")
+            self._reached = ("/".join(names), os.dup(fds[-1]))
         except FileNotFoundError:
-            os.close(fd)
             return None
         except NotADirectoryError:
-            os.close(fd)
-            raise ImageRefused(f"{path}: leads over a symlink or a file") from None
-        except BaseException:
-            os.close(fd)
-            raise
-        self._reached = (path, fd)
-        return fd
+            raise ImageRefused(f"{path}: leads over a file") from None
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return self._reached
 
     def _leave(self) -> None:
         _, fd = self._reached
@@ -303,9 +336,9 @@ class _Forward:
 
 
 def _path_of(name: str) -> str:
-    """A path from the root, without ``.``; empty for the root."""
+    """A path from the root, without ``.`` and a slash before it; empty for the root."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    if name.startswith("/") or ".." in parts or "\0" in name:
+    if ".." in parts or "\0" in name:
         raise ImageRefused(f"{name!r}: leads out of the image")
     if any(part.startswith(_WHITEOUT) for part in parts[:-1]):
         raise ImageRefused(f"{name}: lies below a whiteout")
@@ -331,3 +364,10 @@ def _is_directory(name: str, parent: int) -> bool:
         return stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode)
     except FileNotFoundError:
         return False
+
+
+def _target(name: str, parent: int) -> str | None:
+    """Of a symlink; of anything else None."""
+    if not stat.S_ISLNK(os.lstat(name, dir_fd=parent).st_mode):
+        return None
+    return os.readlink(name, dir_fd=parent)
