@@ -187,6 +187,11 @@ class Epoch:
         """Held by who begins a window: of many blocks it takes time, and memory."""
         self._last: dict[int, _Window] = {}
 
+    @property
+    def deals(self) -> bool:
+        """Whether all shares read the same rows, and deal them out."""
+        return self.order.shuffle in ("window", "none")
+
     def _ends_of_windows(self) -> list[int]:
         """Of each window the number of rows until its end."""
         if len(self.windows) == 1:

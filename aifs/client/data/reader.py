@@ -11,7 +11,9 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aifs.client.data.announcing import Announcer
 from aifs.client.data.dataset import Dataset
@@ -134,7 +136,7 @@ class Reader:
             self._end()
             raise StopIteration
         if not self._given:
-            self._groups.begin(_rows_of, self._counts)
+            self._groups.begin(_ROWS, self._counts)
         share = self._following[0]
         row = self._next_of(share)
         if self._transform is not None:
@@ -154,7 +156,7 @@ class Reader:
         if self._given:
             raise ValueError("this reader gives rows: make another one for batches")
         if not self._batches:
-            self._groups.begin(_batch_of, self._counts)
+            self._groups.begin(_BATCHES, self._counts)
         while True:
             share = min(
                 (share for share in self._shares if self._counts[share] < self._limit(share)),
@@ -165,7 +167,7 @@ class Reader:
                 self._end()
                 return
             self._tell()
-            batch: pyarrow.RecordBatch = self._groups.take(_batch_of, share, self._counts[share])
+            batch: pyarrow.RecordBatch = self._groups.take(_BATCHES, share, self._counts[share])
             self._counts[share] += batch.num_rows
             self._batches += 1
             yield batch
@@ -218,7 +220,7 @@ class Reader:
         waiting = self._waiting[share]
         if not waiting:
             self._tell()
-            waiting.extend(self._groups.take(_rows_of, share, self._counts[share]))
+            waiting.extend(self._groups.take(_ROWS, share, self._counts[share]))
         return waiting[0]
 
     def _end(self) -> None:
@@ -226,8 +228,17 @@ class Reader:
         self.close()
 
 
-_Fetch = Callable[[Epoch, "_Blocks", int, int], Any]
-"""``_rows_of`` or ``_batch_of``: the rows of a share from one on to the end of its group."""
+class _Fetch(NamedTuple):
+    """What is handed out: ``_ROWS`` or ``_BATCHES``."""
+
+    of_share: Callable[[Epoch, "_Blocks", int, int], Any]
+    """The rows of a share from one on to the end of its group."""
+    of_piece: Callable[["_Blocks", Piece, list[int]], Any]
+    """Rows of the block of a piece, by their numbers in it, which rise."""
+    whole: Callable[[list[Any]], Any]
+    """What such pieces gave, one after the other."""
+    some: Callable[[Any, list[int]], Any]
+    """Of a whole the rows with these numbers, in this order."""
 
 
 class _Groups:
@@ -239,47 +250,72 @@ class _Groups:
         self._blocks = _Blocks(dataset, shares + _THREADS)
         self._pool = ThreadPoolExecutor(min(_THREADS, shares), "aifs-data")
         self._ahead: dict[int, tuple[int, Future[Any]]] = {}  # share -> its row, its group
+        self._begun: dict[int, int] = {}  # share -> its first row
+        self._dealt: dict[int, _Dealt] = {}  # by number; of orders that deal rows out
 
     def begin(self, fetch: _Fetch, counts: Mapping[int, int]) -> None:
         """All shares at the same time, each from the row that it has got to."""
+        self._begun = dict(counts)
         for share, row in counts.items():
             self._fetch(fetch, share, row)
 
     def take(self, fetch: _Fetch, share: int, row: int) -> Any:
         """Rows of the share from ``row`` to the end of its group."""
+        if self._epoch.deals:
+            return self._take_dealt(fetch, share, row)
         if self._ahead.get(share, (-1,))[0] != row:
             self._fetch(fetch, share, row)
         found = self._ahead.pop(share)[1].result()
         self._fetch(fetch, share, row + len(found))
         return found
 
+    def _take_dealt(self, fetch: _Fetch, share: int, row: int) -> Any:
+        self._fetch(fetch, share, row)
+        number, skipped = divmod(row, self._epoch.order.group)
+        dealt = self._dealt.pop(number)  # not kept if this fails
+        found = dealt.take(share)[skipped:]
+        if dealt.left:
+            self._dealt[number] = dealt
+        self._fetch(fetch, share, row + len(found))
+        return found
+
     def _fetch(self, fetch: _Fetch, share: int, row: int) -> None:
-        if row < self._epoch.rows_of(share):
-            coming = self._pool.submit(fetch, self._epoch, self._blocks, share, row)
+        if row >= self._epoch.rows_of(share):
+            return
+        if self._epoch.deals:
+            number = row // self._epoch.order.group
+            if number not in self._dealt:
+                end = (number + 1) * self._epoch.order.group
+                shares = [share for share, first in self._begun.items() if first < end]
+                group = self._epoch.group(share, row)
+                self._dealt[number] = _Dealt(fetch, self._pool, self._blocks, group, shares)
+        else:
+            coming = self._pool.submit(fetch.of_share, self._epoch, self._blocks, share, row)
             self._ahead[share] = row, coming
 
     def close(self) -> None:
         self._ahead.clear()
+        self._dealt.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._blocks.clear()
 
 
 def _rows_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> list[Any]:
     group = epoch.group(share, row)
-    blocks.make_room(group)
     found: list[Any] = [None] * (group.first + group.rows - row)
     places = _places(group)[row - group.first :]
-    for piece, begin, numbers in _by_piece(group, places):
-        wanted = [piece.first + places[number] - begin for number in numbers]
+    for piece, wanted, numbers in _by_piece(group, places):
         for number, value in zip(numbers, blocks.get(piece.block).take(wanted)):
             found[number] = value
     blocks.read_to_the_end(group)
     return found
 
 
-def _by_piece(group: ShuffleGroup, places: list[int]) -> Iterator[tuple[Piece, int, list[int]]]:
-    """Of each piece of a group that gives some of the rows at ``places``: where it begins among the
-    rows of all pieces, and the numbers of the places that are its own, in the order of its rows."""
+def _by_piece(
+    group: ShuffleGroup, places: list[int]
+) -> Iterator[tuple[Piece, list[int], list[int]]]:
+    """Of each piece of a group that gives some of the rows at ``places``: the numbers of these rows
+    in its block, and the numbers of these places, in the order of its rows."""
     in_order = sorted(range(len(places)), key=places.__getitem__)
     at = begin = 0
     for piece in group.pieces:
@@ -287,25 +323,80 @@ def _by_piece(group: ShuffleGroup, places: list[int]) -> Iterator[tuple[Piece, i
         while at < len(in_order) and places[in_order[at]] < end:
             at += 1
         if at > first:
-            yield piece, begin, in_order[first:at]
+            numbers = in_order[first:at]
+            yield piece, [piece.first + places[number] - begin for number in numbers], numbers
         begin = end
 
 
 def _places(group: ShuffleGroup) -> list[int]:
     """Of each row its place among the rows of all pieces."""
-    numbers = range(group.start, group.start + group.rows * group.step, group.step)
+    return _all_places(group)[group.start :: group.step][: group.rows]
+
+
+def _all_places(group: ShuffleGroup) -> list[int]:
     if group.key is None:
-        return [*numbers]
-    permutation = all_permuted(group.size, group.key)
-    return permutation[group.start :: group.step][: group.rows].tolist()
+        return [*range(group.size)]
+    return all_permuted(group.size, group.key).tolist()
 
 
 def _batch_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> "pyarrow.RecordBatch":
     group = epoch.group(share, row)
-    blocks.make_room(group)
     parts = [blocks.get(piece.block).batch(piece.first, piece.rows) for piece in group.pieces]
     blocks.read_to_the_end(group)
     return joined(parts, _places(group)[row - group.first :])
+
+
+_ROWS = _Fetch(
+    _rows_of,
+    lambda blocks, piece, rows: blocks.get(piece.block).take(rows),
+    lambda pieces: [*chain.from_iterable(pieces)],
+    lambda whole, rows: [whole[row] for row in rows],
+)
+_BATCHES = _Fetch(
+    _batch_of,
+    lambda blocks, piece, rows: joined(
+        [blocks.get(piece.block).batch(piece.first, piece.rows)],
+        [row - piece.first for row in rows],
+    ),
+    joined,
+    lambda whole, rows: joined([whole], rows),
+)
+
+
+class _Dealt:
+    """A group whose rows are dealt out to all shares. Those of one reader's shares are fetched
+    together, each piece once, by several threads."""
+
+    def __init__(
+        self,
+        fetch: _Fetch,
+        pool: ThreadPoolExecutor,
+        blocks: "_Blocks",
+        group: ShuffleGroup,
+        shares: list[int],
+    ) -> None:
+        self._fetch = fetch
+        places = _all_places(group)
+        self.left = {share: of for share in shares if (of := places[share :: group.step])}
+        """Of each share that has not taken its rows their places among the rows of all pieces."""
+        wanted = [*chain.from_iterable(self.left.values())]
+        self._numbers: dict[int, int] = {}  # place -> row of the whole
+        self._pieces = []
+        for piece, rows, numbers in _by_piece(group, wanted):
+            self._pieces.append(pool.submit(fetch.of_piece, blocks, piece, rows))
+            for number in numbers:
+                self._numbers[wanted[number]] = len(self._numbers)
+
+    def take(self, share: int) -> Any:
+        """The rows of a share. Raises what reading one of the pieces did."""
+        whole = self._whole
+        return self._fetch.some(whole, [self._numbers[each] for each in self.left.pop(share)])
+
+    @cached_property
+    def _whole(self) -> Any:
+        found = [piece.result() for piece in self._pieces]
+        self._pieces.clear()
+        return self._fetch.whole(found)
 
 
 class _Blocks:
@@ -317,19 +408,13 @@ class _Blocks:
         self._lock = threading.Lock()
         self._held: OrderedDict[int, Future[BlockRows]] = OrderedDict()
 
-    def make_room(self, group: ShuffleGroup) -> None:
-        """All shares read the blocks of a group that deals its rows out."""
-        if group.step > 1:
-            self._most = max(self._most, len(group.pieces))
-
     def read_to_the_end(self, group: ShuffleGroup) -> None:
         """The next group of the share begins where this one ends: without this, blocks that nobody
         needs would push those out that other shares are in the middle of."""
-        if group.step == 1:
-            with self._lock:
-                for piece in group.pieces[:-1]:
-                    if piece.block != group.pieces[-1].block:
-                        self._held.pop(piece.block, None)
+        with self._lock:
+            for piece in group.pieces[:-1]:
+                if piece.block != group.pieces[-1].block:
+                    self._held.pop(piece.block, None)
 
     def get(self, number: int) -> BlockRows:
         with self._lock:
