@@ -331,6 +331,14 @@ class Servers:
                     nursery.start_soon(self._look_at, server)
         self.judge()
 
+    def look_soon(self) -> bool:
+        """Have the next ``watch`` look at all servers; whether they were not looked at within the
+        last second, so that it is wanted."""
+        is_old = trio.current_time() >= self._look_at_s - _LOOK_S + _LOOK_AGAIN_S
+        if is_old:
+            self._look_at_s = 0.0
+        return is_old
+
     async def look(self) -> None:
         """Look at each data server; one that hangs is not waited for longer than usual."""
         async with trio.open_nursery() as nursery:
@@ -434,15 +442,14 @@ class Servers:
                     nursery.start_soon(ask, number, server)
         return found
 
-    async def statfs(self) -> Space:
-        """The space of all data servers that work, each storage counted once. What is free where
-        no new files go does not count."""
+    def statfs(self) -> Space:
+        """The space of all data servers that work, as it was last seen, each storage counted once.
+        What is free where no new files go does not count. Does not block."""
         servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
-        spaces = await self.spaces(servers)
         by_pool = {
-            server.storage.pool: space if server.standing == ACTIVE else space.without_free()
-            for server, space in zip(servers, spaces, strict=True)
-            if space is not None
+            server.storage.pool: seen if server.standing == ACTIVE else seen.without_free()
+            for server in servers
+            if (seen := server.seen) is not None
         }
         return Space(
             *(sum(getattr(space, field) for space in by_pool.values()) for field in Space._fields)

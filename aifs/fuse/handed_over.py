@@ -107,8 +107,37 @@ _MAY_BE_AT_ONCE = {SETLK: "setlk", SETLKW: "setlkw", FLUSH: "flush"}
 _ASKING = (ioctl.AIFS_IOC_GROUP_WAIT, ioctl.AIFS_IOC_GROUP_QUERY)
 """They refuse nothing: an error tells what has become of the group."""
 
+_MAY_BE_INTERRUPTED = frozenset((FALLOCATE, SETLKW, FLUSH))
+"""A signal ends these, and our ioctls, with EINTR, also where a handler is installed with
+SA_RESTART, because the kernel takes no ERESTARTSYS of us. A program that has been killed waits for
+the others.
+
+=================== === ============================================================================
+IOCTL, ours         yes they wait for drains and for other ranks
+IOCTL, chattr(1)    no  it waits for the record alone, and no program expects EINTR
+FALLOCATE           yes it may write zeros for minutes, and fallocate(2) knows EINTR
+SETLKW              yes it waits for other programs; fcntl(2) and flock(2) know EINTR
+FLUSH               yes close(2) succeeds; RELEASE does what is left
+GETLK, SETLK        no  their home answers within its limit
+COPY_FILE_RANGE     no  a request copies 1 GiB at most within the burst tier, else 4 MiB
+SYNCFS              no  as fsync(2), which waits for the disk
+STATFS              no  it does not wait; statfs(2) would fail in one call of six with a timer
+READDIRPLUS, STATX, no  they wait for records alone, and no program expects EINTR
+LSEEK
+=================== === ============================================================================
+
+Requests that pyfuse3 answers (LOOKUP, OPEN, READ, WRITE, RENAME, ...) are never interrupted.
+"""
+
 Handler = Callable[[int, bytes, Caller], Awaitable[bytes]]
 """Inode number, body and caller of a request to the body of the answer."""
+
+
+def _may_be_interrupted(opcode: int, body: bytes) -> bool:
+    if opcode == IOCTL:
+        _, _, request, *_ = _IOCTL.unpack_from(body)
+        return request in ioctl.COMMANDS
+    return opcode in _MAY_BE_INTERRUPTED
 
 
 def _refuse_unknown(flags: int) -> None:
@@ -131,7 +160,8 @@ class HandedOver:
         self._fs = fs
         self._kernel = kernel
         self._scheduler = scheduler
-        self._running: dict[int, trio.CancelScope] = {}
+        self._running: dict[int, trio.CancelScope | None] = {}
+        """By unique number; None: not to be interrupted."""
         self._reply = reply
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[int, Handler] = {
@@ -178,17 +208,17 @@ class HandedOver:
         was one of ours).
         """
         if opcode == INTERRUPT:
-            scope = self._running.get(*_UNIQUE.unpack_from(body))
-            if scope is not None:
+            (interrupted,) = _UNIQUE.unpack_from(body)
+            if (scope := self._running.get(interrupted)) is not None:
                 scope.cancel()
-            return scope is not None
+            return interrupted in self._running
         assert self._nursery is not None
         if opcode == RELEASE:
             self._fs.locks.begin_close(nodeid)
         elif opcode in _MAY_BE_AT_ONCE and self._answer_at_once(opcode, unique, nodeid, body):
             return True
         self._scheduler.waiting_requests += 1
-        self._running[unique] = trio.CancelScope()
+        self._running[unique] = trio.CancelScope() if _may_be_interrupted(opcode, body) else None
         self._nursery.start_soon(
             self._answer, self._handlers[opcode], unique, nodeid, body, Caller(*caller)
         )
@@ -220,7 +250,7 @@ class HandedOver:
         # What is not done yet when a signal comes is done by RELEASE: close(2) never fails by that.
         number, data = 0 if handler == self.flush else errno.EINTR, b""
         try:
-            with self._running[unique]:
+            with self._running[unique] or nullcontext():
                 try:
                     data = await handler(nodeid, body, caller)
                     number = 0

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aifs.core.names import NAME_MAX
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.quotas import Quotas
@@ -41,8 +42,10 @@ class Attributes:
         files: OpenFiles,
         virtual: VirtualFiles,
         quotas: Quotas,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = engine
+        self._upkeep = upkeep
         self._quotas = quotas
         self._virtual = virtual
         self._servers = servers
@@ -131,8 +134,13 @@ class Attributes:
     async def statfs(self, ino: int = keys.ROOT_INO) -> StatFs:
         """Space of the data servers, each device counted once; inodes are limited by space alone.
         Of what lies in a quota, what the tightest one says instead, as XFS does.
+
+        Servers are not waited for: it is what was seen last, at most 10 s ago, and a second if
+        somebody has asked just before.
         """
-        space = await self._servers.statfs()
+        if self._servers.look_soon():
+            self._upkeep.wake(Work.WATCH_SERVERS)
+        space = self._servers.statfs()
         inodes = await self._engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
         total, free, room = (
             size // BLOCK_SIZE for size in (space.total, space.free, space.available)

@@ -298,7 +298,9 @@ class Filesystem:
         self.locks = locks = Locks(engine, hosts or Alone())
         if store.peers is not None:
             store.peers.serve(SERVICE, locks.answer)
-        self.attributes = attributes = Attributes(engine, servers, io, files, virtual, quotas)
+        self.attributes = attributes = Attributes(
+            engine, servers, io, files, virtual, quotas, upkeep
+        )
         self.quota_trees = quota_trees = QuotaTrees(engine, io, attributes, quotas, upkeep)
         looked_up = LookedUp(engine)
         self.names = names = Names(

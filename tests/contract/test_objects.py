@@ -492,7 +492,7 @@ async def test_descriptors_are_few_and_given_back(servers):
 
 
 async def test_space(servers):
-    space = await servers.statfs()
+    space = servers.statfs()
     status = os.statvfs(servers[0].address)
     assert space.total == status.f_blocks * status.f_frsize  # one filesystem, counted once
     assert space.files == status.f_files

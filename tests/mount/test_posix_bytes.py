@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,21 @@ def test_statvfs(here: Path, module_mount: Mounted) -> None:
         open(f"f{number}", "x").close()
     after = os.statvfs(here)
     assert after.f_files - after.f_ffree - used == 50
+
+
+def test_statfs_does_not_end_with_a_signal(here: Path) -> None:
+    """Nor does any other call that knows no EINTR."""
+    came = []
+    before = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+    buffer = ctypes.create_string_buffer(1024)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        for _ in range(200):
+            assert _libc.statfs(b".", buffer) == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert came
 
 
 def test_sync_calls(file: Path) -> None:

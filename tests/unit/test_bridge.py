@@ -284,16 +284,40 @@ async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> 
     assert record.levelno == logging.ERROR
 
 
+@pytest.mark.parametrize(
+    ("opcode", "body"),
+    [
+        (handed_over.STATFS, b""),
+        (handed_over.LSEEK, struct.pack("=QQII", 5, 10, 4, 0)),
+        (handed_over.STATX, bytes(24)),
+        (handed_over.COPY_FILE_RANGE, struct.pack("=7Q", 5, 10, 8, 6, 20, 30, 0)),
+        (handed_over.IOCTL, struct.pack("=QIIQII", 5, 0, 0x80086601, 0, 0, 4)),  # FS_IOC_GETFLAGS
+    ],
+)
+async def test_what_no_program_expects_to_be_interrupted_is_not(opcode: int, body: bytes) -> None:
+    replies: list[tuple[int, int, bytes]] = []
+    requests = HandedOver(
+        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
+    )
+    async with trio.open_nursery() as nursery:
+        requests.serve_in(nursery)
+        assert requests.take(opcode, 2, 7, CALLER, body)
+        assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))
+        await trio.testing.wait_all_tasks_blocked()
+        assert replies == []
+        nursery.cancel_scope.cancel()
+
+
 async def test_an_interrupt_cancels_its_request_alone() -> None:
     replies: list[tuple[int, int, bytes]] = []
     requests = HandedOver(
         FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
     )
-    body = struct.pack("=QQII", 5, 10, 4, 0)
+    body = struct.pack("=QQQII", 5, 10, 4, 0, 0)
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         for unique in (2, 4):
-            assert requests.take(handed_over.LSEEK, unique, 7, CALLER, body)
+            assert requests.take(handed_over.FALLOCATE, unique, 7, CALLER, body)
         assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 6))
         assert requests.take(
             handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4)

@@ -127,7 +127,7 @@ async def test_an_absent_server_is_left_alone_until_it_is_back(tmp_path: Path, c
                     call()
             assert touched == []
             await servers.sync_all()
-            assert (await servers.statfs()).total > 0
+            assert servers.statfs().total > 0
             shutil.move(tmp_path / "away", table[1])
             await servers.look()
             with trio.fail_after(60):
@@ -166,11 +166,11 @@ async def test_candidates_have_domains_and_weights_by_free_space(tmp_path: Path)
 
 async def test_space_where_no_new_files_go_is_not_free(tmp_path: Path) -> None:
     with data_servers(tmp_path, 2) as servers:
-        assert (await servers.statfs()).available > 0
+        assert servers.statfs().available > 0
         servers.classify(0, DRAINING, "", None)
-        assert (await servers.statfs()).available > 0  # they share the filesystem
+        assert servers.statfs().available > 0  # they share the filesystem
         servers.classify(1, DRAINING, "", None)
-        space = await servers.statfs()
+        space = servers.statfs()
         assert (space.free, space.available) == (0, 0) and space.total > 0
 
 
