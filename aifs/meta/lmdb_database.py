@@ -263,7 +263,11 @@ class Database:
         return DamagedRecord(key, what)
 
     def reopen(self) -> None:
-        """Begin anew from what is on disk, which is whole. Raises DatabaseError."""
+        """Begin anew from what is on disk, which is whole. Raises DatabaseError. Raises OSError if
+        the file cannot be opened, because its directory has been taken away, say; then reads go on
+        as before. LMDB opens a file only once in a process, so this is found out first.
+        """
+        files.close_file(files.open_file(self._path))
         self._close()
         self._open(create=False)  # a directory that has been taken away is not made anew
 

@@ -265,6 +265,7 @@ def test_what_a_cut_left_behind_a_torn_record_never_comes_back(scratch):
     engine.close()
 
 
+@pytest.mark.sweep("life")
 @pytest.mark.parametrize("life", range(3))
 def test_kill_9_loses_nothing_acknowledged(scratch, life):
     rng = random.Random(life)
@@ -470,6 +471,41 @@ def test_a_full_disk(small_disk, caplog, monkeypatch):
     engine = LmdbEngine(str(store))
     assert engine.recovered == 0
     assert [key for key, _ in content(engine)] == [b"%05d" % number for number in range(count)]
+    engine.close()
+
+
+def test_without_its_directory_the_engine_goes_on_and_commits_when_it_is_back(
+    scratch, caplog, monkeypatch
+):
+    """Commits fail meanwhile, and the database cannot be opened anew: reads go on all the same."""
+    store, away = scratch / "meta", scratch / "away"
+    store.mkdir()
+    engine = LmdbEngine(str(store))
+
+    def add(tx, number):
+        tx.put(b"%05d" % number, b"value")
+
+    def fail(applied):
+        raise lmdb_database.DatabaseError("a commit fails")
+
+    trio.run(engine.transact, add, 0)
+    trio.run(engine.commit)
+    store.rename(away)
+    trio.run(engine.transact, add, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.database, "commit", fail)
+        trio.run(engine.commit)
+    trio.run(engine.commit)
+    assert engine.commit_error
+    assert content(engine) == [(b"00000", b"value"), (b"00001", b"value")]
+
+    away.rename(store)
+    trio.run(engine.commit)
+    assert not engine.commit_error
+    engine.close()
+    assert "takes no changes" in caplog.text
+    engine = LmdbEngine(str(store))
+    assert len(content(engine)) == 2
     engine.close()
 
 
