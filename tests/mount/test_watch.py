@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import browse
+from tests.support.browser import NEEDED, browse
 from tests.support.mounts import Mounted
 
 MAX_BYTES = 60 << 10
@@ -134,6 +134,7 @@ def working(does: Callable[[int], object]) -> Iterator[None]:
         worker.join()
 
 
+@NEEDED
 def test_the_page_shows_what_programs_do(
     scratch: Path, mount_store: Callable[..., Mounted]
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_page_shows_what_programs_do(
     assert "the last 3 minutes" in seen  # a chart was drawn, so the page has asked more than once
 
 
+@NEEDED
 def test_the_page_shows_who_uses_the_mount(
     scratch: Path, mount_store: Callable[..., Mounted]
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_mount_is_traced_while_somebody_asks(
     assert "/job" in {one["path"] for one in told["path"]}
 
 
+@NEEDED
 def test_the_page_says_what_is_wrong(scratch: Path, mount_store: Callable[..., Mounted]) -> None:
     port = free_port()
     secret = scratch / "secret"

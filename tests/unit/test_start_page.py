@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.support.browser import browse
+from tests.support.browser import NEEDED, browse
 from tests.support.mounts import aifs
 
 EVIL = (
@@ -46,6 +46,7 @@ def texts(dom: str, element: str) -> list[str]:
     return [" ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split()) for text in found]
 
 
+@NEEDED
 def test_a_browser_shows_all_ranks_and_runs_nothing(tmp_path: Path) -> None:
     seen = browse(f"file://{written(tmp_path)}", tmp_path, "dump-dom")
     assert "CONSOLE" not in seen.stderr, seen.stderr
@@ -77,12 +78,14 @@ def test_a_browser_shows_all_ranks_and_runs_nothing(tmp_path: Path) -> None:
     assert "10 s" in texts(body, "text")
 
 
+@NEEDED
 def test_what_a_browser_complains_of_would_be_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<script>console.error(1)</script>")
     assert "CONSOLE" in browse(f"file://{page}", tmp_path, "dump-dom").stderr
 
 
+@NEEDED
 def test_it_looks_different_in_the_dark(tmp_path: Path) -> None:
     page, pictures = written(tmp_path), []
     for scheme in range(2):
