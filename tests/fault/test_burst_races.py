@@ -22,7 +22,7 @@ from aifs.store.store import open_store
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.publishing import barrier
 from tests.fault.test_drain import path_of, write_file
-from tests.fault.test_review_races import holding
+from tests.fault.test_file_races import holding
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel

@@ -1,6 +1,4 @@
-"""Columns that move, are rebuilt, or lack bytes, while others use the file: faults that a review
-has found.
-"""
+"""Columns that move, are rebuilt, or have lost bytes, while programs use the file."""
 
 import os
 import random
