@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from aifs.core import faults
 from aifs.meta import journal
 from aifs.store import ownership, store
-from tests.support import engines, postgres
+from tests.support import engines, postgres, processor, tiers
 from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
@@ -38,9 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " lmdb, and all for what is marked so, or with --long for all suites in process",
     )
     parser.addoption("--engine-seed", type=int, default=0, help="when hostile engines suspend")
-    parser.addoption(
-        "--long", action="store_true", help="also run the tests that take minutes to hours"
-    )
+    tiers.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=not config.getoption("--long"),
     )
     settings.load_profile("aifs")
+    config.pluginmanager.register(tiers.Tiers(config))
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests:
+        config.pluginmanager.register(processor.Measuring())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(processor.Report())
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -86,14 +90,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = list(engines.ENGINES) if asked == "all" else asked.split(",")
     if names != ["lmdb"]:
         metafunc.parametrize("engine_kind", names, indirect=True)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="takes long: run with --long"))
 
 
 @pytest.fixture(autouse=True)

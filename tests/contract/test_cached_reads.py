@@ -63,6 +63,7 @@ class Requests:
         return sum(self.count.values())
 
 
+@pytest.mark.sweep("request_size")
 @pytest.mark.parametrize("request_size", [128 * KIB, 4 * KIB, MIB, 700_001])
 async def test_a_sequential_reader_costs_one_request_per_block(servers, layout, request_size):
     size = 9 * MIB + 12_345 if request_size > 4 * KIB else 2 * MIB + 5

@@ -105,6 +105,7 @@ def fetched(servers: Servers) -> int:
     return sum(server.read_bytes for server in servers.values())
 
 
+@pytest.mark.sweep("behind")
 @layouts
 @lags
 async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, behind):
@@ -114,6 +115,7 @@ async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, be
     assert fetched(servers) == SIZE
 
 
+@pytest.mark.sweep("behind", "hangs")
 @layouts
 @lags
 @pytest.mark.parametrize("hangs", [1, 1000], ids=["once", "always"])

@@ -5,9 +5,13 @@ import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
+
+pytestmark = pytest.mark.sweep
 
 MANY = 2000
 KNOWN_BYTES = 64

@@ -101,6 +101,7 @@ async def test_a_file_that_no_container_can_protect_gets_objects_of_its_own(
         assert await numbers(fs, b"q"), "it is on record that protection is due"
 
 
+@pytest.mark.sweep
 async def test_some_thousand_files_make_a_few_objects(directory: Path) -> None:
     async with opened(directory, servers=2) as fs:
         content = os.urandom(6000)

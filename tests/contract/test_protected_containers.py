@@ -262,6 +262,7 @@ def expected_in(made: Shelf) -> set[tuple]:
     }
 
 
+@pytest.mark.sweep("harmed")
 @pytest.mark.parametrize("harmed", [None, 0, 1])
 async def test_chunks_are_found_by_their_headers(scratch, redundancy, harmed):
     with enough(scratch, redundancy) as servers, shelf(servers, scratch, False, redundancy) as made:

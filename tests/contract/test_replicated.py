@@ -1074,6 +1074,7 @@ async def test_who_copies_the_map_does_not_have_the_role(cluster, monkeypatch):
     assert holder_of(members) == b.session.number, "nobody loses it to an older session"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kill", [False, True])
 async def test_the_database_is_restarted_while_hosts_write(cluster, a_postgres, kill):
     a, b, c = [await cluster.join(name) for name in "abc"]

@@ -359,6 +359,7 @@ def sweep(directory: Path, mode: str, seed: int) -> None:
         assert_sound(modes.config_of(directory))
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.engines
 @pytest.mark.parametrize("mode", MODES)
 def test_what_programs_write_at_once_is_there(scratch: Path, mode: str) -> None:

@@ -175,6 +175,7 @@ async def look(source: Path) -> dict:
         return await read_tree(kernel)
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_backed_up_comes_back(scratch: Path, mode: str) -> None:
     for seed in range(2):

@@ -279,6 +279,7 @@ def test_the_sweep_knows_every_point() -> None:
     assert {name.split(".")[0] for name in POINTS} == {"vfs", "burst", "data", "meta"}
 
 
+@pytest.mark.sweep("mode")
 @CASES
 def test_a_power_cut_leaves_what_was_durable(
     scratch: Path, store: Path, point: str, mode: str
@@ -298,6 +299,7 @@ def test_many_power_cuts(scratch: Path, point: str, mode: str) -> None:
         shutil.rmtree(directory)
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_churn_does_everything(store: Path, mode: str) -> None:
     """No kind of work is left out, and what it says of a store that nothing happened to is true."""
@@ -357,6 +359,7 @@ def sweep_kill(directory: Path, point: str, seed: int) -> None:
     ledger.check(find(directory), killed=True)
 
 
+@pytest.mark.sweep("mode")
 @CASES
 def test_a_kill_leaves_all_that_was_acknowledged(store: Path, point: str, mode: str) -> None:
     sweep_kill(store, point, seed=0)
@@ -475,6 +478,7 @@ def sweep_faults(
     assert failed - {""}, "nothing has failed"
 
 
+@pytest.mark.sweep("error", "mode")
 @ERRORS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_is_told_and_survived(scratch: Path, mode: str, error: int) -> None:

@@ -215,6 +215,7 @@ def _damage_and_repair(store: DamagedStore, seed: int) -> bool:
     return True
 
 
+@pytest.mark.sweep
 def test_after_any_damage_a_second_repair_finds_nothing_to_mend(
     new_store: Callable[[], DamagedStore],
 ) -> None:

@@ -136,6 +136,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(mode, (op,), id=f"{mode}-{op}", marks=marks)
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize(("mode", "ops"), list(cases()))
 async def test_others_go_on_and_what_lands_late_harms_nobody(
     directory: Path, mode: str, ops: tuple[str, ...]
@@ -307,6 +308,7 @@ async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str)
     (directory / "away").rename(directory / "data" / "0")
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize(
     "mode",
     [
@@ -526,6 +528,7 @@ async def test_backups_go_to_other_servers(directory: Path) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize("mode", ["plain", "replicas", "interleaved"])
 async def test_a_mount_ends_though_a_server_hangs(
     directory: Path, mode: str, caplog: pytest.LogCaptureFixture

@@ -124,6 +124,7 @@ def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]
     return [case for number, case in enumerate(found) if chosen(number)]
 
 
+@pytest.mark.sweep("lost")
 @pytest.mark.parametrize(("policy", "kind", "lost"), cases(lambda number: number % 13 == 0))
 async def test_lost_servers_are_made_up_for(
     scratch: Path, policy: str, kind: str, lost: tuple[int, ...]

@@ -382,6 +382,7 @@ OPS = [("write_at", 1), ("write_at", 5), ("sync_file", 1), ("sync_dir", 1)]
 KILLED = pytest.mark.parametrize(("op", "number"), OPS, ids=lambda value: str(value))
 
 
+@pytest.mark.sweep("op", "number")
 @KILLED
 @pytest.mark.parametrize("kind", ["striped", "replicated"])
 async def test_a_drain_goes_on(directory: Path, op: str, number: int, kind: str) -> None:
@@ -396,6 +397,7 @@ async def test_a_drain_goes_on(directory: Path, op: str, number: int, kind: str)
             assert await read_file(fs, ino) == DATA[n:]
 
 
+@pytest.mark.sweep("op", "number")
 @pytest.mark.parametrize(("op", "number"), OPS[:2])
 @pytest.mark.parametrize("kind", ["striped", "interleaved"])
 async def test_a_staging_goes_on(directory: Path, op: str, number: int, kind: str) -> None:
@@ -408,6 +410,7 @@ async def test_a_staging_goes_on(directory: Path, op: str, number: int, kind: st
         assert await read_file(fs, ino) == DATA
 
 
+@pytest.mark.sweep("settings", "count", "op", "number")
 @pytest.mark.parametrize("settings", [{}, {"layout__replicas": "2"}], ids=["plain", "replicated"])
 @pytest.mark.parametrize("count", ["2", "0"], ids=["moved", "laid out anew"])
 @KILLED

@@ -248,6 +248,7 @@ def sweep(scratch: Path, mode: str, point: str | None, seed: int) -> int:
     return caught
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new(scratch: Path, mode: str) -> None:
     caught = 0

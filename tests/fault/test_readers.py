@@ -127,6 +127,7 @@ async def tell(directory: Path, mode: str, seed: int, seconds: float = 1.0) -> S
     return story
 
 
+@pytest.mark.sweep("mode")
 @pytest.mark.parametrize("mode", MODES)
 async def test_no_reader_sees_torn_or_stale_bytes(directory: Path, mode: str) -> None:
     await tell(directory, mode, seed=1)

@@ -345,6 +345,7 @@ async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[N
     await left(fs, number)
 
 
+@pytest.mark.sweep("what")
 @pytest.mark.parametrize("kind", ["plain", "2+1", pytest.param("2x2", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "what", ["unlink", "rewrite", "append", "truncate", "rename", "read", "evict"]

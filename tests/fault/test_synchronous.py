@@ -72,6 +72,7 @@ async def beside_a_reader(kernel: Kernel, parent: int, flags: int) -> None:
         await write(kernel, handle, flags)
 
 
+@pytest.mark.sweep("how", "flags")
 @pytest.mark.parametrize("flags", [os.O_SYNC, os.O_DSYNC], ids=["sync", "dsync"])
 @pytest.mark.parametrize(
     "how", [new_file, opened_again, opened_twice, beside_a_reader], ids=lambda how: how.__name__

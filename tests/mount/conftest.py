@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -50,13 +51,36 @@ def mount_store(scratch: Path) -> Iterator[Callable[..., Mounted]]:
         yield make
 
 
+@pytest.fixture(scope="session")
+def shared_mounts() -> Iterator[Callable[..., Mounted]]:
+    """A function of mount options that returns a mounted store with them: the same one for all
+    tests of this process, each of which works in a directory of its own. All users can reach it. It
+    is unmounted and checked when all tests have run; after a test that ends it another one is made.
+    """
+    with ExitStack() as stack:
+        made: dict[tuple[tuple[str, ...], bool], Mounted] = {}
+
+        def get(*options: str, burst: bool = True) -> Mounted:
+            key = options, burst
+            if key not in made or not made[key].is_mounted():
+                scratch = Path(stack.enter_context(TemporaryDirectory(prefix="aifs-shared-")))
+                scratch.chmod(0o755)
+                made[key] = stack.enter_context(mounted_store(scratch, options, burst=burst))
+            return made[key]
+
+        yield get
+
+
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Mounted]:
-    """One mount for most tests, which all users can reach."""
-    with tempfile.TemporaryDirectory(prefix="aifs-shared-") as scratch:
-        os.chmod(scratch, 0o755)
-        with mounted_store(Path(scratch), ("allow_other",)) as store:
-            yield store
+def shared(shared_mounts: Callable[..., Mounted]) -> Mounted:
+    """The mount for most tests, which all users can reach."""
+    return shared_mounts("allow_other")
+
+
+@pytest.fixture
+def on_mount(shared: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty directory on ``shared``, of the test's own."""
+    yield from _own_directory(shared, request)
 
 
 @pytest.fixture(
@@ -72,29 +96,28 @@ def shared() -> Iterator[Mounted]:
         ),
     ],
 )
-def module_mount(request: pytest.FixtureRequest) -> Iterator[Mounted]:
-    """One mount for all cases of a file: each works in a directory of its own. All users can reach
-    it.
-
-    With all that the bridge gives, and with plain pyfuse3.
-    """
+def module_mount(shared_mounts: Callable[..., Mounted], request: pytest.FixtureRequest) -> Mounted:
+    """A shared mount with all that the bridge gives, and one with plain pyfuse3."""
     options, burst = request.param
-    with tempfile.TemporaryDirectory(prefix="aifs-posix-") as scratch:
-        os.chmod(scratch, 0o755)
-        with mounted_store(Path(scratch), options, burst=burst) as store:
-            yield store
+    return shared_mounts(*options, burst=burst)
 
 
 @pytest.fixture
 def here(module_mount: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
     """An empty directory on the mount, which is the working directory of the test."""
-    directory = module_mount.path / request.node.name
-    directory.mkdir()
     before = os.getcwd()
-    os.chdir(directory)
+    for directory in _own_directory(module_mount, request):
+        os.chdir(directory)
+        yield directory
+        os.chdir(before)
+
+
+def _own_directory(mount: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
+    directory = mount.path / f"{request.path.stem.removeprefix('test_')}-{request.node.name}"
+    directory.mkdir()
     yield directory
-    os.chdir(before)
-    _close_left_open(module_mount.path)
+    mount.check_log()
+    _close_left_open(mount.path)
 
 
 @pytest.fixture(scope="module")

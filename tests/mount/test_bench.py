@@ -10,6 +10,8 @@ import pytest
 
 from scripts.machines import Network
 
+pytestmark = pytest.mark.sweep
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "scripts/benchmarks"
 SMALL, FILES = 100_000, 20
 

@@ -59,8 +59,8 @@ def test_without_the_bridge(mount_store: Callable[..., Mounted]) -> None:
     assert client.verify(store.path / "latest") == []
 
 
-def test_the_commands(mounted: Mounted) -> None:
-    run = mounted.path / "run"
+def test_the_commands(on_mount: Path) -> None:
+    run = on_mount / "run"
     run.mkdir()
     for step in (1, 2, 3):
         tmp = run / "tmp"
@@ -99,15 +99,15 @@ def test_the_commands(mounted: Mounted) -> None:
     (run / "step-90").mkdir()
     (run / "step-90/shard-0").write_bytes(b"half of it")
     assert aifs("checkpoints", "latest", run).stdout == f"{run}/step-3\n"
-    os.rename(run / "step-90", mounted.path / "tmp")
-    (mounted.path / "trained").mkdir()
+    os.rename(run / "step-90", on_mount / "tmp")
+    (on_mount / "trained").mkdir()
     for step in (1000, 700):  # saved in place, then copied in the order of names
-        (mounted.path / f"trained/checkpoint-{step}").mkdir()
-        (mounted.path / f"trained/checkpoint-{step}/weights").write_bytes(b"1")
-    done = aifs("checkpoints", "latest", mounted.path / "trained")
-    assert done.stdout == f"{mounted.path}/trained/checkpoint-1000\n"
+        (on_mount / f"trained/checkpoint-{step}").mkdir()
+        (on_mount / f"trained/checkpoint-{step}/weights").write_bytes(b"1")
+    done = aifs("checkpoints", "latest", on_mount / "trained")
+    assert done.stdout == f"{on_mount}/trained/checkpoint-1000\n"
     assert "not known to be whole" in done.stderr
-    assert client.latest(mounted.path / "trained") is None
+    assert client.latest(on_mount / "trained") is None
     assert aifs("checkpoints", "verify", "--all", run).stdout.count("as they were saved") == 3
     aifs("checkpoints", "rm", run / "step-1", "--yes")
     assert aifs("checkpoints", "keep", run, "--last", "1").stdout == f"{run}/step-2\n"
@@ -118,18 +118,18 @@ def test_the_commands(mounted: Mounted) -> None:
     assert names(run) == {"step-4", "latest", "it", "tmp"}
 
 
-def test_a_damaged_file_is_named(mounted: Mounted) -> None:
-    save(mounted.path / "step-1")
-    (mounted.path / "step-1/sub/model.pt").write_text("CONTENT")
-    done = aifs("checkpoints", "verify", mounted.path / "step-1", check=False)
+def test_a_damaged_file_is_named(on_mount: Path) -> None:
+    save(on_mount / "step-1")
+    (on_mount / "step-1/sub/model.pt").write_text("CONTENT")
+    done = aifs("checkpoints", "verify", on_mount / "step-1", check=False)
     assert done.returncode == 1
     assert (
         done.stderr
-        == f"aifs: {mounted.path}/step-1: sub/model.pt: its bytes are not those that were saved\n"
+        == f"aifs: {on_mount}/step-1: sub/model.pt: its bytes are not those that were saved\n"
     )
 
 
-def test_of_publishers_that_race_for_a_name_one_wins(mounted: Mounted) -> None:
+def test_of_publishers_that_race_for_a_name_one_wins(on_mount: Path) -> None:
     program = """
         import sys
         from pathlib import Path
@@ -147,7 +147,7 @@ def test_of_publishers_that_race_for_a_name_one_wins(mounted: Mounted) -> None:
             except FileExistsError:
                 print("lost", flush=True)
     """
-    racers = [start(program, mounted.path, number) for number in range(3)]
+    racers = [start(program, on_mount, number) for number in range(3)]
     for round_ in range(8):
         for racer in racers:
             assert racer.stdout.readline() == "ready\n"
@@ -157,8 +157,8 @@ def test_of_publishers_that_race_for_a_name_one_wins(mounted: Mounted) -> None:
         outcome = [racer.stdout.readline() for racer in racers]
         assert sorted(outcome) == ["lost\n", "lost\n", "won\n"]
         won = str(outcome.index("won\n"))
-        assert {part.read_text() for part in mounted.path.glob(f"step-{round_}/part-*")} == {won}
-        assert os.readlink(mounted.path / "latest") == f"step-{round_}"
+        assert {part.read_text() for part in on_mount.glob(f"step-{round_}/part-*")} == {won}
+        assert os.readlink(on_mount / "latest") == f"step-{round_}"
     for racer in racers:
         assert racer.wait(TIMEOUT_S) == 0
         racer.stdin.close()

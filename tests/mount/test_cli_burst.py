@@ -76,9 +76,9 @@ def test_umount_says_what_stays_undrained(mount_store: Callable[..., Mounted]) -
 
 
 def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(
-    mounted: Mounted,
+    on_mount: Path,
 ) -> None:
-    path = mounted.path / "file"
+    path = on_mount / "file"
     with open(path, "wb") as file:
         file.write(b"x" * SIZE)
         file.flush()

@@ -45,8 +45,8 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_a_tree_that_tools_see_twice_and_that_is_two(mounted: Mounted, drained: bool) -> None:
-    top, new = mounted.path / "top", mounted.path / "new"
+def test_a_tree_that_tools_see_twice_and_that_is_two(on_mount: Path, drained: bool) -> None:
+    top, new = on_mount / "top", on_mount / "new"
     make_tree(top)
     if drained:
         aifs("drain", top)
@@ -68,21 +68,21 @@ def test_a_tree_that_tools_see_twice_and_that_is_two(mounted: Mounted, drained: 
     assert (new / "large").read_bytes() == b"new" + before[3:]
 
 
-def test_a_single_file(mounted: Mounted) -> None:
-    source = mounted.path / "file"
+def test_a_single_file(on_mount: Path) -> None:
+    source = on_mount / "file"
     source.write_bytes(data := os.urandom(2 * MIB))
-    aifs("clone", source, mounted.path / "clone")
-    assert (mounted.path / "clone").read_bytes() == data
-    os.symlink("file", mounted.path / "link")
-    aifs("clone", mounted.path / "link", mounted.path / "link2")
-    assert os.readlink(mounted.path / "link2") == "file"
-    aifs("clone", mounted.path, mounted.path / "all")
-    assert (mounted.path / "all" / "clone").read_bytes() == data
+    aifs("clone", source, on_mount / "clone")
+    assert (on_mount / "clone").read_bytes() == data
+    os.symlink("file", on_mount / "link")
+    aifs("clone", on_mount / "link", on_mount / "link2")
+    assert os.readlink(on_mount / "link2") == "file"
+    aifs("clone", on_mount, on_mount / "all")
+    assert (on_mount / "all" / "clone").read_bytes() == data
 
 
-def test_an_edited_checkpoint_loads_and_the_original_stays(mounted: Mounted) -> None:
+def test_an_edited_checkpoint_loads_and_the_original_stays(on_mount: Path) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
-    step, edited = mounted.path / "step-100", mounted.path / "step-100-edited"
+    step, edited = on_mount / "step-100", on_mount / "step-100-edited"
     step.mkdir()
     state = {f"layer{number}": torch.rand(100_000) for number in range(4)}
     torch.save(state, step / "model.pt")
@@ -98,25 +98,25 @@ def test_an_edited_checkpoint_loads_and_the_original_stays(mounted: Mounted) -> 
     assert torch.equal(torch.load(edited / "model.pt")["layer0"], state["layer0"] + 1)
 
 
-def test_what_is_open_goes_on(mounted: Mounted) -> None:
+def test_what_is_open_goes_on(on_mount: Path) -> None:
     """Readers and writers of the original, passed through, are not disturbed by a clone."""
-    top = mounted.path / "top"
+    top = on_mount / "top"
     top.mkdir()
     (top / "read").write_bytes(data := os.urandom(MIB))
     with open(top / "read", "rb") as reader, open(top / "log", "wb", buffering=0) as log:
         reader.read(10)
         log.write(b"one")
-        aifs("clone", top, mounted.path / "new")
+        aifs("clone", top, on_mount / "new")
         log.write(b"two")
         assert reader.read() == data[10:]
-    assert (mounted.path / "new" / "log").read_bytes() == b"one"
+    assert (on_mount / "new" / "log").read_bytes() == b"one"
     assert (top / "log").read_bytes() == b"onetwo"
-    assert (mounted.path / "new" / "read").read_bytes() == data
+    assert (on_mount / "new" / "read").read_bytes() == data
 
 
-def test_cp_copies_unless_it_is_told_to_share(mounted: Mounted) -> None:
+def test_cp_copies_unless_it_is_told_to_share(on_mount: Path) -> None:
     """The kernel has no FICLONE for FUSE."""
-    source, target = mounted.path / "file", mounted.path / "copy"
+    source, target = on_mount / "file", on_mount / "copy"
     source.write_bytes(data := os.urandom(MIB))
     always = ["cp", "--reflink=always", source, target]
     done = subprocess.run(always, capture_output=True, text=True, check=False)

@@ -341,6 +341,7 @@ def test_a_mount_that_is_refused_has_written_nothing(
     aifs("umount", path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("away", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
 def test_a_mount_can_be_left_while_its_database_is_away(
     host: Host, mounts: Callable[[Path], Path], a_postgres: Postgres, away: str

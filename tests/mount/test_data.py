@@ -86,16 +86,17 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Any], int], dict[str,
 }
 
 
+@pytest.mark.sweep("name")
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format(mounted: Mounted, scratch: Path, name: str):
+def test_a_format(on_mount: Path, scratch: Path, name: str):
     write, number, options = FORMATS[name]
     rows = []
-    for directory in (mounted.path / "set", scratch / "plain"):
+    for directory in (on_mount / "set", scratch / "plain"):
         directory.mkdir()
         write(directory)
-        if directory.is_relative_to(mounted.path):
-            aifs("drain", mounted.path)
-            aifs("evict", mounted.path)
+        if directory.is_relative_to(on_mount):
+            aifs("drain", on_mount)
+            aifs("evict", on_mount)
         dataset = data.open(directory, **options)
         assert dataset.format == name
         with data.reader(dataset, seed=3, buffer=128, transform=number) as reader:
@@ -119,10 +120,10 @@ def test_an_epoch_goes_on_after_the_daemon_was_killed(mounted: Mounted):
         assert sorted(first + list(reader)) == list(range(ROWS))
 
 
-def test_the_order_of_small_files_stays_as_bytes_move(mounted: Mounted):
+def test_the_order_of_small_files_stays_as_bytes_move(on_mount: Path):
     """A job that goes on when its files have been drained, in any order, reads those that it has
     not read."""
-    directory = mounted.path / "set"
+    directory = on_mount / "set"
     directory.mkdir()
     for row in reversed(range(20)):
         (directory / f"{row:04}").write_bytes(json.dumps({"n": row}).encode() + b" " * 5000)
@@ -131,7 +132,7 @@ def test_the_order_of_small_files_stays_as_bytes_move(mounted: Mounted):
         state = json.loads(json.dumps(reader.state()))
     aifs("drain", directory / "0003")
     (directory / "0011").read_bytes()
-    aifs("drain", mounted.path)
+    aifs("drain", on_mount)
     with data.reader(data.open(directory), seed=3, transform=content) as reader:
         whole = list(reader)
     with data.reader(data.open(directory), state=state, transform=content) as reader:
@@ -321,16 +322,17 @@ def following(whole: list[int], state: dict[str, Any]) -> list[int]:
     return rows
 
 
+@pytest.mark.sweep("world", "workers", "killed")
 @pytest.mark.parametrize(
     ("world", "workers", "killed"),
     [(1, 0, "rank"), (2, 0, "rank"), (1, 2, "rank"), (2, 2, "rank"), (2, 2, "worker")],
 )
 def test_an_epoch_goes_on_after_one_was_killed(
-    mounted: Mounted, world: int, workers: int, killed: str
+    on_mount: Path, world: int, workers: int, killed: str
 ):
     """All ranks have had as many batches; a job of another size goes on."""
     pytest.importorskip("torch")
-    directory = mounted.path / "set"
+    directory = on_mount / "set"
     directory.mkdir()
     parquet(directory)
     with data.reader(data.open(directory), seed=3, shares=64, buffer=128) as reader:

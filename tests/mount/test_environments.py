@@ -80,6 +80,7 @@ def test_what_uv_installs_works_in_place(mounted: Mounted, wheel: Path, tmp_path
     require_works(installed(mounted.path / "envs", "--", "sh", "-c", script))
 
 
+@pytest.mark.sweep
 def test_console_scripts_work_on_another_host(two: Cluster, wheel: Path) -> None:
     """Whose mount is at the same place, as on hosts that are machines."""
     here, there = (host.path / "envs" for host in two)
@@ -90,14 +91,15 @@ def test_console_scripts_work_on_another_host(two: Cluster, wheel: Path) -> None
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
+@pytest.mark.sweep
 def test_an_installation_into_a_mount_is_captured(
-    mounted: Mounted, wheel: Path, tmp_path: Path
+    on_mount: Path, wheel: Path, tmp_path: Path
 ) -> None:
     """And put into another directory of the mount, as hard links, and of a local disk."""
-    sites = [mounted.path / "first", mounted.path / "second", tmp_path / "local-and-longer"]
+    sites = [on_mount / "first", on_mount / "second", tmp_path / "local-and-longer"]
     for site in sites:
         installed(
-            mounted.path / "envs",
+            on_mount / "envs",
             *("--capture", site, "--", "sh", "-c", f'{" ".join(PIP)} --target "$AIFS_ENV" {wheel}'),
         )
         code = f"import sys; sys.path.insert(0, {str(site)!r}); import tiny; tiny.main()"

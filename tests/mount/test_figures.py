@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MEASURING_MAX_S = 1000

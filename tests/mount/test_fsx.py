@@ -247,6 +247,7 @@ def _thrash(store: Mounted, unit: int, largest: int, seed: int, rounds: int, cou
         thrasher.close()
 
 
+@pytest.mark.sweep("unit", "largest")
 @pytest.mark.parametrize(("unit", "largest"), [(4096, 150_000), (65536, 1_000_000)])
 def test_thrash_one_file(mounted: Mounted, unit: int, largest: int) -> None:
     _thrash(mounted, unit, largest, seed=unit, rounds=4, count=400)

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed (the demo ex
 
 from tests.support import gpt
 
+pytestmark = pytest.mark.sweep
+
 RANKS = 4
 OF_BYTES, PER_FILE = 0.03, 64 << 10
 """What metadata may take: names and headers of tensors, headers and padding of chunks."""

@@ -11,6 +11,8 @@ import pytest
 from tests.support.groups import described, wait_durable
 from tests.support.mounts import ROOT, Mounted
 
+pytestmark = pytest.mark.sweep
+
 pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
 WAYS = ("hint", "files", "published")

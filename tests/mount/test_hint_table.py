@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 from aifs.vfs import rights
 from tests.support.mounts import Mounted, aifs
@@ -46,8 +47,8 @@ def test_elsewhere_there_are_none(mounted: Mounted):
     assert said.stderr.startswith("aifs: /proc: ")
 
 
-def test_a_layout_is_set_shown_and_taken_back(mounted: Mounted):
-    directory = mounted.path / "models"
+def test_a_layout_is_set_shown_and_taken_back(on_mount: Path):
+    directory = on_mount / "models"
     directory.mkdir()
     assert aifs("layout", "get", directory).stdout == "count=0\n"
     said = aifs("layout", "set", directory, "ec=2+1").stdout

@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.hosts import Both, until
 from tests.support.mounts import aifs
 
 MIB = 1 << 20
 
 
+@pytest.mark.sweep
 def test_one_host_clones_what_the_other_one_writes(both: Both) -> None:
     for number, (one, other) in enumerate((both, both[::-1])):
         tree = other / f"run{number}"

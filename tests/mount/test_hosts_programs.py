@@ -94,6 +94,7 @@ def test_shell_tools(two: Cluster, both: Both, tmp_path: Path) -> None:
     assert sorted(os.listdir(here)) == ["all.tar", "unpacked"]
 
 
+@pytest.mark.sweep
 def test_git(two: Cluster, both: Both) -> None:
     here, there = both
     environment = {

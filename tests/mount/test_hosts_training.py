@@ -16,6 +16,8 @@ from tests.support.hosts import Host, many_hosts, require_same
 from tests.support.mounts import ROOT, TIMEOUT_S
 from tests.support.postgres import Postgres
 
+pytestmark = pytest.mark.sweep
+
 torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
 PORT = 29_500

@@ -116,6 +116,7 @@ def test_the_start_of_a_container_is_recorded(
     assert [file["path"] for file in told["files"]] == [f"/images/{image.name}/rootfs/bin/program"]
 
 
+@pytest.mark.sweep
 def test_an_import_whose_daemon_is_killed_leaves_no_image(
     mounted: Mounted, archive: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def _used(store: Mounted) -> int:
     return found.f_files - found.f_ffree
 
 
+@pytest.mark.sweep
 def test_10_000_files_in_a_directory(mounted: Mounted) -> None:
     _fill_and_empty(mounted, 10_000)
 

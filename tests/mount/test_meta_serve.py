@@ -119,6 +119,7 @@ def serves_as(place: Path) -> int:
     return os.stat(f"/proc/{pid}").st_uid
 
 
+@pytest.mark.sweep("whom")
 @pytest.mark.parametrize("whom", ["aifs", "postgres"])
 def test_after_a_kill_nothing_is_lost_and_nobody_is_left(
     serve: Callable[..., Served], place: Path, whom: str
@@ -139,6 +140,7 @@ def test_after_a_kill_nothing_is_lost_and_nobody_is_left(
         assert connection.execute("SELECT * FROM kept").fetchall() == [(7,)]
 
 
+@pytest.mark.sweep
 def test_one_who_died_while_it_was_made_leaves_nothing(
     serve: Callable[..., Served], place: Path
 ) -> None:

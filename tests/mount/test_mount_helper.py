@@ -197,6 +197,7 @@ def test_mount_8_remounts(system: System) -> None:
     system.run("touch", system.path / "file")
 
 
+@pytest.mark.sweep
 def test_a_sloppy_mount_ignores_unknown_options(system: System) -> None:
     system.run("mount", "-s", "-t", "aifs", system.source, system.path, "-o", "noatme")
     assert len(system.mounts()) == 1
@@ -219,6 +220,7 @@ def test_fstab(system: System) -> None:
     assert system.daemons() == []
 
 
+@pytest.mark.sweep
 def test_umount_8_of_a_busy_mount_says_who_uses_it(system: System) -> None:
     system.run("mount", "-t", "aifs", system.source, system.path)
     script = f"cd {system.path} && umount {system.path}; echo $?"

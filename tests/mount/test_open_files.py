@@ -3,11 +3,14 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import mounted_store
 
 MAX = 512
 
 
+@pytest.mark.sweep
 def test_open_files_of_one_program_do_not_keep_others_from_opening_theirs(scratch: Path) -> None:
     with mounted_store(scratch, ("burst.drain_delay=1h",), mount=False) as store:
         store.descriptors = MAX

@@ -365,6 +365,7 @@ def test_set_id_bits_go_with_a_write(store: Mounted, path: Path) -> None:
     assert path.stat().st_mode & 0o7777 == 0o755
 
 
+@pytest.mark.sweep
 def test_more_files_than_the_bridge_remembers(store: Mounted) -> None:
     directory, count = store.path / "many", 17_000
     directory.mkdir()

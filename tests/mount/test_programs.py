@@ -153,6 +153,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.sweep("journal")
 @pytest.mark.parametrize("journal", ["wal", "delete", "truncate"])
 def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
     """A writer, and then the whole filesystem, is killed in mid-transaction; what was committed is
@@ -190,8 +191,8 @@ def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
     assert acknowledged >= 19
 
 
-def test_sqlite_with_two_writers(mounted: Mounted) -> None:
-    path = mounted.path / "base.sqlite"
+def test_sqlite_with_two_writers(on_mount: Path) -> None:
+    path = on_mount / "base.sqlite"
     base = sqlite3.connect(path)
     base.execute("pragma journal_mode = wal")
     base.execute("create table t (who, number)")
@@ -211,6 +212,7 @@ def test_sqlite_with_two_writers(mounted: Mounted) -> None:
     base.close()
 
 
+@pytest.mark.sweep
 def test_tar_round_trip(mounted: Mounted, scratch: Path, sources: Path) -> None:
     need("tar")
     options = ("--xattrs", "--xattrs-include=*", "--sparse", "--numeric-owner")
@@ -256,22 +258,22 @@ def test_rsync_twice(mounted: Mounted, sources: Path) -> None:
     assert fingerprint(copy) == fingerprint(sources)
 
 
-def test_cp_keeps_holes_and_attributes(mounted: Mounted, sources: Path) -> None:
-    copy, again = mounted.path / "copy", mounted.path / "again"
+def test_cp_keeps_holes_and_attributes(on_mount: Path, sources: Path) -> None:
+    copy, again = on_mount / "copy", on_mount / "again"
     run("cp", "-a", "--sparse=always", sources, copy)
     assert fingerprint(copy) == fingerprint(sources)
     assert (copy / "sparse").stat().st_blocks * 512 < 4 << 20
     run("cp", "-a", "--reflink=auto", "--sparse=always", copy, again)
     assert fingerprint(again) == fingerprint(sources)
     run("diff", "-r", "--no-dereference", "--exclude=fifo", "--exclude=device", copy, again)
-    run("mv", again, mounted.path / "moved")
-    assert fingerprint(mounted.path / "moved") == fingerprint(sources)
-    run("rm", "-r", copy, mounted.path / "moved")
-    assert list(mounted.path.iterdir()) == []
+    run("mv", again, on_mount / "moved")
+    assert fingerprint(on_mount / "moved") == fingerprint(sources)
+    run("rm", "-r", copy, on_mount / "moved")
+    assert list(on_mount.iterdir()) == []
 
 
-def test_find_and_du_agree(mounted: Mounted, sources: Path) -> None:
-    copy = mounted.path / "copy"
+def test_find_and_du_agree(on_mount: Path, sources: Path) -> None:
+    copy = on_mount / "copy"
     run("cp", "-a", sources, copy)
     for command in (
         ["find", ".", "-type", "d", "-printf", "%p %m %n %U %G\n"],
@@ -325,6 +327,7 @@ def test_building_a_c_program(mounted: Mounted) -> None:
     run("make", "clean", cwd=work)
 
 
+@pytest.mark.sweep
 def test_pip_install_to_the_mount(mounted: Mounted, scratch: Path) -> None:
     package = scratch / "package"
     (package / "tiny").mkdir(parents=True)

@@ -238,9 +238,9 @@ def test_exchange_then_retention(runs: Path) -> None:
     require_step(runs, "step-4", 4)
 
 
-def test_pointers_are_never_seen_one_new_and_one_old(mounted: Mounted) -> None:
+def test_pointers_are_never_seen_one_new_and_one_old(on_mount: Path) -> None:
     """Whoever has seen the new one of them sees the other new, too."""
-    latest, tracker = mounted.path / "latest", mounted.path / "tracker"
+    latest, tracker = on_mount / "latest", on_mount / "tracker"
     done = False
 
     def watch() -> None:
@@ -257,7 +257,7 @@ def test_pointers_are_never_seen_one_new_and_one_old(mounted: Mounted) -> None:
     watcher.start()
     try:
         for step in range(1, 101):
-            tmp = mounted.path / ".tmp"
+            tmp = on_mount / ".tmp"
             tmp.mkdir()
             wanted = {"final": f"{step}", "latest": "latest", "tracker": "tracker"}
             wanted["content"] = str(step)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounts import TIMEOUT_S, Mounted
+from tests.support.mounts import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,24 +130,22 @@ def run(directory: Path, script: str, *args: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_lightning(mounted: Mounted, tmp_path: Path) -> None:
+def test_lightning(on_mount: Path, tmp_path: Path) -> None:
     need("lightning")
     recipe = re.search(
         r"```python\n(  class AifsIO.*?)  ```", (ROOT / "docs/training.md").read_text(), re.DOTALL
     )
     lines = [line.removeprefix("  ") for line in recipe[1].splitlines()]
-    run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), mounted.path / "run")
-    assert sorted(os.listdir(mounted.path / "run")) == [
-        f"epoch={number}.ckpt" for number in range(3)
-    ]
+    run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), on_mount / "run")
+    assert sorted(os.listdir(on_mount / "run")) == [f"epoch={number}.ckpt" for number in range(3)]
 
 
-def test_megatron(mounted: Mounted, tmp_path: Path) -> None:
+def test_megatron(on_mount: Path, tmp_path: Path) -> None:
     need("megatron")
     need("megatron.core")
-    run(tmp_path, MEGATRON, mounted.path, tmp_path / "store")
-    assert sorted(os.listdir(mounted.path)) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
-    assert (mounted.path / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
+    run(tmp_path, MEGATRON, on_mount, tmp_path / "store")
+    assert sorted(os.listdir(on_mount)) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
+    assert (on_mount / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
 
 
 def test_deepspeed(tmp_path: Path) -> None:
@@ -165,8 +163,8 @@ assert not [name for name in names if not hasattr(CheckpointEngine, name)]
 
 
 @pytest.mark.long
-def test_deepspeed_saves_and_loads(mounted: Mounted, tmp_path: Path) -> None:
+def test_deepspeed_saves_and_loads(on_mount: Path, tmp_path: Path) -> None:
     """It compiles a library of its own first."""
     need("deepspeed")
-    run(tmp_path, DEEPSPEED, mounted.path / "run", tmp_path / "store")
-    assert sorted(os.listdir(mounted.path / "run")) == ["global_step1", "latest"]
+    run(tmp_path, DEEPSPEED, on_mount / "run", tmp_path / "store")
+    assert sorted(os.listdir(on_mount / "run")) == ["global_step1", "latest"]

@@ -309,6 +309,7 @@ def test_a_name_that_is_added_behind_the_end_of_a_listing_is_listed(here: Path) 
         assert len(names()) == 5 - number
 
 
+@pytest.mark.sweep
 def test_names_that_come_and_go_while_a_directory_is_listed(here: Path) -> None:
     """What stays is listed once; what was read ahead is not told when it has changed since."""
     for number in range(3000):

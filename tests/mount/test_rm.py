@@ -41,6 +41,7 @@ def wait_until_empty(mount: Path) -> None:
         assert time.monotonic() < end, doomed(mount)
 
 
+@pytest.mark.sweep("options")
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
 def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
     mounted = mount_store(*options)
@@ -72,6 +73,7 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
         pass
 
 
+@pytest.mark.sweep("options")
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
 def test_a_name_is_free_as_soon_as_the_command_returns(
     mount_store, options: tuple[str, ...]
@@ -93,11 +95,11 @@ def _removed(name: Path) -> tuple[int, int]:
     return errno_of(os.lstat, name), errno_of(os.close, os.open(name, os.O_CREAT | os.O_WRONLY))
 
 
-def test_a_link_that_remains_counts_right_at_once(mounted: Mounted) -> None:
+def test_a_link_that_remains_counts_right_at_once(on_mount: Path) -> None:
     tree, other, held = (
-        mounted.path / "tree",
-        mounted.path / "other",
-        mounted.path / "tree" / "held",
+        on_mount / "tree",
+        on_mount / "other",
+        on_mount / "tree" / "held",
     )
     tree.mkdir()
     (tree / "one").write_bytes(b"x")

@@ -73,14 +73,14 @@ def test_sigusr1_writes_all_stacks_to_the_log(mounted: Mounted) -> None:
     assert "stacks of all threads and tasks" in text and "aifs.fuse.session" in text
 
 
-def test_a_negative_name_is_asked_for_once_and_appears_when_it_is_made(mounted: Mounted) -> None:
-    path = mounted.path / "late"
+def test_a_negative_name_is_asked_for_once_and_appears_when_it_is_made(on_mount: Path) -> None:
+    path = on_mount / "late"
     for _ in range(3):
         assert not path.exists()
     path.write_bytes(b"")
     assert path.exists()
-    path.rename(mounted.path / "later")
-    assert not path.exists() and (mounted.path / "later").exists()
+    path.rename(on_mount / "later")
+    assert not path.exists() and (on_mount / "later").exists()
 
 
 def test_opening_for_reading_shows_a_newer_atime_at_once(mounted: Mounted) -> None:
@@ -92,14 +92,14 @@ def test_opening_for_reading_shows_a_newer_atime_at_once(mounted: Mounted) -> No
     assert path.stat().st_atime_ns > 10**9 and path.stat().st_mtime_ns == 2 * 10**9
 
 
-def test_a_directory_read_in_pieces_is_complete(mounted: Mounted) -> None:
+def test_a_directory_read_in_pieces_is_complete(on_mount: Path) -> None:
     names = {f"{number:04}-{'x' * (number % 200)}" for number in range(1500)}
     for name in names:
-        (mounted.path / name).touch()
-    assert set(os.listdir(mounted.path)) == names
-    with os.scandir(mounted.path) as entries:
+        (on_mount / name).touch()
+    assert set(os.listdir(on_mount)) == names
+    with os.scandir(on_mount) as entries:
         first = [next(entries).name for _ in range(100)]
         for name in names - set(first):
-            (mounted.path / name).unlink()
+            (on_mount / name).unlink()
         rest = [entry.name for entry in entries]
     assert len(set(first + rest)) == len(first + rest) and set(first + rest) <= names

@@ -98,6 +98,7 @@ def test_the_first_start_is_recorded_and_the_next_one_prefetched(
     assert aifs("start", "ls", "--dir", store.path / "start", "--json").stdout.strip() == "[]"
 
 
+@pytest.mark.sweep
 def test_what_is_not_used_any_more_goes(mount_store: Callable[..., Mounted]) -> None:
     """Though it is prefetched, until the last two records do not have it."""
     store = mount_store(*SLOW)

@@ -119,6 +119,7 @@ def stopped(mounted: Mounted) -> Iterator[Mounted]:
         mounted.signal(signal.SIGCONT)
 
 
+@pytest.mark.sweep
 def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path: Path) -> None:
     path, link = stopped.path, tmp_path / "link"
     link.symlink_to(path)

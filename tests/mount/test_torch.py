@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -82,8 +83,9 @@ def test_a_checkpoint_is_whole_after_kill(mounted: Mounted, state: dict) -> None
     assert not new.exists()
 
 
-def test_another_process_reads_what_was_saved(mounted: Mounted, state: dict) -> None:
-    path = mounted.path / "state.pt"
+@pytest.mark.sweep
+def test_another_process_reads_what_was_saved(on_mount: Path, state: dict) -> None:
+    path = on_mount / "state.pt"
     torch.save(state, path)
     program = "import sys, torch; print(float(torch.load(sys.argv[1])['large'].sum()))"
     done = subprocess.run(

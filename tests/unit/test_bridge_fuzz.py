@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 HERE = Path(__file__).resolve().parent
 MESSAGES = HERE.parents[1] / "aifs" / "fuse"
 COMPILER = shutil.which("cc") or shutil.which("gcc")

@@ -328,6 +328,7 @@ def killed(point: int, envs: Path, path: Path, work: str, op: str = "") -> None:
     assert list(path.glob(".aifs-capture"))
 
 
+@pytest.mark.sweep("point")
 @pytest.mark.parametrize("point", [20, 45, 66, 74])
 def test_a_capture_that_is_killed_is_made_anew(tmp_path: Path, site: Path, point: int) -> None:
     """While it copies, writes what it has captured, syncs, and publishes."""

@@ -350,6 +350,7 @@ def test_pipelined_says_what_failed(tmp_path: Path, small: Path) -> None:
     assert names(small) == set()
 
 
+@pytest.mark.sweep("size")
 @pytest.mark.parametrize("size", [0, 1, helper.CHUNK, 2 * helper.CHUNK, 2 * helper.CHUNK + 65])
 def test_pipelined_saves_states_of_every_size(tmp_path: Path, size: int) -> None:
     saved = torch.full((size,), 7, dtype=torch.uint8)

@@ -75,6 +75,7 @@ def test_each_iteration_is_an_epoch(dataset: data.Dataset, options: dict[str, An
             assert rows == whole(dataset, epoch=number)
 
 
+@pytest.mark.sweep("batches", "before", "after")
 @pytest.mark.parametrize("batches", [0, 1, 3, 10, 40])
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 0), (0, 2)])
 def test_a_state_goes_on_with_other_workers(dataset, batches: int, before: int, after: int):
@@ -100,6 +101,7 @@ def test_an_iteration_that_was_left_goes_on(dataset: data.Dataset):
     assert len(rest) == ROWS - len(first) - 8
 
 
+@pytest.mark.sweep("drop_last")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_ranks_have_one_state(dataset: data.Dataset, drop_last: bool):
     def of_rank(rank: int, world: int, workers: int, state: Any = None) -> data.Loader:
