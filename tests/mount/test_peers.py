@@ -78,9 +78,9 @@ def require_each_row_once(rows: Iterable[int], in_order: bool) -> None:
         ("tar", ".tar", "webdataset"),
     ],
 )
-def test_datasets(mounted: Mounted, kind: str, suffix: str, builder: str) -> None:
+def test_datasets(on_mount: Path, kind: str, suffix: str, builder: str) -> None:
     load_dataset = pytest.importorskip("datasets", reason="pip install .[peers]").load_dataset
-    directory = mounted.path / "set"
+    directory = on_mount / "set"
     write(directory, kind)
     for files, in_order in (
         ([str(directory / f"{part}.{kind}") for part in range(2)], True),
@@ -93,9 +93,9 @@ def test_datasets(mounted: Mounted, kind: str, suffix: str, builder: str) -> Non
         assert len({str(row) for row in shuffled}) == ROWS
 
 
-def test_webdataset(mounted: Mounted) -> None:
+def test_webdataset(on_mount: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="pip install .[peers]")
-    directory = mounted.path / "set"
+    directory = on_mount / "set"
     write(directory, "tar")
 
     def number(sample: Any) -> int:
@@ -110,21 +110,21 @@ def test_webdataset(mounted: Mounted) -> None:
         )
 
 
-def test_webdataset_of_small_files(mounted: Mounted) -> None:
+def test_webdataset_of_small_files(on_mount: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="pip install .[peers]")
     for row in range(ROWS):
-        (mounted.path / f"{row}.cls").write_text(str(row))
-        (mounted.path / f"{row}.bin").write_bytes(bytes(40_000))
-    found = webdataset.WebDataset(orders(mounted.path, ".tar"), shardshuffle=False)
+        (on_mount / f"{row}.cls").write_text(str(row))
+        (on_mount / f"{row}.bin").write_bytes(bytes(40_000))
+    found = webdataset.WebDataset(orders(on_mount, ".tar"), shardshuffle=False)
     require_each_row_once((int(sample["cls"]) for sample in found), False)
 
 
-def test_megatron(mounted: Mounted) -> None:
+def test_megatron(on_mount: Path) -> None:
     pytest.importorskip("megatron.core", reason="pip install .[recipes]")
     torch = pytest.importorskip("torch")
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    directory = mounted.path / "set"
+    directory = on_mount / "set"
     directory.mkdir()
     for part in range(2):
         builder = IndexedDatasetBuilder(str(directory / f"{part}.bin"), dtype=np.int32)
