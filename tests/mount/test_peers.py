@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from aifs.client import data
-from tests.support.mounts import Mounted
 from tests.support.users import in_process
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # imports take many seconds
