@@ -21,6 +21,7 @@ _log = logger(__name__)
 
 BATCH = 64
 KEEP_S = 2.0
+_END_S = 30.0
 """Spares that nobody takes are removed soon: after a crash they are looked for in the newest ids
 alone.
 """
@@ -66,10 +67,10 @@ class Spares:
         refilled = partial(self._refilled, done)
         try:
             ids = [await self._take_id() for _ in range(BATCH)]
-        except BaseException:
+            self._device.workers.start(refilled, _make, self._device, ids)
+        except BaseException:  # also if no thread can be started: ``close`` waits for this
             refilled([])
             raise
-        self._device.workers.start(refilled, _make, self._device, ids)
 
     def _refilled(self, done: trio.Event, made: list[_Spare] | BaseException) -> None:
         if isinstance(made, list):
@@ -99,11 +100,14 @@ class Spares:
         self._left += self._close_all()
 
     async def close(self) -> None:
-        """No spare file is left on return, unless its device fails. ``stop`` has been called."""
-        await self.refilled()
-        if self._left:
-            await gather([(self._device.workers, remove_copies, (self._device, self._left))])
-            self._left = []
+        """No spare file is left on return, unless its device fails, or does not answer in time.
+        ``stop`` has been called."""
+        with trio.move_on_after(_END_S):
+            await self.refilled()
+            if self._left:
+                work = self._device.workers, remove_copies, (self._device, self._left)
+                await gather([work], abandonable=True)
+                self._left = []
 
     def _close_all(self) -> list[int]:
         ids = []

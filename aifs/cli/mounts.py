@@ -150,7 +150,7 @@ def unmount(
     if done.returncode == 0:
         return True
     if "busy" in done.stderr:
-        users = _users_of(mountpoint)
+        users = _users_in_time(mountpoint)
         if not (users or answers):
             return unmount(mountpoint, lazy=True)
         raise MountError(f"{mountpoint}: is in use by {_describe(users)}")
@@ -198,6 +198,14 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
     except subprocess.TimeoutExpired:
         return None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _users_in_time(mountpoint: str) -> list[str]:
+    """What /proc says of a process may wait for a page that it waits for itself."""
+    try:
+        return within(ANSWER_S, _users_of, mountpoint)
+    except TimeoutError:
+        return ["a process that waits for a page of a file"]
 
 
 def _users_of(mountpoint: str) -> list[str]:

@@ -480,7 +480,7 @@ class Servers:
         for server in servers:
             server.workers.end()
         for server in servers:
-            stuck[server] = server.workers.join(until_s if server.role == "data" else FOR_EVER)
+            stuck[server] = server.workers.join(until_s)
         words = _describe({server: len(threads) for server, threads in stuck.items()})
         if words:
             _log.warning("%s", words)

@@ -171,7 +171,12 @@ class KernelCache(Kernel):
 
     async def is_known(self, ino: int) -> bool:
         return self._nursery is not None and await trio.to_thread.run_sync(
-            self._send, pyfuse3.invalidate_inode, ino, True, limiter=self._inodes
+            self._send,
+            pyfuse3.invalidate_inode,
+            ino,
+            True,
+            abandon_on_cancel=True,  # it may wait for the end of the mount, which waits for us
+            limiter=self._inodes,
         )
 
     def _forget_all_names(self) -> bool:

@@ -89,16 +89,15 @@ async def open_filesystem(
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)
                     error = raised
+                if not (store.ownership.ended or isinstance(error, faults.SimulatedCrash)):
+                    nursery.start_soon(_keep_telling, store)
                 background.cancel_scope.cancel()
             fs.tier.stop()
             if store.ownership.ended and not isinstance(error, faults.SimulatedCrash):
                 error = StoreBusy(store.ownership.ended)
             elif not isinstance(error, faults.SimulatedCrash):
                 with trio.CancelScope(shield=True), giving_up():
-                    async with trio.open_nursery() as telling:
-                        telling.start_soon(_keep_telling, store)
-                        await _close(fs)
-                        telling.cancel_scope.cancel()
+                    await _close(fs)
                 closed = True
             nursery.cancel_scope.cancel()
         if error is not None:
@@ -176,9 +175,11 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _keep_telling(store: Store) -> None:
+    """While the end waits for a server, also for what background work has asked it for."""
     while True:
         await trio.sleep(_TELL_S)
-        store.tell()
+        if not store.ownership.ended:
+            store.tell()
 
 
 async def _close(fs: Filesystem) -> None:

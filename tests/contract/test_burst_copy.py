@@ -8,6 +8,7 @@ import os
 import random
 
 import pytest
+import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.spares import BATCH, KEEP_S, Spares
@@ -277,6 +278,23 @@ async def test_spare_files_are_made_ahead_and_removed_again(device):
     spares.stop()
     await spares.close()
     assert sorted(oid for _, oid in device.list_range(0, 10_000)) == sorted(taken)
+
+
+async def test_the_end_does_not_wait_for_spare_files_that_no_thread_could_make(device, monkeypatch):
+    async def take_id() -> int:
+        return 1
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    spares = Spares(device, take_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(device.workers, "start", refuse)
+        with pytest.raises(RuntimeError):
+            await spares.take()
+    spares.stop()
+    with trio.fail_after(5):
+        await spares.close()
 
 
 async def test_spare_files_that_nobody_takes_are_removed(device, monkeypatch):

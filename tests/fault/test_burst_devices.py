@@ -16,13 +16,14 @@ import trio
 import trio.testing
 
 from aifs.burst.copy import BurstCopy
-from aifs.core.errors import NoSpace, StoreError, Unavailable
+from aifs.core.errors import NoSpace, StoreBusy, StoreError, Unavailable
 from aifs.data.health import ObjectFails
 from aifs.files.flips import Draining, DrainOutcome
 from aifs.meta import forms, keys, namespace
-from aifs.vfs import Caller
+from aifs.vfs import Caller, open_filesystem
 from tests.support import modes
 from tests.support.data_servers import FaultHook, failing, hooked
+from tests.support.hanging import WAIT_S, hanging
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of
 from tests.support.stores import drained, opened, require_sound
@@ -458,6 +459,35 @@ async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_c
         assert kernel.store.clean
         assert kernel.recovered.unsynced_files == 1  # its mark has stayed
         assert await content_of(kernel, bad) == await content_of(kernel, good) == CONTENT
+    await require_sound(config_of(directory))
+
+
+async def test_a_mount_ends_though_its_burst_directory_does_not_answer_any_more(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order: all is safe but files that nobody has used. Nobody gets the store before the calls
+    have ended.
+    """
+    monkeypatch.setattr("aifs.burst.spares._END_S", 0.1)
+    monkeypatch.setattr("aifs.data.servers._END_S", 0.1)
+    with hanging(str(directory / "burst"), {"unlink"}) as hang:
+        hang.release()
+        with trio.fail_after(WAIT_S / 2):
+            async with opened(directory, WAITING, sound=False) as fs, Kernel(fs) as kernel:
+                ino = await make(kernel, b"file")
+                hang.again()
+        assert hang.held
+        assert re.search(r"burst directory 0 \(.*\) has not answered \d calls?", caplog.text)
+        with pytest.raises(StoreBusy):
+            async with open_filesystem(config_of(directory)):
+                pass
+    while True:
+        try:
+            async with mounted(directory) as kernel:
+                assert kernel.store.clean and await content_of(kernel, ino) == CONTENT
+                break
+        except StoreBusy:
+            await trio.sleep(0.01)
     await require_sound(config_of(directory))
 
 
