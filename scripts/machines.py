@@ -132,12 +132,13 @@ def host_file(name: str, directory: Path, namespace: Namespace, cluster: Mapping
 
 
 class Database:
-    """``aifs meta serve`` of ``directory``, which an ordinary user must get to."""
+    """``aifs meta serve`` of ``directory``, which an ordinary user must get to. ``program``: what
+    stands for the command ``aifs``."""
 
-    def __init__(self, directory: Path, address: str) -> None:
+    def __init__(self, directory: Path, address: str, program: Sequence[str] = AIFS) -> None:
         self.said = ""
         """What it has printed last: for the configuration of hosts."""
-        self._command = [*AIFS, "meta", "serve", str(directory)]
+        self._command = [*program, "meta", "serve", str(directory)]
         self._command += ["--listen", f"{address}:{DATABASE_PORT}"]
         self._log = directory.with_name(f"{directory.name}.log")
         self._process: subprocess.Popen[str] | None = None
@@ -283,7 +284,7 @@ def cluster(
     with ExitStack() as stack:
         network = Network()
         stack.callback(network.close)
-        database = Database(directory / "database", network.address)
+        database = Database(directory / "database", network.address, program)
         stack.callback(database.stop)
         made = Cluster(directory, network, database, names, settings, program)
         for host in made.hosts:

@@ -19,6 +19,7 @@ from dataset_rates import data_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
 from epochs import epoch_rows
+from gate import gate
 from grouped import grouped_rows
 from hosts import NORMAL as NORMAL_HOSTS
 from hosts import QUICK as QUICK_HOSTS
@@ -111,6 +112,18 @@ log = Console(stderr=True)
     is_flag=True,
     help="With `data`: also read the same pictures by the loaders of others (extra `peers`).",
 )
+@click.option(
+    "--gate",
+    "as_gate",
+    is_flag=True,
+    help="Compare this tree with another one: exits with 1 if a row is slower (docs/speed.md).",
+)
+@click.option(
+    "--against",
+    metavar="TREE",
+    help="With `--gate`: a git revision, or a directory. Without it: where this branch left main; "
+    "on main HEAD, if the package has changed since, or else its parent.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def bench(
     works: tuple[str, ...],
@@ -122,6 +135,8 @@ def bench(
     wheels: Path | None,
     quality: bool,
     peers: bool,
+    as_gate: bool,
+    against: str | None,
     as_json: bool,
 ) -> None:
     """Measure AIFS, a do-nothing pyfuse3 filesystem and a plain directory in turn, and print their
@@ -130,6 +145,9 @@ def bench(
     Exits with 1 if a target is missed. Needs root (mounts, dropping the kernel's caches).
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and take down
+    if as_gate:
+        with medium(directory) as base:
+            sys.exit(0 if gate(against, base, quick, as_json, log) else 1)
     size, rounds = (QUICK, 1) if quick else (NORMAL, rounds)
     chosen = works or (*WORKS, *SPECIAL)
     with medium(directory) as base:

@@ -159,7 +159,7 @@ def _on_two(work: Callable[["_Bench"], Iterator[Row]]) -> Part:
 
     def measure(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
         with LoneAifs(base) as alone, cluster(base / "many", "ab", SETTINGS) as made:
-            yield from work(_Bench(alone, made, _mounted(made), amount, rounds))
+            yield from work(_Bench(alone, made, mounted(made), amount, rounds))
 
     return measure
 
@@ -486,7 +486,7 @@ def _locked_at(fd: int) -> float:
 # --- clusters of their own ---
 
 
-def _mounted(made: Cluster) -> list[Member]:
+def mounted(made: Cluster) -> list[Member]:
     first = made.hosts[0]
     first.aifs("format", first.source)
     for host in made.hosts:
@@ -499,7 +499,7 @@ def _reads(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
     found: dict[int, list[tuple[float, float]]] = {1: [], 4: []}
     program = (sys.executable, str(HERE / "delayed.py"))
     with cluster(base / "many", "abcd", SETTINGS, program) as made:
-        members = _mounted(made)
+        members = mounted(made)
         first = members[0]
         for round_ in range(rounds):
             for readers, results in found.items():
@@ -547,7 +547,7 @@ def _saves(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
     with cluster(
         base / "many", "abcd", settings, (sys.executable, str(HERE / "slow_servers.py"))
     ) as made:
-        members = _mounted(made)
+        members = mounted(made)
         first = members[0]
         for round_ in range(rounds):
             for way, found in taken.items():

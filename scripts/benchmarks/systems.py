@@ -87,7 +87,7 @@ class MountedSystem(System):
                 raise RuntimeError(
                     f"{self.name} does not mount:\n{(self.base / 'log').read_text()}"
                 )
-            time.sleep(0.05)
+            time.sleep(0.005)
 
     def __exit__(self, *exception: object) -> None:
         if self.daemon.poll() is not None:  # a failed work is this one's doing

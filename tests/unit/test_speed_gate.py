@@ -1,0 +1,96 @@
+"""The gate for speed: what it makes of times that are known, and its table of rows."""
+
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "scripts/benchmarks"
+ROUNDS = 5
+OF_VISIT, OF_DAEMON = 0.02, 0.005
+"""How much visits, and daemons, are off by."""
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gate
+
+    return gate
+
+
+def rounds_of(slower: float, seed: int, other_load: bool = False) -> list:
+    """Rounds of a tree that is so much slower than the other one, on a machine that is up to twice
+    as slow in one round as in another."""
+    rng = random.Random(seed)
+
+    def visit(daemon: float, machine: float) -> float:
+        met = rng.expovariate(3) if other_load and rng.random() < 0.2 else 0.0
+        return math.exp(daemon + machine + rng.gauss(0, OF_VISIT) + met)
+
+    rounds = []
+    for _ in range(ROUNDS):
+        machine = rng.uniform(0, math.log(2))
+        this = rng.gauss(math.log1p(slower), OF_DAEMON)
+        that = rng.gauss(0, OF_DAEMON)
+        visits = ([visit(daemon, machine) for _ in range(4)] for daemon in (this, that))
+        rounds.append(tuple(visits))
+    return rounds
+
+
+def test_a_tenth_is_found(gate: ModuleType) -> None:
+    found = [gate.compare(rounds_of(0.1, seed)) for seed in range(200)]
+    assert sum(one.is_slower for one in found) >= 190
+    assert all(one.is_slower or not one.is_clear for one in found), "what is missed is not cleared"
+    assert all(0.05 < one.ratio - 1 < 0.15 for one in found)
+
+
+@pytest.mark.parametrize("other_load", [False, True])
+def test_a_tree_is_not_slower_than_itself(gate: ModuleType, other_load: bool) -> None:
+    found = [gate.compare(rounds_of(0.0, seed, other_load)) for seed in range(500)]
+    assert not any(one.is_slower for one in found)
+    if not other_load:
+        assert sum(one.is_clear for one in found) >= 490
+
+
+def test_a_tree_that_is_faster_is_not_slower(gate: ModuleType) -> None:
+    found = [gate.compare(rounds_of(-0.2, seed)) for seed in range(50)]
+    assert all(one.is_faster and one.is_clear and not one.is_slower for one in found)
+
+
+def test_noise_is_not_taken_for_slowness(gate: ModuleType) -> None:
+    """Nor is a row cleared that nobody can tell about."""
+    rng = random.Random(1)
+    rounds = [([rng.uniform(1, 3)] * 2, [rng.uniform(1, 3)] * 2) for _ in range(ROUNDS)]
+    found = gate.compare(rounds)
+    assert not found.is_slower and not found.is_clear
+
+
+def test_the_table_has_30_rows_of_which_12_are_quick(gate: ModuleType) -> None:
+    rows = [row for course in gate.COURSES for row in course.rows]
+    assert len(rows) == len({row.name for row in rows}) == 30
+    assert sum(row.quick for row in rows) == 12
+
+
+def test_a_row_that_this_tree_alone_lacks_is_named(gate: ModuleType) -> None:
+    row = next(iter(gate.ROWS.values()))
+    assert gate.Found(row, absent={gate.THIS: "no such command"}).is_named
+    assert not gate.Found(row, absent={gate.THAT: "no such command"}).is_named
+    assert not gate.Found(row, absent={gate.THIS: "", gate.THAT: ""}).is_named
+
+
+def test_processor_time_counts_where_the_daemon_works(gate: ModuleType) -> None:
+    """A row is slower if either of what is compared is."""
+    row = next(iter(gate.ROWS.values()))
+
+    def found(processor: float) -> object:
+        costs = {
+            gate.THIS: [[gate.Cost(1.0, 1.2 * processor)] * 4] * ROUNDS,
+            gate.THAT: [[gate.Cost(1.0, processor)] * 4] * ROUNDS,
+        }
+        return gate.Found(row, costs)
+
+    assert found(0.5).slower == ["processor"]
+    assert not found(0.01).slower
