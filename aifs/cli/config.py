@@ -62,7 +62,7 @@ def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
     if mountpoint is not None:
         if options:
             raise click.UsageError("-o is for a SOURCE; a mount has its options already")
-        told = _read(mountpoint)
+        told = read_in_force(mountpoint)
         if as_json:
             print_json(told)
             return
@@ -94,18 +94,20 @@ def set_command(mountpoint: str, key: str, value: str) -> None:
     from aifs.core.config import suggestion
 
     path = require_aifs(mountpoint)
-    before = _read(path)
+    before = read_in_force(path)
     if key not in before:
         raise ConfigError(f"{key}: unknown key{suggestion(key, [*before], 'key')}")
     try:
         hints.put(path, hints.CONFIG, f"{key}={value}")
     except OSError as error:
         raise ConfigError(error.strerror or str(error)) from None
-    now = _read(path)[key]["value"]
+    now = read_in_force(path)[key]["value"]
     print(f"{key} is {now} until the next mount, and was {before[key]['value']}")
 
 
-def _read(mountpoint: str) -> dict[str, dict[str, str]]:
+def read_in_force(mountpoint: str) -> dict[str, dict[str, str]]:
+    """By key, what the mount has in force: its "value", "from" and "can_change". Raises
+    MountError."""
     try:
         return hints.read(mountpoint, hints.CONFIG)
     except PermissionError:

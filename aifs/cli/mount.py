@@ -84,7 +84,7 @@ def mount_command(
     mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     if mount_options.remount:
         if overrides:
-            raise MountError(f"{mountpoint}: a remount cannot change {min(overrides)}; mount again")
+            _require_in_force(mountpoint, source, overrides)
         if not fake:
             _remount(mountpoint, mount_options)
         return
@@ -106,6 +106,23 @@ def mount_command(
         run_in_background(work, loaded.log.file, loaded.log.level)
         register(loaded.source, path)
         _name_missing_servers(path)
+
+
+def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -> None:
+    """Raises MountError if a key has another value in the mount. mount(8) repeats those of fstab at
+    each remount.
+    """
+    from aifs.cli.config import read_in_force
+    from aifs.cli.mounts import require_aifs
+    from aifs.core import config
+
+    in_force = read_in_force(require_aifs(mountpoint))
+    for key, value, _ in config.load(source, overrides).settings():
+        if key in overrides and value != in_force[key]["value"]:
+            raise MountError(
+                f"{mountpoint}: a remount cannot change {key} from {in_force[key]['value']} to "
+                f"{value}; mount again"
+            )
 
 
 def _remount(mountpoint: str, options: "MountOptions") -> None:

@@ -71,12 +71,21 @@ def umount_command(
     command says so. With --force programs that use the mount get errors, and what they have changed
     in mapped memory and not synced is lost; what was acknowledged is recovered by the next mount.
     That is refused as long as the system cannot end calls to a server.
+
+    A bind mount of a mount, or a mount that has one, is only taken away: the daemon serves what is
+    left.
     """
     from aifs.cli.answers import AwaitsDatabase, is_dead
     from aifs.cli.mounts import LOCKED, end, mounted_at, read_status, require_aifs, unmount
+    from aifs.core.mountinfo import stays_mounted
 
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
+    if (mount := mounted_at(path)) is not None and stays_mounted(mount):
+        if drain_first:
+            _drain(path)
+        unmount(path, lazy=lazy or force)
+        return
     if force:
         mount = mounted_at(path)
         if mount is not None:  # else it has just been unmounted

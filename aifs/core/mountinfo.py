@@ -11,12 +11,15 @@ _LINKS_MAX = 40  # as in the kernel
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo; ``device`` is the number that stat gives for its files."""
+    """A line of mountinfo; ``device`` is the number that stat gives for its files, and ``root`` the
+    path within its filesystem that is mounted there.
+    """
 
     device: int
     mountpoint: str
     fstype: str
     source: str
+    root: str = "/"
 
 
 def all_mounts() -> list[Mount]:
@@ -28,6 +31,12 @@ def all_mounts() -> list[Mount]:
 def mounted_at(path: str) -> Mount | None:
     """The mount that is on top at the absolute ``path``, or None."""
     return next((mount for mount in reversed(all_mounts()) if mount.mountpoint == path), None)
+
+
+def stays_mounted(without: Mount) -> bool:
+    """Whether its filesystem is mounted elsewhere, too: one of the two is a bind mount."""
+    same = [mount for mount in all_mounts() if mount.device == without.device]
+    return without.root != "/" or len(same) > 1
 
 
 def mount_of(path: str) -> Mount | None:
@@ -69,7 +78,8 @@ def parse_line(line: bytes) -> Mount:
     fields, (fstype, source, *_) = before.split(b" "), after.split(b" ")
     major, _, minor = fields[2].partition(b":")
     device = os.makedev(int(major), int(minor))
-    return Mount(device, _unescape(fields[4]), os.fsdecode(fstype), _unescape(source))
+    place, root = _unescape(fields[4]), _unescape(fields[3])
+    return Mount(device, place, os.fsdecode(fstype), _unescape(source), root)
 
 
 def _unescape(field: bytes) -> str:

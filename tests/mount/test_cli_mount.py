@@ -178,8 +178,14 @@ def test_a_remount_changes_options(place: Place) -> None:
     assert moves_atime() and moves_atime()
     assert held.read() == b"more"
     held.close()
+    aifs("umount", place.path)
+    place.mount("-o", "layout.unit=128KiB")
+    assert "ro" in remount("ro,layout.unit=131072,layout.count=0")  # as fstab repeats them
     for options, said in (
-        ("remount,layout.unit=64KiB", "a remount cannot change layout.unit; mount again"),
+        (
+            "remount,layout.unit=64KiB",
+            "a remount cannot change layout.unit from 128KiB to 64KiB; mount again",
+        ),
         ("remount,rw", "its store was opened read-only; unmount and mount it again"),
     ):
         done = aifs("mount", place.source, place.path, "-o", options, check=False)

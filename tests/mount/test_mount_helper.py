@@ -232,6 +232,31 @@ def test_umount_8_of_a_busy_mount_says_who_uses_it(system: System) -> None:
     assert system.mounts() == []
 
 
+@pytest.mark.parametrize("what", ["root", "directory", "file"])
+def test_umount_8_of_a_bind_mount_leaves_the_mount(system: System, what: str) -> None:
+    system.run("mount", "-t", "aifs", system.source, system.path)
+    place = system.directory / f"bind-{what}"
+    if what == "file":
+        place.touch()
+    else:
+        place.mkdir()
+    source = system.path if what == "root" else system.path / what
+    make = {"root": "true", "directory": f"mkdir -p {source}", "file": f"touch {source}"}
+    system.run("sh", "-c", make[what])
+    system.run("mount", "--bind", source, place)
+    system.run("umount", place)
+    system.run("touch", system.path / "it-serves")
+    if what == "root":  # the other way round
+        system.run("mount", "--bind", source, place)
+        system.run("umount", system.path)
+        system.run("touch", place / "it-serves")
+        assert system.daemons()
+        system.run(system.command, "umount", place)
+    else:
+        system.run("umount", system.path)
+    assert not system.mounts() and not system.daemons()
+
+
 def test_a_fake_mount_checks_only(system: System) -> None:
     system.run("mount", "--fake", "-t", "aifs", system.source, system.path)
     assert system.mounts() == []

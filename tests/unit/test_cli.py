@@ -340,7 +340,7 @@ def test_mountinfo_is_decoded() -> None:
     line = (
         rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /a\040b rw,user_id=0" + b"\n"
     )
-    found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b")
+    found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b", "/")
     assert mountinfo.parse_line(line) == found
 
 
