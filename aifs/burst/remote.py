@@ -80,7 +80,7 @@ class Homes:
         self._peers = peers
         self._wait_s = wait_s
         self._away: dict[str, _Away] = {}
-        """Hosts that could not be asked, by name, until they are connected again."""
+        """Hosts that could not be asked, by name, until they answer."""
 
     def of(self, server: int) -> int:
         """The host of a burst directory; 0: it is one of ours."""
@@ -245,12 +245,12 @@ class Homes:
         with waits_for(f"{HOST} {name}"):
             while True:
                 is_asked = name in self._peers.connected
-                if is_asked:
-                    self._away.pop(name, None)
                 try:
                     if not is_asked:
                         raise Unavailable(f"host {name} is not connected")
-                    return await call(self._peers, name)
+                    answer = await call(self._peers, name)
+                    self._away.pop(name, None)
+                    return answer
                 except Overloaded:
                     pass
                 except Unavailable as error:

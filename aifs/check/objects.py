@@ -197,8 +197,12 @@ class ObjectCheck:
                 if await self._is_missing(number, inode.named_by, inode.oid):
                     lack = Lack(column, "missing-object", "is missing", 0)
                     await self._lacking(inode, self._servers[number], lack)
-        if inode.copy is not None and await self._is_missing(inode.copy.server, 0, inode.copy.id):
-            server = self._servers[inode.copy.server]
+        if inode.copy is None:
+            return
+        server = self._servers.find(inode.copy.server)
+        is_away = server is not None and bool(server.absent) and inode.in_burst
+        if is_away or await self._is_missing(inode.copy.server, 0, inode.copy.id):
+            assert server is not None
             if inode.in_burst and inode.size:
                 lost = f"bytes 0 to {inode.size - 1}"
                 await self._lost("missing-object", inode, server, "is missing", lost)

@@ -25,9 +25,7 @@ from aifs.meta.records import (
     decode_burst,
     encode_entry,
 )
-from aifs.store.ids import take_ids
-
-LOST_AND_FOUND = b"lost+found"
+from aifs.store.lost_and_found import fresh_id, lost_and_found
 
 
 def delete(tx: Transaction, key: bytes) -> None:
@@ -165,11 +163,6 @@ def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> in
     return fresh_id(tx)
 
 
-def fresh_id(tx: Transaction) -> int:
-    # Nobody else hands out ids now, and the counter is beyond all that were.
-    return take_ids(tx, 1) - 1
-
-
 # --- what has lost its name or its inode ----------------------------------------------------------
 
 
@@ -191,7 +184,7 @@ def attach(tx: Transaction, ino: int, links: int) -> None:
     """Name the inode #INO in /lost+found, with ``links`` as its link count."""
     now = clock.kernel_ns()
     inode = namespace.get_inode(tx, ino)
-    lost = _lost_and_found(tx, now)
+    lost = lost_and_found(tx, now)
     name, suffix = lost_name(ino), 0
     while tx.get(keys.dentry(lost.ino, name)) is not None:
         suffix += 1
@@ -204,17 +197,3 @@ def attach(tx: Transaction, ino: int, links: int) -> None:
     lost.nlink += inode.is_dir
     lost.mtime_ns = lost.ctime_ns = now
     namespace.put_inode(tx, lost)
-
-
-def _lost_and_found(tx: Transaction, now: int) -> Inode:
-    name, suffix = LOST_AND_FOUND, 0
-    while tx.get(keys.dentry(keys.ROOT_INO, name)) is not None:
-        inode = namespace.lookup(tx, keys.ROOT_INO, name)
-        if inode.is_dir:
-            return inode
-        suffix += 1
-        name = b"%s.%d" % (LOST_AND_FOUND, suffix)
-    ino = fresh_id(tx)
-    mode = stat.S_IFDIR | 0o700
-    new = Inode(ino, mode, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now)
-    return namespace.create(tx, keys.ROOT_INO, name, new)

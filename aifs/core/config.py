@@ -87,6 +87,7 @@ class HostConfig(_Section):
 
 class BurstConfig(_Section):
     directories: Annotated[tuple[str, ...], PATHS]
+    missing: Annotated[str, choice("refuse", "allow")]
     capacity: Annotated[int, _ANY_SIZE]
     high_water: Annotated[float, fraction(0.01, 1)]
     low_water: Annotated[float, fraction(0, 0.99)]

@@ -85,6 +85,7 @@ class BurstIO:
             return True
         if inode.in_burst:
             if not file.marked:
+                await file.own_copy.ensure_open()  # no mark on what cannot be changed
                 await self._transitions.mark(file)
             return True
         if file.copy is not None:

@@ -190,10 +190,16 @@ class OpenInodes:
         if file.inode.nlink == 0:
             if file.forgotten:
                 self._collector.add_orphan(ino)
-        elif file.marked:
+        elif file.marked and not self._is_missing(file.inode):
             self._table.unsynced[ino] = None if ino in self._table.lost else token
         else:
             self._table.unsynced.pop(ino, None)
+
+    def _is_missing(self, inode: Inode) -> bool:
+        """Whether the store was mounted without its bytes: there is nothing to sync."""
+        copy = inode.copy if inode.in_burst else None
+        server = copy and self._servers.find(copy.server)
+        return bool(server and server.absent)
 
     async def _settle_at_close(self, file: OpenInode) -> object | None:
         try:

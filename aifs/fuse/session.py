@@ -286,6 +286,8 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
     """The burst directories whose files the kernel does not pass through."""
     missing = []
     for server in fs.store.servers.burst():
+        if server.absent:
+            continue
         fd = files.open_file(os.path.join(server.address, MARKER_NAME), write=False)
         try:
             error = fs.handles.try_out(server.id, fd)

@@ -192,10 +192,12 @@ class ServerTable:
         Raises Busy if something on its way is going to refer to it: then try again later.
         """
         async with self._changing:
-            await self._engine.transact(_remove, server_id)
+            server = self._servers.find(server_id)
+            # What is to be deleted in a burst directory that is gone has nobody to wait for.
+            is_gone = server is not None and server.role == "burst" and bool(server.absent)
+            await self._engine.transact(_remove, server_id, is_gone)
             await self._engine.barrier()
             faults.reach(_REMOVED)
-            server = self._servers.find(server_id)
             if server is not None:
                 was_absent = server.absent or server.hangs
                 self._servers.drop(server_id)
@@ -209,11 +211,11 @@ def _give_up(server: DataServer) -> None:
         directories.give_up(server)
 
 
-def _remove(tx: Transaction, server_id: int) -> None:
+def _remove(tx: Transaction, server_id: int, is_gone: bool) -> None:
     record = servers.get_server(tx, server_id)
     if record is None or record.state == ACTIVE:
         raise Busy(f"{name_of(server_id)} is in use")
-    if record.state == LOST:
+    if record.state == LOST or is_gone:
         _forget_garbage(tx, server_id)
     else:
         _require_settled(tx, server_id)
@@ -236,7 +238,7 @@ def _garbage_on(tx: ReadTransaction, server_id: int) -> Iterator[tuple[bytes, Ga
 
 
 def _forget_garbage(tx: Transaction, server_id: int) -> None:
-    """What lies on a lost server is nobody's concern."""
+    """What lies on a server that is gone for good is nobody's concern."""
     for key, garbage in list(_garbage_on(tx, server_id)):
         layout = garbage.layout
         others = tuple(number for number in layout.servers if number != server_id)
@@ -274,13 +276,22 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
     wrong, stakes = in_use.identify(read_only), dict[int, str]()
     for server in in_use.burst():
         if server.id in wrong:
-            if count := await engine.view(_count_undrained, server):
+            count, mirrored = await engine.view(_count_undrained, server)
+            if not count:
+                wrong[server.id] += "; only cached copies lie there"
+                dispensable.add(server.id)
+            elif config.burst.missing == "refuse":
                 stakes[server.id] = (
                     f"{count} files have their newest bytes there alone: mount its filesystem or "
-                    "put the directory back"
+                    "put the directory back; or, if they are lost, mount without them: "
+                    "-o burst.missing=allow"
+                )
+            elif mirrored:
+                stakes[server.id] = (
+                    f"{mirrored} files have mirrors on other hosts, which take them over while this"
+                    " host does not have the store mounted: mount again in some seconds"
                 )
             else:
-                wrong[server.id] += "; only cached copies lie there"
                 dispensable.add(server.id)
     in_use.require(wrong, dispensable, stakes)
     written_once = [server for server in in_use.capacity() if not server.storage.in_place]
@@ -291,9 +302,12 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
         )
 
 
-def _count_undrained(tx: ReadTransaction, server: DataServer) -> int:
+def _count_undrained(tx: ReadTransaction, server: DataServer) -> tuple[int, int]:
+    """Files that have their newest bytes there, and those of them that another host has a copy
+    of."""
     records = map(decode_burst, (value for _, value in tx.range(*keys.all_of(b"b"))))
-    return sum(record.undrained for record in records if record.server == server.id)
+    found = [record for record in records if record.undrained and record.server == server.id]
+    return len(found), sum(record.mirror is not None for record in found)
 
 
 async def adopt_places(config: Config, engine: Engine) -> None:

@@ -9,7 +9,7 @@ it is until that host mounts the store again.
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -29,10 +29,11 @@ from aifs.files.drain import Undrained
 from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, dooming, forms, keys, moves, namespace, sharing
+from aifs.meta import chunks, dooming, forms, keys, moves, namespace, paths, sharing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, decode_burst, decode_garbage
 from aifs.movers.movers import Movers
+from aifs.store import lost_and_found
 from aifs.store.ids import last_windows
 from aifs.store.store import Store
 from aifs.upkeep.judging import Judgement, judge_copy
@@ -40,6 +41,7 @@ from aifs.upkeep.judging import Judgement, judge_copy
 _log = logger(__name__)
 
 _SLICE = 256
+_LISTED_MAX = 2000
 _UNLISTED = b"unlisted"
 
 
@@ -456,6 +458,7 @@ async def load_copies(
     power cut may have left anything in it. Then it is kept if it is needed, and has its checksums.
     """
     undrained: list[Undrained] = []
+    unreachable = defaultdict[str, list[int]](list)
     sources = _Sources(store, needs)
     start, end = keys.all_of(b"b")
     while batch := await store.engine.view(_read_copies, start, end):
@@ -474,7 +477,9 @@ async def load_copies(
             if record.server in store.servers.elsewhere:
                 continue
             server = store.servers.find(record.server)
-            if server is None or server.absent:
+            if server is not None and server.absent and record.undrained:
+                unreachable[server.name].append(record.ino)
+            elif server is None or server.absent:
                 # What the missing directory holds is on record as garbage, should it ever come
                 # back.
                 await store.engine.transact(forms.put_without_copy, record.ino, copy_id)
@@ -491,7 +496,21 @@ async def load_copies(
                 )
                 recovered.dropped_copies += 1
     recovered.undrained = len(undrained)
+    for name, inos in unreachable.items():
+        await _list_lost(store, name, inos)
     return undrained
+
+
+async def _list_lost(store: Store, directory: str, inos: Sequence[int]) -> None:
+    """Name the files whose newest bytes are in a burst directory that is missing, where users are
+    to look for what is lost."""
+    engine, what = store.engine, f"{len(inos)} files cannot be read without {directory}"
+    if store.servers.read_only:
+        _log.warning("%s", what)
+        return
+    named = [await engine.view(paths.describe, ino) for ino in inos[:_LISTED_MAX]]
+    where = await engine.transact(lost_and_found.put_list, directory, named, len(inos))
+    _log.warning("%s; %s names them", what, where)
 
 
 class _Sources:

@@ -2,6 +2,7 @@
 home dies, when it comes back, and when the mirror's host dies."""
 
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import trio
 
 from aifs.burst.mirrors import KEEP
-from aifs.core.errors import Unavailable
+from aifs.core.config import Config
+from aifs.core.errors import StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.layout.hint import Policy
 from aifs.meta import mirrors
@@ -87,8 +89,8 @@ class Hosts:
 
 
 @asynccontextmanager
-async def hosts(directory: Path) -> AsyncIterator[Hosts]:
-    async with cluster_of(directory) as cluster, trio.open_nursery() as nursery:
+async def hosts(directory: Path, **settings: str) -> AsyncIterator[Hosts]:
+    async with cluster_of(directory, settings) as cluster, trio.open_nursery() as nursery:
         made = Hosts(cluster, nursery)
         yield made
         await made.end_all()
@@ -159,6 +161,48 @@ async def test_what_was_synced_survives_its_home(scratch: Path):
         await north.collector.drain()
         await drained(south, ino)
         assert await read_file(north, ino) == b"new" + DATA[3:]
+
+
+async def test_a_host_that_has_lost_its_disk_comes_back_without_what_has_no_mirror(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with hosts(scratch / "s", **{"host.home_wait": "0s"}) as two:
+        north, south = await two.begin("north"), await two.begin("south")
+        kept = await synced_file(north, b"kept")
+        lost = await write_file(north, b"lost", DATA)
+        await two.kill("south")
+        await two.kill("north")
+        shutil.rmtree(scratch / "s" / "burst")
+        with pytest.raises(StoreError, match="2 files .* mount without them: -o burst.missing=a"):
+            await two.begin("north")
+        config = two.cluster.config
+
+        def allowing(name: str) -> Config:
+            known = config(name)
+            burst = known.burst.model_copy(update={"missing": "allow"})
+            return known.model_copy(update={"burst": burst})
+
+        monkeypatch.setattr(two.cluster, "config", allowing)
+        with pytest.raises(StoreError, match="1 files have mirrors on other hosts"):
+            await two.begin("north")
+        south = await two.begin("south")
+        await until_home(south, kept)
+        north = await two.begin("north")
+        for fs in (north, south):
+            assert await read_file(fs, kept) == DATA
+            handle, *_ = await fs.open(lost, os.O_RDONLY)
+            with pytest.raises(Unavailable):
+                await fs.read(handle, 0, 10)
+            await fs.release(handle)
+            place = await fs.lookup(ROOT_INO, b"lost+found")
+            listed = await fs.lookup(place.ino, b"burst-directory-0")
+            assert await read_file(fs, listed.ino) == b"/lost\n"
+        await south.unlink(ROOT_INO, b"lost")
+        south.forget([lost])
+        await south.collector.drain()
+        await two.end("north")
+        monkeypatch.undo()
+        north = await two.begin("north")
 
 
 async def test_a_mirror_goes_with_what_it_is_of(scratch: Path):

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,17 +17,19 @@ import trio
 import trio.testing
 
 from aifs.burst.copy import BurstCopy
-from aifs.core.errors import NoSpace, StoreBusy, StoreError, Unavailable
+from aifs.check.fsck import check
+from aifs.core.errors import NoSpace, NotFound, StoreBusy, StoreError, Unavailable
 from aifs.data.health import ObjectFails
 from aifs.files.flips import Draining, DrainOutcome
+from aifs.layout.placement import BURST_FIRST
 from aifs.meta import forms, keys, namespace
-from aifs.vfs import Caller, open_filesystem
+from aifs.vfs import Caller, SetAttr, open_filesystem
 from tests.support import modes
 from tests.support.data_servers import FaultHook, failing, hooked
 from tests.support.hanging import WAIT_S, hanging
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of
-from tests.support.stores import drained, opened, require_sound
+from tests.support.stores import drained, opened, require_sound, served
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
@@ -516,6 +519,74 @@ async def test_a_missing_device_is_named_with_what_is_at_stake(
             assert await content_of(kernel, ino) == CONTENT
             await drained(kernel, ino)
     await require_sound(config_of(directory))
+
+
+async def test_a_mount_without_a_device_names_what_is_lost_and_finds_it_again(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory) as kernel:
+        clean = await make(kernel, b"clean")
+        await drained(kernel, clean)
+        inos = [await make(kernel, b"f%d\n" % number) for number in range(3)]
+    (directory / "burst").rename(directory / "away")
+    config = config_of(directory)
+    burst = config.burst.model_copy(update={"missing": "allow"})
+    without = config.model_copy(update={"burst": burst})
+    async with served(without):
+        pass
+    async with served(without) as fs, Kernel(fs) as kernel:
+        assert await content_of(kernel, clean) == CONTENT
+        for ino in inos:
+            with pytest.raises(Unavailable):
+                await content_of(kernel, ino)
+        place = await kernel.lookup(ROOT, b"lost+found")
+        listed = await kernel.lookup(place.ino, b"burst-directory-0")
+        with pytest.raises(NotFound):  # the same is not listed twice
+            await kernel.lookup(place.ino, b"burst-directory-0.1")
+        assert (place.mode & 0o777, listed.mode & 0o777) == (0o700, 0o400)
+        with pytest.raises(Unavailable):
+            await kernel.open(inos[1], os.O_RDWR)
+        with pytest.raises(Unavailable):
+            await kernel.setattr(inos[1], SetAttr(size=0), ME)
+        assert await content_of(kernel, listed.ino) == b"/f0\\n\n/f1\\n\n/f2\\n\n"
+        await kernel.unlink(ROOT, b"f0\n")
+        new = await make(kernel, b"new")
+        await kernel.rename(ROOT, b"new", ROOT, b"f1\n")
+        assert await content_of(kernel, new) == CONTENT
+    said = "3 files cannot be read without burst directory 0; /lost+found/burst-directory-0 names"
+    assert any(said in one for one in warnings(caplog))
+    report = await trio.to_thread.run_sync(check, without, False)
+    assert ("missing-object", r"/f2\n") in [(one.kind, one.where) for one in report.findings]
+    (directory / "away").rename(directory / "burst")
+    async with mounted(directory) as kernel:
+        assert await content_of(kernel, inos[2]) == CONTENT
+        await drained(kernel, inos[2])
+    await require_sound(config_of(directory))
+    caplog.clear()
+
+
+async def test_a_device_that_is_gone_is_taken_out_of_the_store_and_its_place_is_free(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel, b"lost")
+    shutil.rmtree(directory / "burst")
+    config = config_of(directory)
+    burst = config.burst.model_copy(update={"missing": "allow"})
+    async with served(config.model_copy(update={"burst": burst})) as fs, Kernel(fs) as kernel:
+        await kernel.unlink(ROOT, b"lost")
+        fs.forget([ino])
+        await fs.collector.drain()
+        admin = fs.server_admin
+        await admin.drain(BURST_FIRST)
+        await admin.remove(BURST_FIRST)
+        await admin.work()
+        assert [row["role"] for row in (await admin.describe())["servers"]] == ["data"] * 4
+        assert await admin.add(str(directory / "burst"), "burst", "") == BURST_FIRST + 1
+    async with mounted(directory) as kernel:
+        await drained(kernel, await make(kernel, b"new"))
+    await require_sound(config)
+    caplog.clear()
 
 
 # --- servers under a drain ------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_a_missing_burst_directory_is_named_with_what_is_at_stake(tmp_path: Path
     assert str(caught.value) == (
         f"burst directory 0: {tmp_path}/store/burst: there is no such directory; is its filesystem "
         "mounted?; 2 files have their newest bytes there alone: mount its filesystem or put the "
-        "directory back"
+        "directory back; or, if they are lost, mount without them: -o burst.missing=allow"
     )
 
 
