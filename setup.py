@@ -11,6 +11,7 @@ setup(
             depends=[
                 "aifs/fuse/directories.h",
                 "aifs/fuse/messages.h",
+                "aifs/fuse/names.h",
                 "aifs/fuse/opens.h",
                 "aifs/fuse/records.h",
             ],

@@ -271,7 +271,7 @@ class Home:
         """The kernel of this host does not know that the file has been changed: what it knows of it
         is forgotten."""
         if file.backing:
-            await self._kernel.forget([], [file.inode.ino], [])
+            await self._kernel.forget({}, [file.inode.ino], [])
         else:
             await self._kernel.drop_pages([file.inode.ino])
 

@@ -1,7 +1,7 @@
 """The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
 local files by itself."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from aifs.files.types import Passthrough
@@ -36,10 +36,14 @@ class Kernel:
         """Names (parent, name) lead somewhere else; the kernel knows it on return, if that does not
         take long."""
 
+    def keep_no_names(self, ino: int) -> None:
+        """From now on it looks up names of a directory each time, as far as it asks by itself."""
+
     async def forget(
-        self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
+        self, names: Mapping[tuple[int, bytes], int], inodes: Sequence[int], pages: Sequence[int]
     ) -> Collection[int]:
-        """Another host has changed what these names (parent, name) lead to, the attributes of these
+        """Another host has changed what these names (parent, name) lead to: inodes now, 0 for
+        nothing; the attributes of these
         inodes, or what these directories hold (``pages``). The kernel shows nothing of the state
         before on return, whatever programs wait for. Inodes that the kernel knows, all of
         ``inodes`` that it does among them."""

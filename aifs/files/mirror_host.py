@@ -165,5 +165,5 @@ class MirrorHost:
         before = self._io.table.cached_size(ino)
         with nullcontext() if before is None else self._io.table.told.held(ino, before):
             self._io.inodes.follow(inode)
-            await self._kernel.forget([], [ino], [ino])
+            await self._kernel.forget({}, [ino], [ino])
         self._drain.load([Undrained(ino, mirrored.since_ns, inode.size)])

@@ -126,6 +126,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         }
         const struct fuse_in_header *header = buffer;
         struct answer answer;
+        bridge.now_ns = clock_ns(CLOCK_MONOTONIC);
         uint64_t sure_until_ns = bridge.state.sure_until_ns;
         bool is_sure = sure_until_ns == 0 || clock_ns(CLOCK_BOOTTIME) < sure_until_ns;
         enum verdict verdict =
@@ -170,6 +171,7 @@ static ssize_t bridge_writev(int fd, struct iovec *parts, int count, void *userd
     const struct fuse_out_header *header = parts[0].iov_base;
     void *body = count > 1 ? parts[1].iov_base : NULL;
     size_t size = count > 1 ? parts[1].iov_len : 0;
+    bridge.now_ns = clock_ns(CLOCK_MONOTONIC);
     if (header->unique != 0 && bridge.expected_count != 0)
         edit_reply(&bridge, header, body, size);
     if (header->unique != 0)
@@ -273,6 +275,7 @@ static PyObject *listing(PyObject *self, PyObject *args)
         return NULL;
     struct keeping keeping = bridge.state.keeping;
     keeping.entry_ns = are_kept ? keeping.entry_ns : 0;
+    bridge.now_ns = clock_ns(CLOCK_MONOTONIC);
     PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
     size_t used = 0;
     Py_ssize_t i = 0;
@@ -293,6 +296,11 @@ static PyObject *listing(PyObject *self, PyObject *args)
         if (length == 0)
             break;
         note_told(&bridge.state, big_endian(entry.start));
+        if (has_locks(&bridge.state)) {
+            struct span name = {entry.start + ENTRY_NAME_AT, entry.length - ENTRY_NAME_AT};
+            uint64_t hash = name_hash(big_endian(key.start + 1), name);
+            note_name_told(&bridge, hash, big_endian(entry.start), keeping.entry_ns);
+        }
         used += length;
         if (is_last && i + 1 == PyList_GET_SIZE(entries))
             note_end(&bridge.directories, key);
@@ -308,6 +316,31 @@ static PyObject *note_records(PyObject *self, PyObject *writes)
     PyObject *key, *record;
     for (Py_ssize_t at = 0; PyDict_Next(writes, &at, &key, &record);)
         note_change(&bridge, span_of(key), span_of(record));
+    Py_RETURN_NONE;
+}
+
+/* kept_name(parent, name): what the kernel may keep of a name, as (inode, until_ns): by CLOCK_MONOTONIC, 0: nothing. */
+static PyObject *kept_name(PyObject *self, PyObject *args)
+{
+    unsigned long long parent;
+    const char *name;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "Ky#", &parent, &name, &length))
+        return NULL;
+    bridge.now_ns = clock_ns(CLOCK_MONOTONIC);
+    struct told_name kept = find_kept_name(&bridge, parent, (struct span){name, (size_t)length});
+    return Py_BuildValue("KK", (unsigned long long)kept.ino, (unsigned long long)kept.until_ns);
+}
+
+/* drop_name(parent, name, until_ns): the kernel has forgotten it as kept_name has told it. */
+static PyObject *drop_name(PyObject *self, PyObject *args)
+{
+    unsigned long long parent, until_ns;
+    const char *name;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "Ky#K", &parent, &name, &length, &until_ns))
+        return NULL;
+    note_dropped_name(bridge.names, name_hash(parent, (struct span){name, (size_t)length}), until_ns);
     Py_RETURN_NONE;
 }
 
@@ -375,6 +408,8 @@ static PyMethodDef methods[] = {
     {"reply", reply, METH_VARARGS, NULL},
     {"listing", listing, METH_VARARGS, NULL},
     {"note_records", note_records, METH_O, NULL},
+    {"kept_name", kept_name, METH_VARARGS, NULL},
+    {"drop_name", drop_name, METH_VARARGS, NULL},
     {"lend", lend_method, METH_VARARGS, NULL},
     {"take_back", take_back_method, METH_VARARGS, NULL},
     {"find_lent", find_lent_method, METH_O, NULL},

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -72,10 +73,11 @@ _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
 _NOTED = struct.Struct("=QI4x")  # struct noted: ino, uid
-_OPCODES, _FRESH, _ACLS, _TOLD = 64, 4096, 1 << 20, 1 << 23
+_OPCODES, _FRESH, _ACLS, _TOLD, _SHARED = 64, 4096, 1 << 20, 1 << 23, 1024
 
-_INC_EPOCH = struct.pack("=IiQ", 16, 8, 0)
-"""FUSE_NOTIFY_INC_EPOCH (kernel 6.16 or later), a header alone: all names are looked up anew."""
+_EXPIRE_ENTRY = struct.Struct("=IiQQII")
+"""FUSE_NOTIFY_INVAL_ENTRY (3) with FUSE_EXPIRE_ONLY (1; kernel 6.2 or later): length, code, 0,
+directory, length of the name, flag; and the name, with a zero behind it."""
 
 ALL_COST = (
     "files are not passed through to the burst tier; "
@@ -92,6 +94,18 @@ class MissingPart(NamedTuple):
     why: str
     cost: str
     fix: str
+
+
+UNKNOWN = 2**64 - 1
+"""In place of an inode: it may be any."""
+
+
+class KeptName(NamedTuple):
+    """What the kernel may keep of a name: the inode that it leads to (0: that there is none), and
+    until when on the monotonic clock (0: it keeps nothing)."""
+
+    ino: int
+    until_ns: int
 
 
 NOT_BUILT = (
@@ -138,6 +152,7 @@ class BridgeState(ctypes.Structure):
         ("fresh", ctypes.c_uint64 * _FRESH),
         ("acls", ctypes.c_uint8 * (_ACLS // 8)),
         ("told", ctypes.c_uint8 * (_TOLD // 8)),
+        ("shared", ctypes.c_uint64 * _SHARED),
     ]
 
 
@@ -268,19 +283,36 @@ class Bridge:
         """
         self._state.sure_until_ns = max(1, int(until_s * 10**9))
 
-    def forget_all_names(self) -> bool:
-        """From now on the kernel looks all names up anew, whatever locks programs hold. Whether it
-        can do so. Does not block.
+    def expire_name(self, parent: int, name: bytes) -> None:
+        """From now on the kernel looks the name up anew. If it leads where it led, programs that
+        use what lies there, and what is mounted there, notice nothing. Blocks while a program holds
+        the directory's lock. Raises OSError, FileNotFoundError if the kernel does not know it.
         """
-        if not self.in_use:
-            return False
-        try:
-            os.write(self._state.device, _INC_EPOCH)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                _log.warning("the kernel may have kept names: %s", error)
-            return False
-        return True
+        length = _EXPIRE_ENTRY.size + len(name) + 1
+        head = _EXPIRE_ENTRY.pack(length, 3, 0, parent, len(name), 1)
+        os.write(self._state.device, head + name + b"\0")
+
+    def kept_name(self, parent: int, name: bytes) -> KeptName:
+        """What the kernel may keep of a name, where there are other hosts."""
+        if not self.keeps_account:
+            kept_ns = max(self._kernel.entry_timeout_s, self._kernel.negative_timeout_s) * 1e9
+            return KeptName(UNKNOWN, time.monotonic_ns() + round(kept_ns))
+        return KeptName(*extension.kept_name(parent, name))
+
+    @property
+    def keeps_account(self) -> bool:
+        """Whether it is known what the kernel was told of names: not where there is no bridge, and
+        not where there are no other hosts."""
+        return self.in_use and self._state.granted & LOCKS == LOCKS
+
+    def drop_name(self, parent: int, name: bytes, kept: KeptName) -> None:
+        """The kernel has forgotten what it kept of a name."""
+        if self.keeps_account:
+            extension.drop_name(parent, name, kept.until_ns)
+
+    def keep_no_names(self, ino: int) -> None:
+        """The kernel keeps no names of a directory from now on, nor that there is none."""
+        self._state.shared[ino % _SHARED] = ino
 
     def kill_privileges(self) -> bool:
         """Whether the request read last owes the clearing of set-id bits. Ask before anything is

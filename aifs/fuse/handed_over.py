@@ -445,8 +445,8 @@ class HandedOver:
         listing = await self._fs.readdir(nodeid, cookie, limit)
         if directory is not None:
             listing.put_dots(directory, offset)
-        has_unkept = any(parent == nodeid for parent, _ in self._fs.unkept)
-        data, count = listing_reply(listing, size, not has_unkept, listing.is_last)
+        are_kept = self._fs.keeps_names(nodeid)
+        data, count = listing_reply(listing, size, are_kept, listing.is_last)
         if count and not listing.is_last and self._nursery is not None:
             _, reached = entry_numbers(listing.entries[count - 1][0])
             self._nursery.start_soon(self._fs.read_ahead, nodeid, reached, limit)

@@ -9,7 +9,8 @@ of them waits, also when this process is killed; ``guard`` ends it then.
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyfuse3
 import trio
 
 from aifs.files.kernel import Kernel
-from aifs.fuse.bridge import Bridge, MissingPart
+from aifs.fuse.bridge import UNKNOWN, Bridge, KeptName, MissingPart
 from aifs.meta import keys
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,9 @@ log = logging.getLogger(__name__)
 FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
-EPOCH_S = 0.005
-"""How long another host waits until the kernel has forgotten names one by one; then it is made to
-look all names up anew. The lock of a directory may be held by a request of ours that waits for that
-other host, which waits for us.
+LOCKED_S = 0.005
+"""How long attributes wait behind names. The lock of a directory may be held by a request of ours
+that waits for another host, which waits for us.
 """
 
 _AT_ONCE = 16
@@ -70,6 +70,10 @@ class KernelCache(Kernel):
     def see_all(self, on: bool) -> None:
         if self._bridge is not None:
             self._bridge.see_all(on)
+
+    def keep_no_names(self, ino: int) -> None:
+        if self._bridge is not None:
+            self._bridge.keep_no_names(ino)
 
     def begin_directory(self, ino: int) -> None:
         if self._bridge is not None:
@@ -120,36 +124,67 @@ class KernelCache(Kernel):
             await done.wait()
 
     async def forget(
-        self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
+        self, names: Mapping[tuple[int, bytes], int], inodes: Sequence[int], pages: Sequence[int]
     ) -> set[int]:
-        bridge = self._bridge
+        bridge, entries = self._bridge, []
+        kept = self._kept(names)
         if bridge is not None:  # a thread costs more than most changes
-            names = [name for name in names if bridge.was_told(name[0])]
             inodes = [ino for ino in inodes if bridge.was_told(ino)]
             pages = [ino for ino in pages if bridge.was_told(ino)]
+        for name in kept if bridge is not None else names:
+            entries.append((self._forget_name, *name, kept.get(name)))
         listings = set(pages)
         told: list[tuple[Any, ...]] = [(pyfuse3.invalidate_inode, ino) for ino in listings]
         told += [(pyfuse3.invalidate_inode, ino, True) for ino in {*inodes} - listings]
-        entries = [(pyfuse3.invalidate_entry, *name) for name in names]
+        known: set[int] = set()
         done = None
         if self._threads.available_tokens:
-            known: set[int] = set()
             done = self._start([*told, *entries], known)
-            with trio.move_on_after(EPOCH_S):
+            with trio.move_on_after(LOCKED_S):
                 await done.wait()
+            if done.is_set():
+                for name, each in kept.items():
+                    self._note_dropped(*name, each)
                 return known
-        # A name waits for long. Attributes and listings wait for nobody who waits for us, so only
-        # names need another way.
+        # A name waits for long. Attributes and listings wait for nobody who waits for us.
         known = set()
         if self._nursery is not None and told:
             await trio.to_thread.run_sync(
                 self._send_all, told, known, abandon_on_cancel=True, limiter=self._inodes
             )
-        if entries and not self._forget_all_names():
-            if done is None:
-                done = self._start(entries)
-            await done.wait()
+        if done is None:
+            done = self._start(entries)
+        while not done.is_set() and kept:
+            until_ns = max(each.until_ns for each in kept.values())
+            with trio.move_on_after((until_ns - time.monotonic_ns()) / 1e9):
+                await done.wait()
+            is_known = bridge is not None and bridge.keeps_account
+            kept = self._kept(names) if is_known else {}  # a name may have been being made
         return known
+
+    def _kept(self, names: Mapping[tuple[int, bytes], int]) -> dict[tuple[int, bytes], KeptName]:
+        """Those of these names that may lead elsewhere for the kernel, which are on record."""
+        bridge = self._bridge
+        if bridge is None:
+            return {}
+        told = {name: bridge.kept_name(*name) for name in names if bridge.was_told(name[0])}
+        return {
+            name: kept
+            for name, kept in told.items()
+            if kept.until_ns and (kept.ino == UNKNOWN or kept.ino != names[name])
+        }
+
+    def _note_dropped(self, parent: int, name: bytes, kept: KeptName) -> None:
+        if self._bridge is not None:
+            self._bridge.drop_name(parent, name, kept)
+
+    def _forget_name(self, parent: int, name: bytes, kept: KeptName | None) -> None:
+        """Blocks. Of a name that the kernel does not know to lead somewhere nothing else has to
+        go."""
+        if self._bridge is not None and kept is not None and kept.ino == 0:
+            self._bridge.expire_name(parent, name)
+        else:
+            pyfuse3.invalidate_entry(parent, name)
 
     async def drop_pages(self, inodes: Sequence[int]) -> None:
         await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
@@ -178,10 +213,6 @@ class KernelCache(Kernel):
             abandon_on_cancel=True,  # it may wait for the end of the mount, which waits for us
             limiter=self._inodes,
         )
-
-    def _forget_all_names(self) -> bool:
-        """Whether the kernel can do that."""
-        return self._bridge is not None and self._bridge.forget_all_names()
 
     def _start(
         self, notifications: list[tuple[Any, ...]], known: set[int] | None = None

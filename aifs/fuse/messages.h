@@ -20,6 +20,7 @@
 #include <string.h>
 
 #include "directories.h"
+#include "names.h"
 #include "opens.h"
 
 /* --- the protocol, as far as <linux/fuse.h> may lack it --- */
@@ -97,10 +98,13 @@ static const struct kind kinds[OPCODES] = {
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
 
-enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192, TOLD_MAX = 1 << 23 };
+#define LATE_NS 100000000
+
+enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192, TOLD_MAX = 1 << 23, SHARED_MAX = 1024 };
 
 struct expected {
     uint64_t unique, nodeid, xattr_changes;
+    uint64_t name; /* the hash of the one that it asks for, or makes; 0: none */
     uint32_t opcode;
 };
 
@@ -130,6 +134,7 @@ struct state {
     uint64_t fresh[FRESH_MAX];   /* directories all of whose names have been noted, each in its place by its number */
     uint8_t acls[INODES_MAX / 8]; /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
     uint8_t told[TOLD_MAX / 8];   /* inodes that the kernel may know, in the same way, where there are other hosts */
+    uint64_t shared[SHARED_MAX];  /* directories of which the kernel keeps no names, as `fresh` */
 };
 
 struct bridge {
@@ -142,6 +147,8 @@ struct bridge {
     size_t expected_count;
     struct directories directories;
     struct opens opens;
+    uint64_t now_ns;                    /* by CLOCK_MONOTONIC, as the kernel's timeouts; bridge.c sets it */
+    struct told_name names[NAMES_MAX];  /* where there are other hosts */
 };
 
 struct answer {
@@ -184,13 +191,73 @@ static inline void note_change(struct bridge *bridge, struct span key, struct sp
 
 /* --- requests --- */
 
-static inline bool expect_reply(struct bridge *bridge, const struct fuse_in_header *header)
+static inline bool has_locks(const struct state *state)
 {
+    return state->granted & FUSE_POSIX_LOCKS;
+}
+
+/* The name in the body of a request, which begins at `at`; with a length of 0 if there is none. */
+static inline struct span name_at(const char *body, size_t size, size_t at)
+{
+    const char *end = at < size ? memchr(body + at, 0, size - at) : NULL;
+    return end != NULL ? (struct span){body + at, (size_t)(end - body) - at} : (struct span){NULL, 0};
+}
+
+/* Where the name lies that a request asks for, or makes: behind its struct. */
+static inline size_t name_of(uint32_t opcode)
+{
+    return opcode == FUSE_CREATE || opcode == FUSE_MKNOD ? 16 : opcode == FUSE_MKDIR || opcode == FUSE_LINK ? 8 : 0;
+}
+
+/* As expect_reply, of a request whose reply may have the kernel keep a name, where other hosts may change it. */
+static inline bool expect_entry(struct bridge *bridge, const struct fuse_in_header *header, size_t size)
+{
+    struct span name = name_at((const char *)(header + 1), size, name_of(header->opcode));
+    uint64_t hash = has_locks(&bridge->state) && name.length != 0 ? name_hash(header->nodeid, name) : 0;
     if (bridge->expected_count == EXPECTED_MAX)
         return false;
     bridge->expected[bridge->expected_count++] =
-        (struct expected){header->unique, header->nodeid, bridge->xattr_changes, header->opcode};
+        (struct expected){header->unique, header->nodeid, bridge->xattr_changes, hash, header->opcode};
     return true;
+}
+
+static inline bool expect_reply(struct bridge *bridge, const struct fuse_in_header *header)
+{
+    return expect_entry(bridge, header, 0);
+}
+
+/* The kernel takes the time when it reads the reply, which may be later than now. */
+static inline void note_name_told(struct bridge *bridge, uint64_t hash, uint64_t ino, uint64_t kept_ns)
+{
+    kept_ns += kept_ns ? LATE_NS : 0;
+    note_told_name(bridge->names, (struct told_name){hash, ino, bridge->now_ns + kept_ns}, bridge->now_ns);
+}
+
+/* The kernel may keep of the new name what it keeps of the old one, if RENAME succeeds; and the other way round. */
+static inline void note_moved(struct bridge *bridge, const struct fuse_in_header *header, const char *body, size_t size)
+{
+    size_t at = header->opcode == FUSE_RENAME ? sizeof(struct fuse_rename_in) : sizeof(struct fuse_rename2_in);
+    uint64_t new_parent, hashes[2];
+    struct span old = name_at(body, size, at), new = name_at(body, size, at + old.length + 1);
+    if (!has_locks(&bridge->state) || new.length == 0)
+        return;
+    memcpy(&new_parent, body, sizeof new_parent);
+    hashes[0] = name_hash(header->nodeid, old);
+    hashes[1] = name_hash(new_parent, new);
+    struct told_name told[] = {find_told_name(bridge->names, hashes[0], bridge->now_ns),
+                               find_told_name(bridge->names, hashes[1], bridge->now_ns)};
+    for (int i = 0; i < 2; i++)
+        note_told_name(bridge->names, (struct told_name){hashes[!i], UNKNOWN_INO, told[i].until_ns}, bridge->now_ns);
+}
+
+/* What the kernel may keep of a name. While it may be told at any moment of one that is being made, that is unknown. */
+static inline struct told_name find_kept_name(const struct bridge *bridge, uint64_t parent, struct span name)
+{
+    uint64_t hash = name_hash(parent, name);
+    for (size_t i = 0; i < bridge->expected_count; i++)
+        if (bridge->expected[i].name == hash && bridge->expected[i].opcode != FUSE_LOOKUP)
+            return (struct told_name){hash, UNKNOWN_INO, bridge->now_ns + bridge->state.keeping.entry_ns};
+    return find_told_name(bridge->names, hash, bridge->now_ns);
 }
 
 static inline enum verdict refuse(struct answer *answer, int error)
@@ -209,11 +276,6 @@ static inline bool asks_for(const char *body, size_t size, const char *start, si
 static inline bool is_in(const uint8_t *inodes, uint64_t nodeid)
 {
     return inodes[nodeid % INODES_MAX / 8] >> nodeid % 8 & 1;
-}
-
-static inline bool has_locks(const struct state *state)
-{
-    return state->granted & FUSE_POSIX_LOCKS;
 }
 
 /* The kernel is about to be told of an inode, which other hosts may change then. */
@@ -338,13 +400,28 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     case FUSE_LOOKUP: {
         const struct span name = {body, size - 1}; /* behind it is a zero */
-        if (passes_on(bridge) || !is_absent(&bridge->directories, state->fresh, header->nodeid, name))
+        if (passes_on(bridge) || !is_absent(&bridge->directories, state->fresh, header->nodeid, name)) {
+            if (has_locks(state) && !expect_entry(bridge, header, size))
+                return refuse(answer, ENFILE);
             return PASS;
-        answer->entry.entry_valid = state->keeping.absent_ns / SECOND_NS;
-        answer->entry.entry_valid_nsec = state->keeping.absent_ns % SECOND_NS;
+        }
+        uint64_t kept_ns = state->shared[header->nodeid % SHARED_MAX] == header->nodeid ? 0 : state->keeping.absent_ns;
+        if (has_locks(state))
+            note_name_told(bridge, name_hash(header->nodeid, name), 0, kept_ns);
+        answer->entry.entry_valid = kept_ns / SECOND_NS;
+        answer->entry.entry_valid_nsec = kept_ns % SECOND_NS;
         answer->size = sizeof answer->entry;
         return ANSWER;
     }
+    case FUSE_MKNOD:
+    case FUSE_MKDIR:
+    case FUSE_SYMLINK:
+    case FUSE_LINK:
+        return !has_locks(state) || expect_entry(bridge, header, size) ? PASS : refuse(answer, ENFILE);
+    case FUSE_RENAME:
+    case FUSE_RENAME2:
+        note_moved(bridge, header, body, size);
+        return PASS;
     case FUSE_READDIRPLUS: {
         const struct fuse_read_in *in = body;
         const struct end *end = end_of(&bridge->directories, header->nodeid);
@@ -399,7 +476,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         return kind->verdict;
     }
     /* Without the edit of its reply, the kernel would take the backing id for a part of the handle. */
-    return expect_reply(bridge, header) ? PASS : refuse(answer, ENFILE);
+    return expect_entry(bridge, header, header->opcode == FUSE_CREATE ? size : 0) ? PASS : refuse(answer, ENFILE);
 }
 
 /* --- replies --- */
@@ -458,6 +535,11 @@ static inline void edit_reply(struct bridge *bridge, const struct fuse_out_heade
     struct expected request = bridge->expected[i];
     bridge->expected[i] = bridge->expected[--bridge->expected_count];
 
+    if (request.name && header->error == 0 && size >= sizeof(struct fuse_entry_out)) {
+        struct fuse_entry_out entry;
+        memcpy(&entry, body, sizeof entry);
+        note_name_told(bridge, request.name, entry.nodeid, entry.entry_valid * SECOND_NS + entry.entry_valid_nsec);
+    }
     uint64_t plain = 0; /* an inode that has no security.capability */
     if (request.opcode == FUSE_INIT && header->error == 0 && size >= sizeof(struct fuse_init_out)) {
         edit_init(&bridge->state, body);

@@ -226,8 +226,14 @@ class Operations(pyfuse3.Operations):
         entry.st_blksize = PREFERRED_IO
         return entry
 
-    def _entry(self, inode: Inode) -> EntryAttributes:
+    def _attributes(self, inode: Inode) -> EntryAttributes:
         return self._fill(self._blank(), inode)
+
+    def _entry(self, inode: Inode, parent: int, name: bytes) -> EntryAttributes:
+        entry = self._attributes(inode)
+        if inode.ino >= FIRST_VIRTUAL or not self._fs.keeps_name(parent, name):
+            entry.entry_timeout = 0
+        return entry
 
     def _fill(self, entry: EntryAttributes, inode: Inode) -> EntryAttributes:
         if inode.acl or inode.default_acl:
@@ -244,12 +250,9 @@ class Operations(pyfuse3.Operations):
         try:
             inode = await self._fs.lookup(parent, name, ctx)
         except NotFound:
-            is_kept = (parent, name) not in self._fs.unkept and parent < FIRST_VIRTUAL
+            is_kept = self._fs.keeps_name(parent, name) and parent < FIRST_VIRTUAL
             return self._negative if is_kept else self._unkept
-        entry = self._entry(inode)
-        if (parent, name) in self._fs.unkept or inode.ino >= FIRST_VIRTUAL:
-            entry.entry_timeout = 0
-        return entry
+        return self._entry(inode, parent, name)
 
     @answers
     async def create(
@@ -257,25 +260,26 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         what = None if name == NAMELESS else name
         opened, inode = await self._fs.create(parent, what, mode, flags | self._flags, ctx)
-        return file_info(opened), self._entry(inode)
+        return file_info(opened), self._entry(inode, parent, name)
 
     @answers
     async def mknod(
         self, parent: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._fs.mknod(parent, name, mode, rdev, ctx))
+        inode = await self._fs.mknod(parent, name, mode, rdev, ctx)
+        return self._entry(inode, parent, name)
 
     @answers
     async def mkdir(
         self, parent: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._fs.mkdir(parent, name, mode, ctx))
+        return self._entry(await self._fs.mkdir(parent, name, mode, ctx), parent, name)
 
     @answers
     async def symlink(
         self, parent: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._fs.symlink(parent, name, target, ctx))
+        return self._entry(await self._fs.symlink(parent, name, target, ctx), parent, name)
 
     @answers
     async def readlink(self, ino: int, ctx: RequestContext) -> bytes:
@@ -285,7 +289,8 @@ class Operations(pyfuse3.Operations):
     async def link(
         self, ino: int, new_parent: int, new_name: bytes, ctx: RequestContext
     ) -> EntryAttributes:
-        return self._entry(await self._fs.link(ino, new_parent, new_name))
+        inode = await self._fs.link(ino, new_parent, new_name)
+        return self._entry(inode, new_parent, new_name)
 
     @answers
     async def unlink(self, parent: int, name: bytes, ctx: RequestContext) -> None:
@@ -315,7 +320,7 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def getattr(self, ino: int, ctx: RequestContext) -> EntryAttributes:
-        return self._entry(await self._fs.getattr(ino))
+        return self._attributes(await self._fs.getattr(ino))
 
     @answers
     async def setattr(
@@ -327,7 +332,7 @@ class Operations(pyfuse3.Operations):
         ctx: RequestContext,
     ) -> EntryAttributes:
         asked = changes(attr, fields, self._kill_privileges())
-        return self._entry(await self._fs.setattr(ino, asked, ctx, handle))
+        return self._attributes(await self._fs.setattr(ino, asked, ctx, handle))
 
     @answers
     async def getxattr(self, ino: int, name: bytes, ctx: RequestContext) -> bytes:
@@ -411,7 +416,7 @@ class Operations(pyfuse3.Operations):
         while batch := await self._fs.readdir(handle, cookie - 1):
             for name, inode, next_cookie in batch:
                 cookie = next_cookie + 1
-                kept = (handle, name) not in self._fs.unkept
+                kept = self._fs.keeps_name(handle, name)
                 entry.entry_timeout = self._kernel.entry_timeout_s if kept else 0
                 if not pyfuse3.readdir_reply(token, name, self._fill(entry, inode), cookie):
                     return

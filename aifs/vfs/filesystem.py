@@ -302,7 +302,7 @@ class Filesystem:
             engine, servers, io, files, virtual, quotas, upkeep
         )
         self.quota_trees = quota_trees = QuotaTrees(engine, io, attributes, quotas, upkeep)
-        looked_up = LookedUp(engine)
+        looked_up = LookedUp(engine, kernel)
         self.names = names = Names(
             engine,
             ids,
@@ -464,7 +464,8 @@ class Filesystem:
         self.clone = clones.clone
         self.rename = publishing.rename
         self.publish = publishing.publish
-        self.unkept = publishing.unkept
+        self.keeps_name = publishing.keeps_name
+        self.keeps_names = publishing.keeps_names
         self.getattr = attributes.getattr
         self.setattr = attributes.setattr
         self.set_flags = attributes.set_flags

@@ -22,7 +22,7 @@ from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
-from aifs.meta.records import Inode, decode_inode
+from aifs.meta.records import Inode, decode_dentry, decode_inode
 from aifs.meta.trash import UNKNOWN, decode_entry, decode_rule
 from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
@@ -48,8 +48,8 @@ class _Unshown:
 
     seq: int = 0
     """Of the last change set."""
-    names: list[tuple[int, bytes]] = field(default_factory=list)
-    """Names, as (directory, name)."""
+    names: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """Names, as (directory, name), and the inodes that they lead to now; 0: to none."""
     inodes: list[int] = field(default_factory=list)
     """Numbers of inodes whose attributes have changed."""
     listings: list[int] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Following:
     async def _show(self) -> None:
         some = list(islice(self._unshown, AT_ONCE))
         known = await self._kernel.forget(
-            list(dict.fromkeys(name for each in some for name in each.names)),
+            {name: ino for each in some for name, ino in each.names.items()},
             [ino for each in some for ino in each.inodes],
             [ino for each in some for ino in each.listings],
         )
@@ -249,7 +249,7 @@ class Following:
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         parent, name = keys.dentry_parts(key)
-        unshown.names.append((parent, name))
+        unshown.names[parent, name] = 0 if record is None else decode_dentry(record).ino
         unshown.listings.append(parent)
         self._looked_up.changed((parent, name), unshown.seq)
         if record is not None:

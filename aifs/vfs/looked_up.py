@@ -16,6 +16,7 @@ from typing import Any
 
 from aifs.core.errors import NameTooLong, Stale
 from aifs.core.names import NAME_MAX
+from aifs.files.kernel import Kernel
 from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction
 from aifs.meta.records import decode_dentry
@@ -26,44 +27,80 @@ Name = tuple[int, bytes]
 _KEPT_S = 10.0
 """More than the kernel keeps a name (4.5 s) before it looks it up anew."""
 
-_RETRY_S = 1.0
-"""The kernel repeats a call that gets ESTALE within this time."""
+_SHARED_S = 60.0
+"""How long a directory in which several hosts have changed names is taken for one where they do."""
+
+_CALL_S = 1.0
+"""More than the kernel needs to look up all names of a call, and to repeat it."""
 
 
 class LookedUp:
     """Names that the kernel may know in a state before another host's change: those that have
     changed since it has looked them up, of the last seconds."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kernel: Kernel) -> None:
         self._engine = engine
+        self._kernel = kernel
         self._changed: dict[Name, float] = {}
         """When, on the monotonic clock; the oldest first."""
         self._unshown: dict[Name, int] = {}
         """Names whose change is not shown yet, and the last change set of each."""
+        self._shown: dict[Name, float] = {}
+        """When others were, as in ``_changed``."""
         self._refused: dict[tuple[Name, int], float] = {}
         """When lookups of names by threads were answered with ESTALE, as in ``_changed``."""
+
+        self._elsewhere: dict[int, float] = {}
+        """Directories in which other hosts have changed names, as in ``_changed``."""
+        self._here: dict[int, float] = {}
+        """Those in which this host has."""
 
     def changed(self, name: Name, seq: int) -> None:
         """Another host has changed what it leads to, in this change set."""
         _note(self._changed, name, _KEPT_S)
         self._unshown[name] = seq
+        self._note_change(self._elsewhere, name[0])
+
+    def changed_here(self, *directories: int) -> None:
+        """A request of this host changes names in them."""
+        if self._engine.host:
+            for directory in directories:
+                self._note_change(self._here, directory)
+
+    def _note_change(self, times: dict[int, float], directory: int) -> None:
+        was_shared = self.is_shared(directory)
+        _note(times, directory, _SHARED_S)
+        if not was_shared and self.is_shared(directory):
+            self._kernel.keep_no_names(directory)
+
+    def is_shared(self, directory: int) -> bool:
+        """Whether several hosts change names in it, so that the kernel must keep none: it could not
+        forget them while it holds the directory's lock for a request of this host, which waits for
+        other hosts, which wait for that.
+        """
+        here, elsewhere = self._here.get(directory), self._elsewhere.get(directory)
+        if here is None or elsewhere is None:
+            return False
+        return min(here, elsewhere) > time.monotonic() - _SHARED_S
 
     def shown(self, name: Name, seq: int) -> None:
         """The kernel has forgotten what the name led to before this change set."""
         if self._unshown.get(name) == seq:
             del self._unshown[name]
+            _note(self._shown, name, _CALL_S)
 
     def require_shown(self, name: Name, thread: int) -> None:
         """The kernel is about to learn that the name leads to an inode which it may know by an
-        older name. If that one may still lead there, raise Stale, once: the kernel then repeats the
-        call of this thread, and looks up anew all its names.
+        older name. If that one may still lead there, or did when this call began, raise Stale,
+        once: the kernel then repeats the call of this thread, and looks up anew all its names.
 
         Waiting would not help: the kernel looks up the new name of a rename(2) after the old one,
         and holds the locks that forgetting needs.
         """
-        since = time.monotonic() - _RETRY_S
-        if name in self._unshown and self._refused.get((name, thread), since) <= since:
-            _note(self._refused, (name, thread), _RETRY_S)
+        since = time.monotonic() - _CALL_S
+        is_new = name in self._unshown or self._shown.get(name, since) > since
+        if is_new and self._refused.get((name, thread), since) <= since:
+            _note(self._refused, (name, thread), _CALL_S)
             raise Stale("another host has changed the name just before")
 
     def asked(self, name: Name) -> None:

@@ -179,6 +179,7 @@ class Names:
         data: bytes | None = None,
         copy: Copy | None = None,
     ) -> Inode:
+        self._looked_up.changed_here(parent)
         now, size = clock.kernel_ns(), len(data or b"")
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
@@ -202,6 +203,7 @@ class Names:
         """Another name for a file, or the first one of a file that was created without."""
         virtual.require_on_record(ino)
         virtual.require_on_record(new_parent)
+        self._looked_up.changed_here(new_parent)
         cookie = await self._ids.take()
         nameless = ino in self._nameless
         if nameless:  # it is no orphan from the commit on, unless somebody unlinks it again
@@ -225,6 +227,7 @@ class Names:
     async def unlink(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
         """The name goes to the trash, if there is one for it, and somebody removes it, the
         ``caller``."""
+        self._looked_up.changed_here(parent)
         with virtual.unchanged(parent, name):
             now, by = clock.kernel_ns(), self._rules.remover(caller)
             self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, by))
@@ -233,6 +236,7 @@ class Names:
     async def rmdir(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
         """As ``unlink``. With several hosts it raises Stale where another one has changed the name
         just before, upon which the kernel looks it up anew, once."""
+        self._looked_up.changed_here(parent)
         with virtual.unchanged(parent, name):
             known = await self._looked_up.of((parent, name))
             now, by = clock.kernel_ns(), self._rules.remover(caller)

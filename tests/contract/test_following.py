@@ -52,7 +52,7 @@ class Forgetting(KernelCache):
         self.read: trio.Event | None = None
 
     async def forget(
-        self, names: Sequence[tuple[int, bytes]], inodes: Sequence[int], pages: Sequence[int]
+        self, names: Mapping[tuple[int, bytes], int], inodes: Sequence[int], pages: Sequence[int]
     ) -> Collection[int]:
         self.calls += 1
         if self.gate is not None:
@@ -409,6 +409,32 @@ async def test_the_kernel_forgets_names_that_another_host_makes_moves_and_remove
         assert (await fs.lookup(one.ino, b"..")).ino == two.ino
         names = [name for name, _, _ in await fs.readdir(one.ino, 0)]
         assert names == [b"file", b"link"]
+
+
+async def test_the_kernel_keeps_no_names_of_a_directory_that_several_hosts_change(
+    directory: Path,
+) -> None:
+    """It could not forget them while it holds the directory's lock for a request of this host."""
+    async with hosts(directory) as (fs, cache, other):
+        unkept: list[int] = []
+        cache.keep_no_names = unkept.append  # type: ignore[method-assign]
+        changes: dict[str, Callable[[int], Awaitable[Any]]] = {
+            "create": lambda ino: fs.create(ino, b"own", 0o644, os.O_RDONLY, ROOT),
+            "mkdir": lambda ino: fs.mkdir(ino, b"own", 0o755, ROOT),
+            "rename": lambda ino: fs.rename(ROOT_INO, b"moved", ino, b"own"),
+            "unlink": lambda ino: fs.unlink(ino, b"theirs"),
+        }
+        for name, change in changes.items():
+            top = await other.make(ROOT_INO, name.encode(), stat.S_IFDIR | 0o755)
+            await write_file(fs, b"moved", b"x")
+            await other.make(top.ino, b"theirs", stat.S_IFREG | 0o644, b"x")
+            assert fs.keeps_names(top.ino) and fs.keeps_name(top.ino, b"any")
+            made = await change(top.ino)
+            assert not (fs.keeps_names(top.ino) or fs.keeps_name(top.ino, b"any"))
+            assert unkept[-1] == top.ino
+            if name == "create":
+                await fs.release(made[0].handle)
+            await fs.unlink(ROOT_INO, b"moved") if name != "rename" else None
 
 
 async def test_a_directory_that_another_host_removes_is_empty_for_who_is_in_it(

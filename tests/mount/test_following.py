@@ -150,6 +150,8 @@ def test_programs_that_wait_for_the_other_host_do_not_keep_it_waiting(mount: Sha
     path = mount.path
     ino = mount.make(ROOT, "theirs", FILE, "x")
     (path / "ours").touch()
+    (path / "elsewhere").mkdir()
+    inside = os.open(path / "elsewhere", os.O_RDONLY)
     assert (path / "theirs").exists() and not (path / "new").exists()
     mount.hold_back()
     thread = threading.Thread(target=os.rename, args=(path / "ours", path / "moved"))
@@ -164,12 +166,15 @@ def test_programs_that_wait_for_the_other_host_do_not_keep_it_waiting(mount: Sha
                 "new" if number % 2 == 0 else "theirs",
             )
         mount.rename(ROOT, "theirs", ROOT, "new")
+        # Other names stay: what is mounted there, and where programs are.
+        assert os.readlink(f"/proc/self/fd/{inside}") == str(path / "elsewhere")
     finally:
         mount.let_go()
         thread.join()
+        os.close(inside)
     assert not (path / "theirs").exists()
     assert (path / "new").stat().st_ino == ino
-    assert sorted(os.listdir(path)) == ["moved", "new"]
+    assert sorted(os.listdir(path)) == ["elsewhere", "moved", "new"]
 
 
 def test_a_directory_that_the_kernel_takes_for_another_one_stays(mount: SharedMount) -> None:

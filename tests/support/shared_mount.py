@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -171,6 +172,7 @@ class _Calls:
 
 def _main(source: str, mountpoint: str) -> None:
     from aifs.core.config import load
+    from aifs.files.lock_homes import Alone
     from aifs.fuse import session
     from aifs.fuse.options import MountOptions
     from aifs.store import store
@@ -188,7 +190,8 @@ def _main(source: str, mountpoint: str) -> None:
     session.open_filesystem = open_and_listen  # type: ignore[assignment]
     config = load(source, {})
     log.setup(None, config.log.level)
-    session.serve(config, mountpoint, MountOptions(), lambda: print('"ready"', flush=True))
+    ready = partial(print, '"ready"', flush=True)
+    session.serve(config, mountpoint, MountOptions(), ready, lock_hosts=Alone())
 
 
 if __name__ == "__main__":

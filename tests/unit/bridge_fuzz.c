@@ -27,7 +27,7 @@ static uint64_t below(uint64_t limit)
 
 static const uint32_t interesting[] = {
     FUSE_LOOKUP, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
-    FUSE_RELEASE, FUSE_FLUSH, FUSE_GETLK, FUSE_SETLK, FUSE_SETLKW, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
+    FUSE_RELEASE, FUSE_FLUSH, FUSE_GETLK, FUSE_SETLK, FUSE_SETLKW, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, FUSE_MKNOD, FUSE_MKDIR, FUSE_SYMLINK, FUSE_LINK, FUSE_RENAME, FUSE_RENAME2, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
 static char *message_of(size_t size)
@@ -270,6 +270,42 @@ static void one_name(struct bridge *bridge)
     must_be(ends[parent] ? end->ino == parent + 1 && end->offset == ends[parent] : end->ino != parent + 1);
 }
 
+/* --- names that the kernel was told of (names.h); some share a place --- */
+
+enum { TOLD_NAMES = 6 };
+
+static struct told_name last_told[TOLD_NAMES];
+static bool told_several[TOLD_NAMES];
+static uint64_t told_now;
+
+static void one_told_name(struct told_name *names)
+{
+    uint64_t number = below(TOLD_NAMES), hash = 2 + number % 2 + number * NAMES_MAX;
+    struct told_name *last = last_told + number, told = {hash, below(3), told_now + below(20)}, found;
+    told_now += below(3);
+    if (below(4) == 0) {
+        found = find_told_name(names, hash, told_now);
+        note_dropped_name(names, hash, found.until_ns);
+        if (found.hash == hash)
+            last->until_ns = 0;
+    } else {
+        note_told_name(names, told, told_now);
+        bool goes_on = last->until_ns > told_now;
+        if (told.until_ns > told_now) {
+            told_several[number] = goes_on && (told_several[number] || told.ino != last->ino);
+            told.until_ns = goes_on && last->until_ns > told.until_ns ? last->until_ns : told.until_ns;
+            *last = told;
+        }
+    }
+    for (uint64_t i = 0; i < TOLD_NAMES; i++) {
+        found = find_told_name(names, 2 + i % 2 + i * NAMES_MAX, told_now);
+        if (last_told[i].until_ns > told_now) {
+            must_be(found.until_ns >= last_told[i].until_ns);
+            must_be(found.ino == UNKNOWN_INO || (!told_several[i] && found.ino == last_told[i].ino));
+        }
+    }
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
@@ -298,6 +334,10 @@ int main(int count, char **arguments)
     for (long i = 0; i < rounds; i++)
         one_name(empty);
     free(empty);
+    struct told_name *names = calloc(NAMES_MAX, sizeof *names);
+    for (long i = 0; i < rounds; i++)
+        one_told_name(names);
+    free(names);
     uint64_t seen = 0;
     for (unsigned i = 0; i < OPCODES; i++)
         seen += bridge->state.counts[i][0];

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from aifs.core.served import AllServed
 from aifs.files.handles import HANDLE_MAX
 from aifs.files.types import Opened, StatFs
 from aifs.fuse import kernel_cache, operations, requests, session
-from aifs.fuse.bridge import HANDLE_BITS
+from aifs.fuse.bridge import HANDLE_BITS, UNKNOWN, KeptName
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
@@ -51,7 +52,6 @@ class FakeFilesystem:
         self.answer = answer
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.on_attr_change = None
-        self.unkept: set[tuple[int, bytes]] = set()
         self.operation_log = OperationLog(lambda _: None)
         self.served = AllServed()
 
@@ -60,6 +60,9 @@ class FakeFilesystem:
 
     def told_size(self, inode: Inode) -> int:
         return inode.size
+
+    def keeps_name(self, directory: int, name: bytes) -> bool:
+        return True
 
     def forget(self, inos: list[int]) -> None:
         self.calls.append(("forget", (inos,)))
@@ -252,21 +255,40 @@ async def test_what_another_host_has_changed_is_told_by_one_thread(
 
     monkeypatch.setattr(pyfuse3, "invalidate_inode", tell)
     monkeypatch.setattr(pyfuse3, "invalidate_entry", tell)
-    monkeypatch.setattr(kernel_cache, "EPOCH_S", 60.0)
+    monkeypatch.setattr(kernel_cache, "LOCKED_S", 60.0)
     cache = KernelCache()
     async with trio.open_nursery() as nursery:
         with cache.serving(nursery):
-            known = await cache.forget([(1, b"name")], [1, 7, 8], [1])
+            known = await cache.forget({(1, b"name"): 0}, [1, 7, 8], [1])
             assert known == {1, 7} and len(threads) == 1
             assert set(told) == {(1,), (7, True), (8, True), (1, b"name")}
-            monkeypatch.setattr(kernel_cache, "EPOCH_S", 0.0)
-            monkeypatch.setattr(cache, "_forget_all_names", lambda: True)
-            assert await cache.forget([(1, b"locked")], [7], []) == {7}
+            monkeypatch.setattr(kernel_cache, "LOCKED_S", 0.0)
+            bridge = KeepsNames({(1, b"locked"): KeptName(9, time.monotonic_ns() + 10**7)})
+            cache.announce(bridge, [])  # type: ignore[arg-type]
+            assert await cache.forget({(1, b"locked"): 0}, [7], []) == {7}
             unlocked.set()
-            monkeypatch.setattr(cache, "_forget_all_names", lambda: False)  # an older kernel
-            told.clear()
-            assert await cache.forget([(1, b"locked")], [7], []) == {7}
-            assert (1, b"locked") in told
+
+
+class KeepsNames:
+    """A bridge that has told the kernel of inode 1 and 3, and of these names."""
+
+    def __init__(self, kept: dict[tuple[int, bytes], KeptName]) -> None:
+        self.kept = kept
+        self.keeps_account = True
+        self.expired: list[tuple[int, bytes]] = []
+
+    def was_told(self, ino: int) -> bool:
+        return ino in (1, 3, 7)
+
+    def kept_name(self, parent: int, name: bytes) -> KeptName:
+        found = self.kept.get((parent, name), KeptName(0, 0))
+        return found if found.until_ns > time.monotonic_ns() else KeptName(0, 0)
+
+    def drop_name(self, parent: int, name: bytes, kept: KeptName) -> None:
+        assert self.kept.pop((parent, name)) == kept
+
+    def expire_name(self, parent: int, name: bytes) -> None:
+        self.expired.append((parent, name))
 
 
 async def test_what_the_kernel_was_never_told_of_is_not_told_to_it(
@@ -275,28 +297,28 @@ async def test_what_the_kernel_was_never_told_of_is_not_told_to_it(
     """So a host pays nearly nothing for what others do in directories that nobody uses here."""
     told: list[tuple[object, ...]] = []
 
-    class KnowsThree:
-        def was_told(self, ino: int) -> bool:
-            return ino == 3
-
-        def forget_all_names(self) -> bool:
-            """Asked on a machine that is too busy to tell names in time."""
-            return False
-
     monkeypatch.setattr(pyfuse3, "invalidate_inode", lambda *what: told.append(what))
     monkeypatch.setattr(pyfuse3, "invalidate_entry", lambda *what: told.append(what))
     cache = KernelCache()
-    cache.announce(KnowsThree(), [])  # type: ignore[arg-type]
+    later = time.monotonic_ns() + 60 * 10**9
+    told_names = {b"moved": 5, b"same": 6, b"absent": 0, b"unknown": UNKNOWN}
+    bridge = KeepsNames({(3, name): KeptName(ino, later) for name, ino in told_names.items()})
+    cache.announce(bridge, [])  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         with cache.serving(nursery):
             monkeypatch.setattr(trio.to_thread, "run_sync", None)
-            assert await cache.forget([(2, b"name")], [2, 7], [2]) == set()
+            names = {(2, b"name"): 0, (3, b"other"): 9, (3, b"same"): 6}
+            assert await cache.forget(names, [2, 8], [2]) == set()
             assert told == []
             monkeypatch.undo()
             monkeypatch.setattr(pyfuse3, "invalidate_inode", lambda *what: told.append(what))
             monkeypatch.setattr(pyfuse3, "invalidate_entry", lambda *what: told.append(what))
-            assert await cache.forget([(3, b"name"), (2, b"name")], [3, 7], [3, 2]) == {3}
-            assert set(told) == {(3,), (3, b"name")}
+            monkeypatch.setattr(kernel_cache, "LOCKED_S", 60.0)
+            names = {(3, name): 6 for name in told_names} | {(2, b"name"): 0}
+            assert await cache.forget(names, [3, 8], [3, 2]) == {3}
+            assert set(told) == {(3,), (3, b"moved"), (3, b"unknown")}
+            # What leads somewhere now, and did not, takes nothing away from programs.
+            assert bridge.expired == [(3, b"absent")] and bridge.kept.keys() == {(3, b"same")}
 
 
 # --- conversions ---

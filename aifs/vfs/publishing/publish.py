@@ -86,11 +86,20 @@ class Publishing:
         self._looked_up = looked_up
         self.published = 0
         """How many directories ``publish`` has shown since the mount."""
-        self.unkept: Counter[Name] = Counter()
+        self._unkept: Counter[Name] = Counter()
         """Names of which the kernel keeps neither what they lead to nor that they lead nowhere,
         because publishing changes them together with others: it would forget them one after the
         other, and programs would see one new and another old. A pointer stays here. A final name is
         here while it is published, counted once for each publication."""
+
+    def keeps_name(self, directory: int, name: bytes) -> bool:
+        """Whether the kernel may keep what the name leads to."""
+        return (directory, name) not in self._unkept and not self._looked_up.is_shared(directory)
+
+    def keeps_names(self, directory: int) -> bool:
+        """Whether it may keep all names of a directory."""
+        are_kept = all(parent != directory for parent, _ in self._unkept)
+        return are_kept and not self._looked_up.is_shared(directory)
 
     async def rename(
         self,
@@ -110,6 +119,7 @@ class Publishing:
         Who may is the kernel's decision.
         """
         virtual.require_on_record(new_parent)
+        self._looked_up.changed_here(parent, new_parent)
         while True:
             with virtual.unchanged(parent, name):
                 moving = await self._engine.view(namespace.get_dentry, parent, name)
@@ -188,15 +198,15 @@ class Publishing:
         faults.reach(_DURABLE)
         final = what.parent, what.name
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
-        kept = {final, *(pointers - self.unkept.keys())}
-        self.unkept.update((final, *pointers))
+        kept = {final, *(pointers - self._unkept.keys())}
+        self._unkept.update((final, *pointers))
         try:
             await self._kernel.forget_names(kept)
             await self._show(what, synced, caller)
         finally:
-            self.unkept[final] -= 1
-            if not self.unkept[final]:
-                del self.unkept[final]
+            self._unkept[final] -= 1
+            if not self._unkept[final]:
+                del self._unkept[final]
         self._retention.shown(what.parent)
 
     async def _show(
