@@ -6,7 +6,9 @@ orphan, or a doomed tree, in one transaction; from there on it is removed as all
 
 Room. While less than SPARE of a data server is free, or the metadata are short of space, the trash
 *gives way*: what would go first goes now. It is deleted before the room is looked at again, so the
-trash never gives much more than is needed.
+trash never gives much more than is needed. If that has made no room, because something else fills
+the servers or what was deleted is not free yet, it gives nothing more until the figures change; and
+the last figures of a server that does not answer count for nothing.
 """
 
 import math
@@ -79,6 +81,8 @@ class Trash:
         self._given_entries = self._given_bytes = 0
         """What has gone before its time, since the mount."""
         self._log_again_s = -math.inf  # by trio's clock
+        self._in_vain = 0
+        """Bytes that were lacking as before when some had been emptied."""
 
     async def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows: how much is in the trash, and how much has gone before its
@@ -131,8 +135,10 @@ class Trash:
             self._doomed.kept.pop(ino, None)
 
     async def give_way(self) -> None:
-        """Empty what goes first, as long as there is no room."""
-        while lacking := await self._lacking():
+        """Empty what goes first, as long as there is no room, and that makes some: if the figures
+        stay as they are, it is not the trash that takes the room, or it is not free yet."""
+        lacking = await self._lacking()
+        while lacking and lacking != self._in_vain:
             some = await self._first(lacking)
             if not some:
                 return
@@ -150,12 +156,18 @@ class Trash:
             await self._doomed.empty()
             await self._collector.drain(urgent=True)
             self._drain.try_again()
+            before, lacking = lacking, await self._lacking()
+            is_in_vain = lacking >= before and not self._engine.short_of_space
+            self._in_vain = lacking if is_in_vain else 0
 
     async def _lacking(self) -> int:
         """How many bytes less than SPARE are free, on all data servers; 0: there is room. Where
         somebody has found none all the same, for a large file, so much more is to become free."""
         refused, self._servers.is_refused_room = self._servers.is_refused_room, False
-        servers = [one for one in self._servers.capacity() if one.standing == ACTIVE]
+        # Of one that does not answer it is not known how full it is.
+        servers = [
+            one for one in self._servers.capacity() if one.standing == ACTIVE and not one.hangs
+        ]
         spaces = await self._servers.spaces(servers)
         lacking = {
             server.storage.pool: int(SPARE * space.total) - (0 if refused else space.available)

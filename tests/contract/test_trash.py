@@ -4,7 +4,7 @@ when it goes.
 
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication
 from aifs.meta.trash import Entry
-from aifs.upkeep.trash import Trash
+from aifs.upkeep.trash import SPARE, Trash
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.trash_requests import TOGETHER_S, Restoring
 from tests.support import modes, stores
@@ -627,6 +627,30 @@ async def test_the_oldest_goes_first_when_there_is_no_room(
         status = await fs.trash.status()
         assert (status["given_entries"], status["given_bytes"]) == (2, 2 * len(DATA))
         assert "the trash gives way, as there is no room for new files: 2 entries" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_no_more_goes_than_makes_room(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moves: bool
+) -> None:
+    """Somebody else fills the servers' filesystems."""
+    async with with_trash(directory) as fs:
+        for number in range(9):
+            await write_file(fs, b"%d" % number, DATA, caller=OWNER)
+            await fs.unlink(ROOT_INO, b"%d" % number, OWNER)
+        total, used = 1000 * len(DATA), [0]
+
+        async def spaces(servers: Sequence[object]) -> list[Space]:
+            used[0] += moves
+            available = int(total * SPARE) - len(DATA) // 4 - used[0]
+            return [Space(total, 0, available, 0, 0)] * len(servers)
+
+        monkeypatch.setattr(fs.store.servers, "spaces", spaces)
+        await fs.trash.give_way()
+        assert 7 <= len(left := await kept(fs)) < 9
+        await fs.trash.give_way()
+        assert len(await kept(fs)) >= len(left) - 2 * moves and (moves or await kept(fs) == left)
         caplog.clear()
 
 
