@@ -118,7 +118,7 @@ def _is_plain(member: ArchiveMember) -> bool:
 
 class Archive:
     """The ``VirtualBytes`` of a tar archive: its members in the order in which they are added,
-    complete before it is read. Some 120 bytes and the name are kept of each.
+    complete before it is read. Some 60 bytes and the name are kept of each.
     """
 
     def __init__(self) -> None:
@@ -130,14 +130,21 @@ class Archive:
         """Of each member, in bytes; 0 for what is no regular file."""
         self.mtimes = array("q")
         """Of each member, in ns."""
-        self._names: list[bytes] = []  # of members
+        self._names = bytearray()  # of members
+        self._name_ends = array("Q")  # in these
         self._modes = array("L")  # of members, as st_mode
         self._owners = array("Q")  # uid << 32 | gid
         self._targets: dict[int, bytes] = {}  # of symlinks, by place
         self._starts = array("Q", [0])  # of headers, and where the last member ends
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.sources)
+
+    @property
+    def memory(self) -> int:
+        """As VirtualBytes."""
+        targets = sum(160 + len(target) for target in self._targets.values())
+        return 60 * len(self) + len(self._names) + targets
 
     def add(self, member: ArchiveMember) -> None:
         if member.target:
@@ -145,7 +152,8 @@ class Archive:
         self.sources.append(member.source)
         self.sizes.append(member.size)
         self.mtimes.append(member.mtime_ns)
-        self._names.append(member.name)
+        self._names += member.name
+        self._name_ends.append(len(self._names))
         self._modes.append(member.mode)
         self._owners.append(member.uid << 32 | member.gid)
         header = BLOCK if _is_plain(member) else len(header_of(member))
@@ -154,16 +162,14 @@ class Archive:
         self.size = -(-(end + 2 * BLOCK) // _RECORD) * _RECORD
 
     def name(self, source: int) -> bytes:
-        return self._names[source]
+        start = self._name_ends[source - 1] if source else 0
+        return bytes(self._names[start : self._name_ends[source]])
 
-    def has(self, number: int, member: ArchiveMember) -> bool:
-        """Whether that is what member ``number`` is."""
-        return self._member(number) == member
-
-    def _member(self, number: int) -> ArchiveMember:
+    def member(self, number: int) -> ArchiveMember:
+        """What member ``number`` is."""
         owners = self._owners[number]
         return ArchiveMember(
-            self._names[number],
+            self.name(number),
             self.sources[number],
             self._modes[number],
             owners >> 32,
@@ -180,7 +186,7 @@ class Archive:
 
     def _from(self, first: int) -> Iterator[Piece]:
         for number in range(first, len(self)):
-            member = self._member(number)
+            member = self.member(number)
             yield header_of(member)
             if member.size:
                 yield SourceRange(number, 0, member.size)

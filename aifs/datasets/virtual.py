@@ -58,6 +58,11 @@ class VirtualBytes(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def memory(self) -> int:
+        """About how many bytes are kept for it."""
+        ...
+
     def pieces(self, offset: int, length: int) -> Iterator[Piece]:
         """What bytes ``offset`` to ``offset + length`` are, in order; they end where the file
         ends. No piece is empty."""
@@ -82,6 +87,11 @@ class Joined:
     def __len__(self) -> int:
         """Pieces."""
         return len(self._starts)
+
+    @property
+    def memory(self) -> int:
+        """As VirtualBytes."""
+        return 40 * len(self) + sum(80 + len(literal) for literal in self._literals)
 
     def add(self, piece: Piece) -> None:
         if isinstance(piece, bytes):

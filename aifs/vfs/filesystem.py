@@ -264,7 +264,7 @@ class Filesystem:
         )
 
         # What programs ask for.
-        virtual = VirtualFiles(engine, io, servers.buffers, refusals)
+        virtual = VirtualFiles(engine, io, servers, refusals)
         recordings = StartRecordings(stager, handles)
         self.files = files = OpenFiles(
             engine,

@@ -6,15 +6,26 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
-from aifs.core.errors import AccessDenied, Invalid, NameTooLong, NotFound, ReadOnly, Stale
+from aifs.core.budget import Budget
+from aifs.core.errors import (
+    AccessDenied,
+    Invalid,
+    NameTooLong,
+    NotFound,
+    OutOfMemory,
+    ReadOnly,
+    Stale,
+)
 from aifs.core.names import VIRTUAL
 from aifs.datasets.formats import files
 from aifs.meta.publishing import Publication
 from aifs.vfs import Caller, SetAttr
 from aifs.vfs.trash_requests import Restoring
-from aifs.vfs.virtual import walking
-from aifs.vfs.virtual.numbers import FIRST
+from aifs.vfs.virtual import memory, walking
+from aifs.vfs.virtual.numbers import FIRST, ORDERS
 from tests.support.stores import opened, read_file, rewrite, write_file
 
 ROOT = 1
@@ -111,6 +122,83 @@ async def test_paths_and_rights_that_would_cost_much_are_refused(
             with pytest.raises(Invalid, match="different owners, modes and ACLs"):
                 await fs.lookup(FIRST | ROOT, b"files.tar")
         assert (await fs.lookup(FIRST | ROOT, b"files.tar")).size
+
+
+async def test_what_is_kept_of_virtual_files_counts_in_the_memory_budget(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some 200 MiB of each that somebody had open of a million files did not."""
+    async with opened(directory) as fs:
+        budget = fs.store.servers.budget
+        names = [b"name%04d" % number for number in range(200)]
+        for name in names:
+            await fs.mkdir(ROOT, name, 0o755, Caller())
+        before = budget.used
+        tar = (await fs.lookup(FIRST | ROOT, b"files.tar")).ino
+        each = budget.used - before
+        assert 200 * 60 < each < 200 * 400
+        handles = [(await fs.open(tar, os.O_RDONLY)).handle for _ in range(2)]
+        monkeypatch.setattr(memory, "_ALL", 1.5 * each / budget.total)
+        with pytest.raises(OutOfMemory, match="those that are open"):
+            await fs.lookup(FIRST | ROOT, b"order")
+            await fs.lookup(ORDERS | ROOT, b"seed=1,epoch=0.tar")
+        assert budget.used == before + each
+        for handle in handles:
+            await fs.release(handle)
+        await fs.lookup(ORDERS | ROOT, b"seed=1,epoch=0.tar")
+        assert budget.used < before + 1.5 * each  # the other one is forgotten
+        monkeypatch.setattr(memory, "_IDLE", 0.0)
+        await fs.mkdir(ROOT, b"d", 0o755, Caller())
+        await fs.lookup(FIRST | (await fs.lookup(ROOT, b"d")).ino, b"files.tar")
+        assert budget.used < before + each / 2
+
+
+async def test_what_a_user_has_open_of_virtual_files_is_bounded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = Caller(uid=1000), Caller(uid=1001)
+    async with opened(directory) as fs:
+        tops = [(await fs.mkdir(ROOT, b"%d" % one, 0o755, Caller())).ino for one in range(2)]
+        inos = [(await fs.lookup(FIRST | top, b"files.tar", alice)).ino for top in tops]
+        each = 3000
+        monkeypatch.setattr(memory, "_OF_USER", 1.5 * each / fs.store.servers.budget.total)
+        handles = [(await fs.open(inos[0], os.O_RDONLY, caller=alice)).handle for _ in range(3)]
+        with pytest.raises(OutOfMemory, match="that a user has open"):
+            await fs.open(inos[1], os.O_RDONLY, caller=alice)
+        for caller in (bob, Caller()):
+            handles.append((await fs.open(inos[1], os.O_RDONLY, caller=caller)).handle)
+        for handle in handles:
+            await fs.release(handle)
+        await fs.release((await fs.open(inos[1], os.O_RDONLY, caller=alice)).handle)
+
+
+async def test_what_virtual_files_are_made_of_counts_while_they_are_made() -> None:
+    """Nobody waits for memory, or for others' large ones, who has some: users have turns."""
+    budget = Budget(64 << 20)
+    kept = memory.VirtualMemory(budget, lambda: False)
+    made = list[str]()
+
+    async def make(name: str, uid: int, names: int, end: trio.Event) -> None:
+        async with kept.making(uid) as counted:
+            await counted(names)
+            made.append(name)
+            await end.wait()
+
+    ends = [trio.Event() for _ in range(5)]
+    async with trio.open_nursery() as nursery:
+        for number, (name, uid, names) in enumerate(
+            (("large", 1, 1 << 30), ("large too", 2, 1 << 30), ("small", 1, 10), ("third", 1, 10))
+        ):
+            nursery.start_soon(make, name, uid, names, ends[number])
+            await trio.testing.wait_all_tasks_blocked()
+        assert made == ["large", "small"]
+        assert budget.used == (16 << 20) + (1 << 20)
+        nursery.start_soon(make, "of another user", 3, 3000, ends[4])
+        await trio.testing.wait_all_tasks_blocked()
+        assert budget.used == (16 << 20) + (1 << 20) + (4 << 20)
+        for end in ends:
+            end.set()
+    assert sorted(made[2:]) == ["large too", "of another user", "third"] and not budget.used
 
 
 async def test_what_is_made_again_has_another_number(directory: Path) -> None:

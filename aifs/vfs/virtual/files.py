@@ -23,7 +23,7 @@ from aifs.core.errors import (
     Stale,
 )
 from aifs.core.tasks import run_all
-from aifs.data.reading.buffers import BufferPool
+from aifs.data.servers import Servers
 from aifs.datasets.order_files.names import parsed
 from aifs.datasets.virtual import ShiftedNumbers
 from aifs.files.file_io import FileIO
@@ -38,15 +38,17 @@ from aifs.meta.records import Inode
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.virtual import numbers, trees
 from aifs.vfs.virtual.joined import is_joined, join_files
+from aifs.vfs.virtual.memory import VirtualMemory
 from aifs.vfs.virtual.numbers import FILES, FIRST, ORDERS
 from aifs.vfs.virtual.orders import OrderFiles
 from aifs.vfs.virtual.sources import VirtualContent, read_source, require_all, right_to
-from aifs.vfs.virtual.walking import MEMBERS_MAX
 from aifs.vfs.virtual.watching import SourceWatch, Watches
 
 _KNOWN_MAX = 64
-_SOURCES_MAX = MEMBERS_MAX
-"""Of files that are not open: these many are remembered, of so many sources altogether."""
+"""Of files that are not open: these many are remembered."""
+
+_LEAST_BYTES = 2048
+"""That are kept of a file and of what it watches, however little it holds."""
 
 Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
 """Of a directory's number, and what the file held before, to what it holds now. All that is looked
@@ -56,10 +58,13 @@ at is watched from before that on."""
 class _VirtualFile:
     """A name's content; another one when that changes."""
 
-    __slots__ = ("content", "inode", "opens", "top", "watch")
+    __slots__ = ("content", "inode", "memory", "opens", "top", "watch")
 
-    def __init__(self, inode: Inode, top: int, content: VirtualContent, watch: SourceWatch) -> None:
+    def __init__(
+        self, inode: Inode, top: int, content: VirtualContent, watch: SourceWatch, memory: int
+    ) -> None:
         self.inode = inode
+        self.memory = memory
         self.top = top
         self.content = content
         self.watch = watch
@@ -69,10 +74,11 @@ class _VirtualFile:
 class VirtualFiles:
     """All virtual files and directories of a mount."""
 
-    def __init__(self, engine: Engine, io: FileIO, buffers: BufferPool, refusals: Refusals) -> None:
+    def __init__(self, engine: Engine, io: FileIO, servers: Servers, refusals: Refusals) -> None:
         self._engine = engine
         self._io = io
-        self._buffers = buffers
+        self._buffers = servers.buffers
+        self._memory = VirtualMemory(servers.budget, self._forget_one)
         self._refusals = refusals
         self._watches = Watches(engine, io)
         self._orders = OrderFiles(engine, io)
@@ -80,8 +86,8 @@ class VirtualFiles:
         """By directory and name; those that were asked for last at the end."""
         self._files: dict[int, _VirtualFile] = {}
         """By number; also those that are open, and that no name leads to any more."""
-        self._opened: dict[int, _VirtualFile] = {}
-        """By handle."""
+        self._opened: dict[int, tuple[_VirtualFile, int]] = {}
+        """By handle, with the user who has opened it."""
         self._making: dict[tuple[int, bytes], trio.Lock] = {}
         """By directory and name, held by who looks at the sources."""
         self._last = 0
@@ -104,7 +110,8 @@ class VirtualFiles:
         asker = asker_of(caller)
         require_all([right_to(directory)], asker)
         with self._refusals.noted(top, caller, os.fsdecode(name)):
-            file = await self._find(top, name, self._maker(parent, name, asker), directory)
+            make = self._maker(parent, name, asker)
+            file = await self._find(top, name, make, directory, asker.uid)
             require_all(file.content.rights, asker)
         return file.inode
 
@@ -121,7 +128,9 @@ class VirtualFiles:
         except DatasetError as error:
             raise Invalid(str(error)) from None
 
-    async def _find(self, top: int, name: bytes, make: Maker, directory: Inode) -> _VirtualFile:
+    async def _find(
+        self, top: int, name: bytes, make: Maker, directory: Inode, uid: int
+    ) -> _VirtualFile:
         """What a name leads to now."""
         key = (top, name)
         lock = self._making.setdefault(key, trio.Lock())
@@ -130,12 +139,17 @@ class VirtualFiles:
                 known = self._named.get(key)
                 file = known
                 if known is None or not self._watches.is_whole(known.watch):
-                    watch = self._watches.begin()
-                    content = await make(top, watch, None if known is None else known.content)
-                    if known is None or known.content.fingerprint != content.fingerprint:
-                        file = self._add(content, directory, watch)
-                    else:
+                    async with self._memory.making(uid) as counted:
+                        watch = self._watches.begin(counted)
+                        content = await make(top, watch, None if known is None else known.content)
+                    if (
+                        known is not None
+                        and known.content.fingerprint == content.fingerprint
+                        and known.inode.ino in self._files  # not forgotten meanwhile
+                    ):
                         known.content, known.watch = content, watch
+                    else:
+                        file = await self._add(content, directory, watch)
                 assert file is not None
                 self._named.pop(key, None)
                 self._named[key] = file
@@ -145,7 +159,12 @@ class VirtualFiles:
             if not lock.locked():  # nor handed to who has waited for it
                 self._making.pop(key, None)
 
-    def _add(self, content: VirtualContent, directory: Inode, watch: SourceWatch) -> _VirtualFile:
+    async def _add(
+        self, content: VirtualContent, directory: Inode, watch: SourceWatch
+    ) -> _VirtualFile:
+        memory = _LEAST_BYTES + content.memory + watch.memory
+        memory += sum(200 + len(right.acl) for right in content.rights)
+        await self._memory.take(memory)
         self._last += 1
         size, time_ns = content.bytes.size, content.mtime_ns
         inode = Inode(
@@ -161,25 +180,34 @@ class VirtualFiles:
             time_ns,
             time_ns,
         )
-        file = self._files[inode.ino] = _VirtualFile(inode, directory.ino, content, watch)
+        file = self._files[inode.ino] = _VirtualFile(inode, directory.ino, content, watch, memory)
         return file
 
     def _forget(self) -> None:
         """What has not been asked for lately is made anew when it is."""
         named = set(map(id, self._named.values()))
-        for ino, file in list(self._files.items()):
+        for file in list(self._files.values()):
             if not file.opens and id(file) not in named:
-                del self._files[ino]
-        idle = [key for key, file in self._named.items() if not file.opens][:-1]
-        held = sum(self._named[key].content.sources for key in idle)
-        count = len(self._named)
-        for key in idle:
-            if count <= _KNOWN_MAX and held <= _SOURCES_MAX:
+                self._drop(file)
+        held = sum(file.memory for file in self._named.values() if not file.opens)
+        while len(self._named) > _KNOWN_MAX or held > self._memory.idle_max:
+            before = self._memory.taken
+            if not self._forget_one(keep=1):
                 break
-            file = self._named.pop(key)
-            held -= file.content.sources
-            count -= 1
-            del self._files[file.inode.ino]
+            held -= before - self._memory.taken
+
+    def _forget_one(self, keep: int = 0) -> bool:
+        """Of those that nobody has open, and that are not the ``keep`` last ones asked for, the
+        first one; False if there is none."""
+        idle = [key for key, file in self._named.items() if not file.opens]
+        if len(idle) <= keep:
+            return False
+        self._drop(self._named.pop(idle[0]))
+        return True
+
+    def _drop(self, file: _VirtualFile) -> None:
+        del self._files[file.inode.ino]
+        self._memory.leave(file.memory)
 
     async def getattr(self, ino: int) -> Inode:
         """Raises Stale for a file that is remembered no more, NotFound."""
@@ -208,11 +236,15 @@ class VirtualFiles:
             require_all([right_to(directory), *file.watch.rights], asker)
         except AccessDenied:
             raise Stale("the virtual file is to be found by its name again") from None
+        if self._files.get(ino) is not file:  # forgotten meanwhile
+            raise Stale("the virtual file is to be found by its name again")
+        with self._refusals.noted(file.top, caller, "open"):
+            self._memory.open(asker.uid, ino, file.memory)
         self._last += 1
         handle = HANDLE_MAX + 1 + self._last % HANDLE_MAX
         while handle in self._opened:
             handle = HANDLE_MAX + 1 + (handle + 1) % HANDLE_MAX
-        self._opened[handle] = file
+        self._opened[handle] = file, asker.uid
         file.opens += 1
         return Opened(handle)
 
@@ -221,14 +253,15 @@ class VirtualFiles:
         return handle in self._opened
 
     def release(self, handle: int) -> None:
-        file = self._opened.pop(handle)
+        file, uid = self._opened.pop(handle)
         file.opens -= 1
+        self._memory.close(uid, file.inode.ino, file.memory)
         self._forget()
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
         """Up to ``length`` bytes, fewer only at the end of the file. Raises Stale if a source has
         changed, and what reading it raises."""
-        file = self._opened[handle]
+        file, _ = self._opened[handle]
         content = file.content
         length = min(length, content.bytes.size - offset)
         if length <= 0:
@@ -274,7 +307,7 @@ class VirtualFiles:
 
     def seek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""
-        size = self._opened[handle].content.bytes.size
+        size = self._opened[handle][0].content.bytes.size
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise Invalid(f"whence {whence} is none of ours")
         if not 0 <= offset < size:

@@ -8,6 +8,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import trio
@@ -63,10 +64,10 @@ async def join_files(
         joined = await trio.to_thread.run_sync(_join, rows, name)
         newest_ns = max((row.mtime_ns for row in rows), default=directory.mtime_ns)
         return VirtualContent(
-            joined, joined.source, len(rows), frozenset(rights), newest_ns, fingerprint
+            joined, joined.source, joined.memory, frozenset(rights), newest_ns, fingerprint
         )
     return VirtualContent(
-        known.bytes, known.source, len(rows), frozenset(rights), known.mtime_ns, fingerprint
+        known.bytes, known.source, known.memory, frozenset(rights), known.mtime_ns, fingerprint
     )
 
 
@@ -78,12 +79,13 @@ class _Row(NamedTuple):
 
 
 class _Joined:
-    """The ``VirtualBytes`` of files one after another: 24 bytes and the name are kept of each."""
+    """The ``VirtualBytes`` of files one after another: 40 bytes and the name are kept of each."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self._inos = array("Q", (row.ino for row in rows))
         self._mtimes = array("q", (row.mtime_ns for row in rows))
-        self._names = [row.path for row in rows]
+        self._names = b"".join(row.path for row in rows)
+        self._name_ends = array("Q", accumulate(len(row.path) for row in rows))
         self._starts = array("Q", [0])
         for row in rows:
             self._starts.append(self._starts[-1] + row.size)
@@ -93,9 +95,16 @@ class _Joined:
         """In bytes."""
         return self._starts[-1]
 
+    @property
+    def memory(self) -> int:
+        """As VirtualBytes."""
+        return 40 * len(self._inos) + len(self._names)
+
     def source(self, number: int) -> Source:
         size = self._starts[number + 1] - self._starts[number]
-        return Source(self._inos[number], size, self._mtimes[number], self._names[number])
+        start = self._name_ends[number - 1] if number else 0
+        name = self._names[start : self._name_ends[number]]
+        return Source(self._inos[number], size, self._mtimes[number], name)
 
     def pieces(self, offset: int, length: int) -> Iterator[Piece]:
         """As VirtualBytes."""
@@ -103,7 +112,7 @@ class _Joined:
         return cut(self._from(number), offset - self._starts[number], length)
 
     def _from(self, first: int) -> Iterator[Piece]:
-        for number in range(first, len(self._names)):
+        for number in range(first, len(self._inos)):
             if size := self._starts[number + 1] - self._starts[number]:
                 yield SourceRange(number, 0, size)
 

@@ -48,12 +48,15 @@ FILES_MAX = 1 << 17
 INDEX_BYTES_MAX = 64 << 20
 """It is held in memory while an order is made."""
 
+_SOURCE_BYTES = 250
+"""That are kept of a file of a dataset, with its name."""
+
 _MAKE_ONE = "run `aifs dataset index` on the directory"
 
 T = TypeVar("T")
 
 _Made = tuple[VirtualBytes, Callable[[int], Source], int]
-"""The bytes, the source of a number, and how much is kept."""
+"""The bytes, the source of a number, and how many bytes are kept."""
 
 
 class OrderFiles:
@@ -94,7 +97,7 @@ class OrderFiles:
         versions = ((inode.ino, inode.size, inode.mtime_ns) for inode in inodes)
         fingerprint = hash((name, *found, *versions))
         if known is not None and known.fingerprint == fingerprint:
-            made: _Made = known.bytes, known.source, known.sources
+            made: _Made = known.bytes, known.source, known.memory
         else:
             made = await self._made(name, found)
         return VirtualContent(*made, frozenset(rights), newest_ns, fingerprint)
@@ -139,18 +142,15 @@ class _Sources:
     def __init__(self, io: FileIO, index: Index, found: Mapping[bytes, Found]) -> None:
         self.index = index
         self._io = io
-        self._sources = [_source(found[path]) for path in index.paths]
+        self.all = [_source(found[path]) for path in index.paths]
         self._beside: dict[int, int] = {}  # of a file the number of what belongs to it
         for file, path in enumerate(index.paths):
             if other := found.get(os.path.splitext(path)[0] + b".idx"):
-                self._beside[file] = len(self._sources)
-                self._sources.append(_source(other))
-
-    def source(self, number: int) -> Source:
-        return self._sources[number]
+                self._beside[file] = len(self.all)
+                self.all.append(_source(other))
 
     def open(self, source: int) -> FileBytes:
-        return _SourceBytes(self._io, self._sources[source])
+        return _SourceBytes(self._io, self.all[source])
 
     def beside(self, file: int) -> int:
         if file not in self._beside:
@@ -199,7 +199,8 @@ def _of_dataset(io: FileIO, name: OrderName, found: Mapping[bytes, Found], recor
         _require_same(index, name.format, here)
     sources = _Sources(io, index, found)
     joined = order_bytes(index, name, sources)
-    return joined, sources.source, len(index.paths) + len(joined)
+    kept = sum(_SOURCE_BYTES + len(source.name) for source in sources.all)
+    return joined, sources.all.__getitem__, joined.memory + kept
 
 
 def _of_records(found: Mapping[bytes, Found], record_bytes: int) -> Index:
@@ -246,7 +247,7 @@ def _of_small_files(name: OrderName, found: Mapping[bytes, Found]) -> _Made:
         for row in in_order[firsts[number] : firsts[number + 1]]:
             for each in row:
                 archive.add(member_of(each))
-    return archive, partial(source_of, archive), len(archive)
+    return archive, partial(source_of, archive), archive.memory
 
 
 def _made_as(found: Found) -> tuple[int, bytes]:

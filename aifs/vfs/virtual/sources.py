@@ -64,8 +64,8 @@ class VirtualContent:
     """In terms of the numbers of sources."""
     source: Callable[[int], Source]
     """The source of a number."""
-    sources: int
-    """How many there are."""
+    memory: int
+    """About how many bytes are kept for it."""
     rights: frozenset[ReadRight]
     """To all of them, and to the directories above."""
     mtime_ns: int

@@ -19,8 +19,8 @@ from aifs.vfs.virtual.sources import ReadRight, right_to
 from aifs.vfs.virtual.watching import SourceWatch
 
 MEMBERS_MAX = 1 << 20
-"""Names that one virtual file is made of: some 150 bytes are kept of each, and twice that while it
-is made."""
+"""Names that one virtual file is made of: some 60 bytes and the path are kept of each, and up to a
+KiB while it is made."""
 
 TEXT_MAX = 256 << 20
 """Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
@@ -96,6 +96,7 @@ async def walk(
                         f"more than {most:,} {what} are below the directory; ask for that of"
                         " directories below it"
                     )
+            await watch.counted(count)
             await trio.lowlevel.checkpoint()
     return rights
 

@@ -8,6 +8,7 @@ from aifs.files.file_io import FileIO
 from aifs.meta import keys
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode, place_of
+from aifs.vfs.virtual.memory import Counted
 from aifs.vfs.virtual.sources import ReadRight, right_to
 
 _ENTRY, _INODE = b"e"[0], b"i"[0]
@@ -20,15 +21,22 @@ _NOBODY = ReadRight(b"", 0, 0, 0)
 class SourceWatch:
     """Of some directories: their names, and the attributes of what these lead to."""
 
-    __slots__ = ("__weakref__", "changed", "directories", "rights")
+    __slots__ = ("__weakref__", "changed", "counted", "directories", "rights")
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Counted) -> None:
+        self.counted = counted
+        """Told how many names have been looked at."""
         self.directories: set[int] = set()
         """A directory is put here before it is looked at."""
         self.changed = False
         """Whether something may be otherwise since; it is told again, in vain, that it is."""
         self.rights: set[ReadRight] = set()
         """The rights to what has been recorded there since."""
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes are kept."""
+        return 100 * len(self.directories)
 
 
 class Watches:
@@ -40,11 +48,11 @@ class Watches:
         self._watches: WeakSet[SourceWatch] = WeakSet()
         self._listens = False
 
-    def begin(self) -> SourceWatch:
+    def begin(self, counted: Counted) -> SourceWatch:
         if not self._listens:
             self._listens = True
             self._engine.listen(self._note)
-        watch = SourceWatch()
+        watch = SourceWatch(counted)
         self._watches.add(watch)
         return watch
 
