@@ -117,6 +117,9 @@ class Handles:
             )
         file.users += 1
         file.writers += opened.writable
+        file.mappers += opened.maps
+        if file.is_mapped and not is_new:
+            self.kernel.drop_attributes(file.inode.ino)  # it keeps none from now on
         if opened.writable:
             if file.backing:
                 self._quotas.watch(file)
@@ -410,6 +413,8 @@ class Handles:
         file = opened.file
         file.users -= 1
         file.writers -= opened.writable
+        file.mappers -= opened.maps
+        file.outlived |= opened.maps and file.backing != 0
         self.writers -= opened.writable
         if file.users == 0:
             file.kept, file.backing, file.on_object = file.backing, 0, False

@@ -164,7 +164,7 @@ class Home:
         if file is not None and not file.home:
             file.handles += 1
             try:
-                await self._io.show(file)
+                await self._io.show(file, mapped=file.is_mapped)
             finally:
                 await self._io.inodes.release(file)
         return Answer()

@@ -75,11 +75,13 @@ class OpenInode:
         "kin",
         "lease",
         "lost",
+        "mappers",
         "marked",
         "marked_seq",
         "objects",
         "on_object",
         "opening",
+        "outlived",
         "recording",
         "shown",
         "shown_as",
@@ -106,6 +108,10 @@ class OpenInode:
         """The open handles of programs among them."""
         self.writers = 0
         """Those of these handles that can write."""
+        self.mappers = 0
+        """Those of them by which the file can be mapped, and written so."""
+        self.outlived = False
+        """Such a handle was closed, of a file that was passed through: a mapping may go on."""
         self.opening = 0
         """Opens for writing that have passed the gate and have no handle yet."""
         self.forgotten = False
@@ -202,6 +208,12 @@ class OpenInode:
     def is_joined(self) -> bool:
         """Whether it is read and changed by way of its home, which is another host."""
         return self.home != 0 and self.joined == self.home
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether programs may write to a local file by mappings, of which the kernel hears
+        nothing for this one."""
+        return self.backing != 0 and self.mappers > 0 or self.outlived and self.inode.in_burst
 
     def adopt(self, stored: Inode) -> None:
         """Transactions may come here in another order than that in which they count: what is older

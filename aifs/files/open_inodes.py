@@ -211,6 +211,7 @@ class OpenInodes:
                     await self._burst.become_inline(file)
                 if file.inode.in_burst and not await self._burst.settle(file):
                     return None  # a mapping outlives its handle, so the mark is not removed unseen
+                file.outlived = False
             else:
                 with giving_up():  # nobody waits for that, but an unmount
                     await self._capacity.settle(file)
@@ -250,6 +251,14 @@ class OpenInodes:
                     self._burst.look(file)
             file.shown = (inode.mtime_ns, inode.blocks)
         return inode
+
+    async def look(self, ino: int) -> Inode:
+        """The inode as stat(2) should show it now, of a file that may be mapped, though it is not
+        open. Raises as ``acquire``."""
+        async with self.held(ino) as file:
+            if file.marked and file.inode.in_burst and not file.own_copy.is_open:
+                await file.own_copy.ensure_open()
+            return self.attributes(file)
 
     def current(self, inode: Inode) -> Inode:
         """An inode of which this is on record, as stat(2) should show it now. Does not block."""

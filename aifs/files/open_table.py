@@ -46,7 +46,7 @@ class OpenTable:
         """By inode number, what closed files have lost."""
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
-        if the objects could not be settled."""
+        if the objects could not be settled, or programs may have the file mapped."""
 
     # --- who is in core, or may come there ---
 
@@ -118,6 +118,18 @@ class OpenTable:
     def programs_have_open(self) -> list[int]:
         """The numbers of the inodes that programs have open. Takes some milliseconds."""
         return [ino for ino, file in self.open.items() if file.users] + self._handles.lent_open()
+
+    def changes_unseen(self, ino: int) -> bool:
+        """Whether a file may change without the kernel's knowing, which is to keep none of its
+        attributes then: by way of its home, or by a mapping of a local file."""
+        file = self.open.get(ino)
+        return (file is not None and file.is_joined) or self.is_mapped(ino)
+
+    def is_mapped(self, ino: int) -> bool:
+        """Whether programs may write to a local file by a mapping, also after they closed it."""
+        file = self.open.get(ino)
+        is_open_so = file is not None and file.is_mapped
+        return is_open_so or (ino in self.unsynced and self.unsynced[ino] is None)
 
     # --- what other hosts have changed ---
 

@@ -493,7 +493,7 @@ class HandedOver:
         """
         inode = await self._fs.getattr(nodeid)
         size = self._fs.told_size(inode)
-        is_kept = size == inode.size and not self._fs.is_joined(nodeid)
+        is_kept = size == inode.size and not self._fs.changes_unseen(nodeid)
         kept_s = self._kernel.attr_timeout_s if is_kept else 0
         seconds, rest = divmod(kept_s, 1)
         times = (inode.atime_ns, inode.birth_ns, inode.ctime_ns, inode.mtime_ns)

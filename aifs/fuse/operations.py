@@ -239,7 +239,7 @@ class Operations(pyfuse3.Operations):
         if inode.acl or inode.default_acl:
             self._note_acl(inode.ino)
         fill(entry, inode).st_size = self._fs.told_size(inode)
-        is_kept = entry.st_size == inode.size and not self._fs.is_joined(inode.ino)
+        is_kept = entry.st_size == inode.size and not self._fs.changes_unseen(inode.ino)
         entry.attr_timeout = self._kernel.attr_timeout_s if is_kept else 0
         return entry
 

@@ -61,6 +61,8 @@ class Attributes:
         if ino >= FIRST_VIRTUAL:
             return await self._virtual.getattr(ino)
         await self._io.table.told.settled(ino)
+        if self._io.table.is_mapped(ino):
+            return await self._io.inodes.look(ino)
         file = self._io.table.open.get(ino)
         if file is not None:
             if file.is_joined:

@@ -484,6 +484,7 @@ class Filesystem:
         self.is_flushed = files.is_flushed
         self.release = files.release
         self.is_joined = io.by_home.is_joined
+        self.changes_unseen = io.table.changes_unseen
         self.told_size = io.table.told.size
         self.sync = files.sync
         self.statfs = attributes.statfs

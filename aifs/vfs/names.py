@@ -331,7 +331,13 @@ class Names:
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
-        opened, told = self._io.table.open, self._io.table.told
+        table = self._io.table
+        unkept = [each for each in enumerate(listing.inos) if table.changes_unseen(each[1])]
+        for place, child in unkept:
+            with suppress(NotFound):
+                if table.is_mapped(child):
+                    listing.inodes[place] = (await self._io.inodes.look(child)).encode()
+        opened, told = table.open, table.told
         if opened and not opened.keys().isdisjoint(listing.inos):
             for place, child in enumerate(listing.inos):
                 file = opened.get(child)
@@ -341,6 +347,8 @@ class Names:
             inode = decode_inode(listing.inos[place], listing.inodes[place])
             size = told.size(inode, is_listed=True)
             listing.inodes[place] = inode.but(size=size).encode()
+        # The kernel keeps attributes of all that is listed.
+        self._kernel.drop_attributes_soon(child for _, child in unkept)
         return listing
 
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:

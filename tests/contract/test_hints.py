@@ -121,7 +121,7 @@ async def test_a_backup_goes_to_an_absolute_path(directory: Path) -> None:
     async with opened(directory) as fs:
         for path in ("copies", "./copies", "../copies"):
             with pytest.raises(Invalid):
-                await put(fs, ROOT, "backup", f"1:{path}")
+                await put(fs, ROOT, "backup", f"1:{path}", Caller())
         assert fs.backup.status()["answers"] == {}
 
 

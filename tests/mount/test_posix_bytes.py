@@ -12,10 +12,16 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_MS_SYNC = 4
 
 # --- bytes ----------------------------------------------------------------------------------------
 
@@ -224,6 +230,48 @@ def test_locks_between_processes(file: Path) -> None:
 
 def _lock_range(path: Path, start: int) -> None:
     fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB, 5, start)
+
+
+# --- mappings and times ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
+def test_each_write_by_a_mapping_moves_mtime(
+    here: Path, module_mount: Mounted, is_closed: bool
+) -> None:
+    """Whoever copies what has changed (rsync) sees it by that, while the file stays mapped, also
+    without a descriptor."""
+    expected = mtimes_of_mapped_writes(module_mount.path.parent / "local", is_closed)
+    if not all(expected):
+        pytest.skip("the local filesystem, such as tmpfs, does not move it either")
+    assert mtimes_of_mapped_writes(here / "file", is_closed) == expected
+
+
+def mtimes_of_mapped_writes(path: Path, is_closed: bool) -> list[bool]:
+    """After each of some mapped writes, and in its listing, whether stat shows a new mtime."""
+    size, moved = 64 << 10, []
+    path.write_bytes(bytes(size))
+    fd = os.open(path, os.O_RDWR)
+    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if is_closed:
+        os.close(fd)
+    for offset in range(0, size, size // 4):
+        os.utime(path, (1, 1))
+        assert path.stat().st_mtime == 1
+        listed = [
+            each.stat().st_mtime for each in os.scandir(path.parent) if each.name == path.name
+        ]
+        assert listed == [1]
+        ctypes.memset(address + offset, 1, 1)
+        assert _libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(size), _MS_SYNC) == 0
+        moved.append(path.stat().st_mtime > 1)
+        os.utime(path, (1, 1))
+        assert path.stat().st_mtime == 1
+    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    if not is_closed:
+        os.close(fd)
+    assert path.read_bytes().count(1) == 4
+    return moved
 
 
 # --- the whole ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class FakeFilesystem:
         self.operation_log = OperationLog(lambda _: None)
         self.served = AllServed()
 
-    def is_joined(self, ino: int) -> bool:
+    def changes_unseen(self, ino: int) -> bool:
         return False
 
     def told_size(self, inode: Inode) -> int:
