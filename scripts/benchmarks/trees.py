@@ -141,7 +141,7 @@ def installed(named: str, say: Callable[[str], None]) -> Tree:
 def _install(place: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
     constraints = place / "constraints.txt"
-    ours = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    ours = {found.name: found.version for found in importlib.metadata.distributions()}
     ours.pop("aifs", None)
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in ours.items()))
     pip = [place / "venv" / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -1,7 +1,10 @@
 """The gate for speed: what it makes of times that are known, and its table of rows."""
 
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +69,37 @@ def test_noise_is_not_taken_for_slowness(gate: ModuleType) -> None:
     rounds = [([rng.uniform(1, 3)] * 2, [rng.uniform(1, 3)] * 2) for _ in range(ROUNDS)]
     found = gate.compare(rounds)
     assert not found.is_slower and not found.is_clear
+
+
+def test_processor_time_is_that_of_all_descendants(gate: ModuleType) -> None:
+    """Of those that live, and of those that have ended and were waited for."""
+    from trees import processor_s
+
+    burn = "import time\nwhile time.process_time() < 0.1: pass\n"
+    grandchild = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])\n"
+    before_s = processor_s([os.getpid()])
+    command = [sys.executable, "-c", f"{burn}{grandchild}print(flush=True)\ninput()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert processor_s([os.getpid()]) - before_s > 0.18
+        assert processor_s([child.pid]) > 0.18
+        child.communicate(b"\n")
+
+
+def test_a_tree_is_driven_by_the_newest_spelling_that_it_has(
+    gate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trees
+
+    program = tmp_path / "aifs"
+    program.write_text('#!/bin/sh\ntest "$1 $2" = "make --help" || test "$1 $2" = "old --help"\n')
+    program.chmod(0o755)
+    spelled = {"format": (("new", "make", "{source}"), ("make", "{source}"), ("old", "{source}"))}
+    monkeypatch.setattr(trees, "SPELLINGS", {**spelled, "mount": (("mount", "{path}"),)})
+    tree = trees.Tree("a tree", program)
+    assert tree.command("format", source="/srv") == [str(program), "make", "/srv"]
+    with pytest.raises(trees.Absent):
+        tree.command("mount", path="/mnt")
 
 
 def test_the_table_has_30_rows_of_which_12_are_quick(gate: ModuleType) -> None:
