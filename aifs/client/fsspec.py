@@ -15,6 +15,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.transaction import Transaction
+from fsspec.utils import stringify_path
 
 from aifs.client import locks, manifest
 from aifs.client.manifest import CheckpointError
@@ -155,6 +156,20 @@ class AifsFileSystem(LocalFileSystem):
 
     protocol = "aifs"
     transaction_type = FsspecTransaction
+
+    def __init__(self, auto_mkdir: bool = True, **kwargs: Any) -> None:
+        """``auto_mkdir``: the directories on the way to a file that is written are made, as in an
+        object store: zarr, pandas and others rely on it where they have a URL."""
+        super().__init__(auto_mkdir=auto_mkdir, **kwargs)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        """The path of the host, which is absolute however many slashes are left of the URL:
+        ``datasets`` streams ``aifs:///mnt/x`` from ``aifs://mnt/x``."""
+        path = stringify_path(path)
+        if isinstance(path, str) and path.startswith("aifs:"):
+            path = "/" + path.removeprefix("aifs:").lstrip("/")
+        return super()._strip_protocol(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         path = self._strip_protocol(path)

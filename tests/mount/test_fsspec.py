@@ -30,7 +30,7 @@ def directory(place: Mounted, request: pytest.FixtureRequest) -> Path:
 class Fixtures(abstract.AbstractFixtures):
     @pytest.fixture
     def fs(self) -> AifsFileSystem:
-        return AifsFileSystem(auto_mkdir=True)
+        return AifsFileSystem()
 
     @pytest.fixture
     def fs_path(self, directory: Path) -> str:

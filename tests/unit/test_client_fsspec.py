@@ -28,6 +28,20 @@ def test_urls_are_paths_of_the_host(tmp_path: Path):
     assert fs.unstrip_protocol(path) == f"aifs://{tmp_path}/f"
 
 
+@pytest.mark.parametrize("url", ["aifs:///a/b", "aifs://a/b", "aifs:/a/b", "/a/b", "aifs:////a/b/"])
+def test_what_follows_the_protocol_is_absolute(fs: AifsFileSystem, url: str):
+    """datasets streams aifs:///a/b by the name of aifs://a/b, which was relative."""
+    assert fs._strip_protocol(url) == "/a/b"
+
+
+def test_directories_on_the_way_are_made(fs: AifsFileSystem, tmp_path: Path):
+    """As zarr and pandas expect it of a URL."""
+    with fsspec.open(f"aifs://{tmp_path}/new/deep/f", "w") as file:
+        file.write("text")
+    fs.mv(f"{tmp_path}/new/deep/f", f"{tmp_path}/other/f")
+    assert (tmp_path / "other/f").read_text() == "text"
+
+
 def test_a_new_directory_appears_whole(fs: AifsFileSystem, tmp_path: Path):
     with fs.transaction:
         fs.makedirs(f"{tmp_path}/step-7/deep")
@@ -43,8 +57,7 @@ def test_a_new_directory_appears_whole(fs: AifsFileSystem, tmp_path: Path):
     assert verify(tmp_path / "step-7") == []
 
 
-def test_directories_on_the_way_are_made_on_request(tmp_path: Path):
-    fs = AifsFileSystem(auto_mkdir=True, skip_instance_cache=True)
+def test_directories_on_the_way_are_made_in_a_transaction(fs: AifsFileSystem, tmp_path: Path):
     with fs.transaction:
         fs.pipe(f"{tmp_path}/a/b/c", b"bytes")
         assert not (tmp_path / "a").exists()
@@ -118,7 +131,8 @@ def test_a_transaction_changes_no_file_in_place(fs, tmp_path: Path, mode: str, e
     assert names(tmp_path) == ["f"]
 
 
-def test_a_directory_that_nobody_makes_is_missing(fs: AifsFileSystem, tmp_path: Path):
+def test_a_directory_that_nobody_makes_is_missing(tmp_path: Path):
+    fs = AifsFileSystem(auto_mkdir=False, skip_instance_cache=True)
     with pytest.raises(FileNotFoundError), fs.transaction:
         fs.open(f"{tmp_path}/none/f", "wb")
     assert names(tmp_path) == []
