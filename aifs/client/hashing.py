@@ -16,6 +16,7 @@ import blake3
 
 from aifs.client.manifest import CheckpointError, Digest, Files
 from aifs.core.files import close_file, open_file, read_into, sync_dir, sync_file
+from aifs.core.manifest import RESERVED
 
 WORKERS = 4
 """Files that are worked on at a time, by a thread each: while one waits for the device, another is
@@ -36,12 +37,10 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-_RESERVED = (".aifs-", "..aifs-")  # and what a crash leaves of their writing
-
 
 def is_reserved(path: str) -> bool:
     """Whether a path below a checkpoint names a file of the protocol, not of the checkpoint."""
-    return path.startswith(_RESERVED)
+    return path.startswith(RESERVED)
 
 
 def list_files(directory: str) -> dict[str, os.stat_result]:

@@ -74,6 +74,7 @@ from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.policy_hints import PolicyHints
 from aifs.vfs.publishing.barrier import Barrier
+from aifs.vfs.publishing.group_publish import GroupPublishing
 from aifs.vfs.publishing.publish import Publishing
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.quotas import QuotaTrees
@@ -342,6 +343,10 @@ class Filesystem:
             options,
             looked_up,
         )
+        policies = PolicyHints(servers, tier, attributes)
+        self.group_publishing = GroupPublishing(
+            engine, io, kernel, files, names, policies, publishing
+        )
         self.starts = starts = Starts(
             engine, io, upkeep, kernel, files, names, publishing, recordings
         )
@@ -422,7 +427,7 @@ class Filesystem:
             attributes,
             names,
             publishing,
-            PolicyHints(servers, tier, attributes),
+            policies,
             burst_hints,
             groups,
             GroupHints(engine, table, groups, closing, refusals, attributes, options),

@@ -71,7 +71,7 @@ async def open_filesystem(
             async with trio.open_nursery() as background:
                 if not read_only:
                     background.start_soon(
-                        _keep_running, partial(fs.group_life.run, fs.publishing.publish_group)
+                        _keep_running, partial(fs.group_life.run, fs.group_publishing.publish)
                     )
                 jobs = fs.jobs()
                 if fs.mirror_host is not None and not read_only:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from blake3 import blake3
 
 from aifs.burst.tier import BurstTier
+from aifs.client import manifest
 from aifs.core.errors import (
     AccessDenied,
     Busy,
@@ -23,6 +25,7 @@ from aifs.core.errors import (
     MemberDied,
     NoAttribute,
     NotADirectory,
+    NotFound,
     NotPermitted,
     NotSupported,
     ReadOnly,
@@ -774,6 +777,30 @@ async def test_a_publish_that_fails_is_told(directory: Path) -> None:
         told = await durable(fs, top)
         assert not told["published"] and told["publish_error"]
         assert (await fs.lookup(ROOT, b"tmp")).ino == top
+        with pytest.raises(NotFound):
+            await fs.lookup(top, manifest.NAME.encode())
+
+
+async def test_a_group_is_published_as_a_checkpoint(directory: Path) -> None:
+    """By its hint it had no manifest, and ``latest`` stayed where it was."""
+    async with opened(directory) as fs:
+        await fs.symlink(ROOT, b"latest", b"step-1", ADMIN)
+        top = await group_in(fs, "ranks=2,publish=step-7", b"tmp", ADMIN)
+        deep = (await fs.mkdir(top, b"deep", 0o755, ADMIN)).ino
+        await make(fs, top, b"a", b"a" * SIZE)
+        await make(fs, deep, b"b", b"b" * 100)
+        await fs.groups.wait(top, 0, False, LIMIT_S)
+        assert (await fs.lookup(ROOT, b"step-7")).ino == top
+        assert await fs.readlink((await fs.lookup(ROOT, b"latest")).ino) == b"step-7"
+        written = await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
+        found = manifest.decode(written)
+        assert (found.step, found.ranks) == (7, 2)
+        assert found.files == {
+            "a": (SIZE, blake3(b"a" * SIZE).hexdigest()),
+            "deep/b": (100, blake3(b"b" * 100).hexdigest()),
+        }
+        names = [entry[0] for entry in await fs.readdir(top, 0)]
+        assert sorted(names) == sorted([b"a", b"deep", manifest.NAME.encode()])
 
 
 async def test_who_begins_a_group_must_be_allowed_to_publish(directory: Path) -> None:

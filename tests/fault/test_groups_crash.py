@@ -127,6 +127,8 @@ async def look(job: Job, directory: Path) -> None:
         with trio.fail_after(LIMIT_S):
             await compare(job, kernel)
             for _, inode, _ in await fs.readdir(ROOT, 0):
+                if not inode.is_dir:  # the pointer, which a publication may replace now
+                    continue
                 if await state_of(kernel, inode.ino) == "open":
                     await fs.removexattr(inode.ino, b"user.aifs.group")
                 elif await state_of(kernel, inode.ino) in ("committed", "draining"):
@@ -147,6 +149,8 @@ async def compare(job: Job, fs: Kernel) -> None:
     tops = {name.decode(): inode.ino for name, inode, _ in await fs.readdir(ROOT, 0)}
     for step, files in job.written.items():
         is_shown = f"final-{step}" in tops
+        if is_shown:
+            await fs.lookup(tops[f"final-{step}"], b".aifs-manifest.json")
         assert is_shown or step not in job.published, f"{step} has been published, and is not"
         wanted = set(files) if is_shown else job.promised[step]
         top = tops.get(f"final-{step}", tops.get(step))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from aifs.client import latest, verify
 from aifs.core import ioctl
 from aifs.fuse import extension
 from tests.support.mounts import Mounted, aifs
@@ -154,6 +155,8 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
         ["bash", "-c", script], check=False, capture_output=True, text=True, timeout=2 * LIMIT_S
     )
     assert done.returncode == 0, done.stderr
+    assert os.readlink(mounted.path / "latest") == "step-1"
+    assert latest(mounted.path) == mounted.path / "step-1" and verify(mounted.path / "step-1") == []
     told = tell(mounted.path / "step-1")
     assert (
         told["published"] and told["duplicate_bytes"] == 3 * SIZE and told["distinct_bytes"] == SIZE

@@ -247,7 +247,8 @@ class GroupContract:
         ranks = start(range(WORLD), save, place, {"publish": publish})
         assert outcomes(ranks) == ["saved"] * WORLD
         check_files(place / (publish or "new"))
-        assert {entry.name for entry in place.iterdir()} == {publish or "new"}
+        wanted = {"final", "latest"} if publish else {"new"}
+        assert {entry.name for entry in place.iterdir()} == wanted
 
     def test_a_directory_serves_group_after_group(self, place: Path) -> None:
         for _ in range(3):

@@ -42,8 +42,8 @@ _PUBLISHED = faults.declare(
     "vfs.group.published", "a group's directory is published, which is not on record of the group"
 )
 
-Publish = Callable[[int, bytes, CallerLike], Awaitable[None]]
-"""Shows a directory (inode number, final name, on whose behalf)."""
+Publish = Callable[[int, bytes, int, CallerLike], Awaitable[None]]
+"""Shows a directory (inode number, final name, how many ranks have saved it, on whose behalf)."""
 
 
 class Course:
@@ -176,7 +176,8 @@ class Course:
         assert self._show is not None  # it is ``run`` that publishes
         try:
             with doing(self._ended, "publish", [group.ino]):
-                await self._show(group.ino, group.record.options.publish, group.record.asker)
+                options = group.record.options
+                await self._show(group.ino, options.publish, options.ranks, group.record.asker)
             faults.reach(_PUBLISHED)
             record = group.record._replace(published=True)
         except FsError as error:

@@ -1,21 +1,22 @@
 """What the manifest of a checkpoint says, as far as retention has to know it: the step, and whether
 all is there.
 
-client/manifest.py writes manifests and defines them; what is damaged here is *damaged* there.
+core/manifest.py defines manifests; what is damaged here is *damaged* for client/catalog.py.
 """
 
 import json
 import os
 from typing import NamedTuple
 
+from aifs.core import manifest
 from aifs.core.errors import Invalid, NotADirectory, NotFound
 from aifs.files.file_io import FileIO
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.vfs.publishing.listed import first_wrong, path_below
 
-NAME = b".aifs-manifest.json"
-RESERVED = b".aifs-", b"..aifs-"
+NAME = manifest.NAME.encode()
+RESERVED = tuple(each.encode() for each in manifest.RESERVED)
 """What names begin with that are no part of a checkpoint."""
 
 _SIZE_MAX = 4 << 20  # about 30,000 files; nothing else runs while json reads it

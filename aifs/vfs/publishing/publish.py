@@ -274,11 +274,6 @@ class Publishing:
             await self._naming.check_files(dentry.ino)
         return synced
 
-    async def publish_group(self, ino: int, name: bytes, caller: CallerLike) -> None:
-        """Show the directory of a complete group under its final name. Raises as ``publish``."""
-        parent = (await self._engine.view(namespace.get_directory, ino)).parent
-        await self.publish(Publication(ino, parent, name), caller)
-
 
 def _publish(
     tx: Transaction,
