@@ -15,6 +15,7 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.core.waiting import HOST, waits_for
 from aifs.files.lock_table import Lock, LockOwner, LockTable
 from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -206,7 +207,8 @@ class LockHomes:
                     answer = NOT_HOME  # any more
             if answer != NOT_HOME:
                 return answer, home
-            await trio.sleep(_RETRY_S)
+            with waits_for(HOST, "that has the locks of the file"):
+                await trio.sleep(_RETRY_S)
 
     async def ask(self, session: int, request: list[Any]) -> Any:
         """What a host answers; None if it does not."""

@@ -57,11 +57,14 @@ def making(config: Config, erase: bool) -> Iterator[Put]:
     put. ``erase``: one that is there already goes. Blocks. Raises StoreError, StoreBusy.
     """
     url = config.meta.url
-    with BlockingDatabase(url, config.meta.secret) as database, database.transaction() as cursor:
-        # The block may have much to erase elsewhere.
-        cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-        blocking.make(cursor, url, erase)
-        yield partial(blocking.put_pairs, cursor)
+    with BlockingDatabase(url, config.meta.secret) as database:
+        if erase and database.holds_store():
+            database.watch_silent()
+        with database.transaction() as cursor:
+            # The block may have much to erase elsewhere.
+            cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+            blocking.make(cursor, url, erase)
+            yield partial(blocking.put_pairs, cursor)
 
 
 def find_store(database: BlockingDatabase, moved: bool = False) -> str:
@@ -188,8 +191,7 @@ class ClusterMetadata:
             raise
         self._session = engine.session
         try:
-            if config.host.address == _ALONE:
-                await self._end_silent(self.hosts)
+            await self._end_silent(self.hosts)
             self._require_room(self.hosts.members)
         except BaseException:
             self.give_up(engine)
@@ -197,11 +199,15 @@ class ClusterMetadata:
         return engine
 
     async def _end_silent(self, hosts: Hosts) -> None:
-        """A host whose lease is over must not come back while the store is checked. One that lives,
-        while the database was away, has the time of a lease to say so.
+        """A host whose lease is over must not come back while the store is checked, nor a check
+        while others use it. One that lives, while the database was away, has the time of a lease to
+        say so.
         """
         assert self._session is not None
-        while any(one.lease_left_s <= 0 for one in hosts.members):
+        alone = self._config.host.address == _ALONE
+        while any(
+            one.lease_left_s <= 0 and (alone or one.address == _ALONE) for one in hosts.members
+        ):
             await trio.sleep(BEAT_S)
             with suppress(AnswerLost):
                 await self._session.beat()

@@ -2,6 +2,7 @@
 has the store mounted goes by database.py.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -17,6 +18,7 @@ from aifs.meta.replicated.database import (
     NO_STORE,
     require_version,
 )
+from aifs.meta.replicated.sessions import BEAT_S, LEASE_S
 
 _CONNECT_S = 5
 """For each address of each server."""
@@ -111,8 +113,20 @@ class BlockingDatabase:
 
     def require_unused(self) -> None:
         """No host uses the store just now. There is one. Raises StoreBusy."""
+        self.watch_silent()
         with self.transaction() as cursor:
             require_unused(cursor, self.url)
+
+    def watch_silent(self) -> None:
+        """A host whose lease is over, perhaps because the database was away, has the time of a
+        lease to say that it lives. There is a store."""
+        until_s = time.monotonic() + LEASE_S
+        while time.monotonic() < until_s:
+            with self.transaction() as cursor:
+                cursor.execute("SELECT bool_or(lease_left_s <= 0) FROM aifs.members()")
+                if not _one(cursor):
+                    return
+            time.sleep(BEAT_S / 2)
 
     def live_hosts(self) -> list[LiveHost]:
         """There is a store."""

@@ -260,7 +260,8 @@ class ReplicatedEngine(Engine):
                 self._behind -= 1
             if not call.foreign:
                 break
-            await self._recall(call.foreign)
+            with waits_for(HOST, "that has a directory for itself"):
+                await self._recall(call.foreign)
         if call.error is not None:
             raise call.error
         return call.result

@@ -13,6 +13,7 @@ from aifs.burst.remote import SYNC, Homes
 from aifs.core.errors import Unavailable
 from aifs.core.role import Role
 from aifs.core.tasks import run_all
+from aifs.core.waiting import HOST, waits_for
 from aifs.data.patience import giving_up
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
@@ -115,7 +116,8 @@ class Barrier:
                         return
                     if trio.current_time() >= until_s:
                         raise
-                    await trio.sleep(_AGAIN_S)
+                    with waits_for(HOST, "that has files below the directory"):
+                        await trio.sleep(_AGAIN_S)
 
         await run_all(*(lambda host=host: ask(host) for host in inos))
 
