@@ -65,6 +65,11 @@ class Latency:
         return time.monotonic() < self._late_until_s
 
 
+def _usual_s(latency: Latency, length: int) -> float:
+    quantile = latency.quantile("read", length, _QUANTILE)
+    return _UNKNOWN_S if quantile is None else _FACTOR * quantile
+
+
 class Hedging:
     """When to ask others, for all reads of a mount. Used from one thread."""
 
@@ -75,8 +80,16 @@ class Hedging:
         self.count = 0
         """How often others were asked."""
 
-    def delay_s(self, latencies: Iterable[Latency], length: int) -> float:
+    def delay_s(
+        self,
+        latencies: Iterable[Latency],
+        length: int,
+        others: Iterable[Latency] = (),
+        enough: int = 1,
+    ) -> float:
         """How long to wait for servers with these latencies to deliver ``length`` bytes each.
+        ``others``: of all servers of the file that may be asked, ``enough`` of which can tell it. A
+        server that is always slow is not waited for longer than these take.
 
         Long waits for all alike mean load, which hedges would add to: few reads in a hundred may be
         hedged early.
@@ -84,14 +97,23 @@ class Hedging:
         self._hedges = min(self._hedges + _HEDGES_PER_READ, _HEDGES_MAX)
         if self._hedges < 1 and not self._delay_s:
             return _MOST_S
-        return self.usual_s(latencies, length)
+        return self.usual_s(latencies, length, others, enough)
 
-    def usual_s(self, latencies: Iterable[Latency], length: int) -> float:
+    def usual_s(
+        self,
+        latencies: Iterable[Latency],
+        length: int,
+        others: Iterable[Latency] = (),
+        enough: int = 1,
+    ) -> float:
         """The same, however many reads have been hedged."""
         if self._delay_s:
             return self._delay_s
-        usual = [latency.quantile("read", length, _QUANTILE) for latency in latencies]
-        slowest = max((_UNKNOWN_S if q is None else _FACTOR * q for q in usual), default=_UNKNOWN_S)
+        slowest = max((_usual_s(latency, length) for latency in latencies), default=_UNKNOWN_S)
+        if slowest > _LEAST_S:
+            fastest = sorted(_usual_s(latency, length) for latency in others)[:enough]
+            if len(fastest) == enough:
+                slowest = min(slowest, fastest[-1])
         return min(max(slowest, _LEAST_S), _MOST_S)
 
     def hedged(self) -> None:

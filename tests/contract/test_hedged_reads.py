@@ -46,10 +46,10 @@ class Impatient(Hedging):
         super().__init__()
         self._slow = slow
 
-    def delay_s(self, latencies: Iterable[Latency], length: int) -> float:
+    def delay_s(self, latencies: Iterable[Latency], length: int, *_: object) -> float:
         return self.usual_s(latencies, length)
 
-    def usual_s(self, latencies: Iterable[Latency], length: int) -> float:
+    def usual_s(self, latencies: Iterable[Latency], length: int, *_: object) -> float:
         """Also how long the slow one may still answer when others have: meanwhile it is asked, too,
         and the faster the machine is, the more often."""
         return 0.01 if self._slow in list(latencies) else math.inf

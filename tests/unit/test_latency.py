@@ -36,6 +36,21 @@ def test_delays_are_bounded_and_follow_the_slowest_server() -> None:
     )
 
 
+def test_a_slow_server_is_waited_for_as_long_as_enough_others_take() -> None:
+    """Not by its own quantile: it would be waited for in each read (ec=2+1)."""
+    fast, fair, slow = Latency(), Latency(), Latency()
+    for _ in range(100):
+        fast.observe("read", 4096, 0.001)
+        fair.observe("read", 4096, 0.015)
+        slow.observe("read", 4096, 0.2)
+    servers = [slow, fast, fair]
+    assert 0.02 < Hedging().delay_s([fast, slow], 4096, servers, 2) < 0.1
+    assert Hedging().delay_s([slow], 4096, servers, 1) == 0.01
+    assert Hedging().delay_s([fast], 4096, servers, 2) == 0.01
+    assert Hedging().delay_s([slow], 4096, [slow], 2) > 0.2, "nobody else can tell it"
+    assert Hedging().delay_s([slow], 4096, [slow, slow, fast], 2) > 0.2, "all are slow"
+
+
 def test_few_reads_are_hedged_early() -> None:
     fast, hedging = Latency(), Hedging()
     for _ in range(100):

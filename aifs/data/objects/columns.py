@@ -4,7 +4,7 @@ whole files (see ``object_set``).
 A mask of columns that must not be read is called ``unread`` here and everywhere: bit c is column c.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import Lock
@@ -13,6 +13,7 @@ from typing import Any
 from aifs.core import files
 from aifs.core.complete import is_complete
 from aifs.core.errors import FsError, Unavailable
+from aifs.data.latency import Latency
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
 from aifs.data.objects.known import Known
@@ -96,6 +97,10 @@ class Columns:
         if server is None or server.absent or server.hangs or server.latency.is_late:
             return False
         return not server.health.failing & _READS or server.health.usable
+
+    def latencies(self, columns: Iterable[int]) -> Iterator[Latency]:
+        """Of the servers of those columns that can be expected to answer soon."""
+        return (self.server(column).latency for column in columns if self.is_good(column))
 
     # --- reading ---
 
@@ -190,8 +195,10 @@ class Columns:
         attempts = [
             partial(read or self.exact, other, offset, held[other], size) for other in usable
         ]
-        latencies = [self.server(other).latency for other in usable[:needed] if self.is_good(other)]
-        answers = await some_of(attempts, needed, self._servers.hedging.delay_s(latencies, length))
+        delay_s = self._servers.hedging.delay_s(
+            self.latencies(usable[:needed]), length, self.latencies(usable), needed
+        )
+        answers = await some_of(attempts, needed, delay_s)
         units = {usable[number]: unit for number, unit in answers.items()}
         if layout.replicas > 1:
             return next(iter(units.values()))

@@ -153,8 +153,10 @@ class Recovery:
         )
 
     def _delay_s(self, sources: Iterable[int], length: int) -> float:
-        latencies = [self._columns.server(column).latency for column in sources]
-        return self._servers.hedging.delay_s(latencies, length)
+        columns = self._columns
+        latencies = [columns.server(column).latency for column in sources]
+        others = columns.latencies(range(len(self._layout.servers)))
+        return self._servers.hedging.delay_s(latencies, length, others, self._layout.width)
 
     # --- degraded reads ---
 
