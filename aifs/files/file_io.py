@@ -386,6 +386,11 @@ class FileIO:
             and not (file.inode.policy is not None and file.inode.policy.tier == "pinned")
         )
 
+    def is_inline(self, file: OpenInode, end: int) -> bool:
+        """Whether the file is in its record, also when it has ``end`` bytes."""
+        inode = file.inode
+        return inode.layout is None and inode.copy is None and end <= self._inline_limit
+
     def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:
         """Whether a change of the file, up to ``end``, needs a burst copy, which it has not. Where
         there is no room for one, who wants to change it waits.

@@ -22,8 +22,11 @@ WHOLE = SIZE_MAX
 
 
 async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
-    """fallocate(2) with the modes above. In the burst tier space is reserved; data servers only
-    take note of sizes, and free the space of holes and zeros."""
+    """fallocate(2) with the modes above. Space can be reserved in the burst tier alone, so files
+    that are elsewhere refuse that; data servers free the space of holes and zeros.
+
+    Raises NotSupported, NoSpace, Invalid, FileTooLarge.
+    """
     if mode not in _MODES:
         raise NotSupported("fallocate: this mode is not supported")
     if offset < 0 or length <= 0:
@@ -39,6 +42,8 @@ async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length:
             await _allocate_in_burst(io, file, mode, offset, length)
         return
     size = file.inode.size
+    if not (mode & (PUNCH_HOLE | ZERO_RANGE) or io.is_inline(file, end)):
+        raise NotSupported("fallocate: data servers cannot reserve space")
     if end > size and not mode & KEEP_SIZE:  # first, as that may be refused
         await io.truncate(file, end)
     if mode & (PUNCH_HOLE | ZERO_RANGE) and offset < size:

@@ -77,8 +77,9 @@ async def test_bytes_are_limited_to_the_last_one(scratch: Path, shape: str) -> N
         await refused(fs.write(handle, 24 * KIB, b"x"))
         await fs.write(handle, 0, b"what is there can be overwritten")
         await refused(truncate(fs, ino, 41 * KIB))
-        await refused(fs.fallocate(handle, 0, 24 * KIB, 1))
-        await fs.fallocate(handle, KEEP_SIZE, 24 * KIB, 1)
+        if shape != "capacity":  # where nothing can be reserved
+            await refused(fs.fallocate(handle, 0, 24 * KIB, 1))
+            await fs.fallocate(handle, KEEP_SIZE, 24 * KIB, 1)
         await refused(fs.copy_file_range(handle, 0, handle, 24 * KIB, KIB))
         await fs.release(handle)
         assert await used(fs, team) == (64 * KIB, 3)

@@ -17,7 +17,7 @@ import trio
 
 from aifs.core import clock
 from aifs.core.config import Config
-from aifs.core.errors import Busy, FsError, NoAttribute
+from aifs.core.errors import Busy, FsError, NoAttribute, NotSupported
 from aifs.files.types import Caller, SetAttr
 from aifs.vfs.trash_requests import Restoring
 from tests.support.kernel import Kernel
@@ -399,7 +399,21 @@ class Life:
     # Ranges, and mappings of passed-through files.
 
     async def _fallocate(self, slot: int, mode: int, offset: int, length: int) -> None:
-        await self._on_handle("fallocate", slot, mode, offset, length)
+        if slot not in self._slots:
+            return
+        (real, handle), end = self._slots[slot], offset + length
+        ino = self.numbers[self.target(slot).ino]
+
+        async def allocate(*args: Any) -> None:
+            """Where nothing can be reserved, what a program does then, without writing zeros."""
+            try:
+                await self.fs.fallocate(*args)
+            except NotSupported:
+                if not mode and end > (await self.fs.getattr(ino)).size:
+                    await self.fs.setattr(ino, SetAttr(size=end), Caller(), real)
+
+        arguments = mode, offset, length
+        await self.both("fallocate", (real, *arguments), (handle, *arguments), allocate)
         await self._getattr_(slot)
 
     async def _copy_file_range(

@@ -14,6 +14,7 @@ import time
 from contextlib import contextmanager
 from typing import Any, Self
 
+from aifs.core import files
 from tests.support.posix_ops import LARGEST, PAGE
 from tests.support.sequences import Op, payload
 
@@ -358,7 +359,12 @@ class Machine:
         arguments = ctypes.c_int64(offset), ctypes.c_int64(length)
         if _libc.fallocate(self._fd(slot), mode, *arguments):
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            if number != errno.EOPNOTSUPP or mode & ~files.KEEP_SIZE:
+                raise OSError(number, os.strerror(number))
+            # Nothing can be reserved: what a program does then, but for writing zeros.
+            fd, end = self._fd(slot), offset + length
+            if not mode and end > os.fstat(fd).st_size:
+                os.ftruncate(fd, end)
 
     def _seek_data(self, slot: int, offset: int) -> bool:
         """Filesystems may find data where there are zeros, but must pass over nothing else."""
