@@ -249,9 +249,9 @@ class Following:
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         parent, name = keys.dentry_parts(key)
-        unshown.names[parent, name] = 0 if record is None else decode_dentry(record).ino
+        ino = unshown.names[parent, name] = 0 if record is None else decode_dentry(record).ino
         unshown.listings.append(parent)
-        self._looked_up.changed((parent, name), unshown.seq)
+        self._looked_up.changed((parent, name), ino, unshown.seq)
         if record is not None:
             self._retention.shown(parent)
 

@@ -33,6 +33,9 @@ _SHARED_S = 60.0
 _CALL_S = 1.0
 """More than the kernel needs to look up all names of a call, and to repeat it."""
 
+_REPEAT_S = 0.02
+"""For so long a thread is taken to repeat its call, which a second ESTALE would end."""
+
 
 class LookedUp:
     """Names that the kernel may know in a state before another host's change: those that have
@@ -44,21 +47,26 @@ class LookedUp:
         self._changed: dict[Name, float] = {}
         """When, on the monotonic clock; the oldest first."""
         self._unshown: dict[Name, int] = {}
-        """Names whose change is not shown yet, and the last change set of each."""
+        """Names that lead to inodes which the kernel may know by older ones, and whose change is
+        not shown yet; the last change set of each."""
         self._shown: dict[Name, float] = {}
         """When others were, as in ``_changed``."""
         self._refused: dict[tuple[Name, int], float] = {}
         """When lookups of names by threads were answered with ESTALE, as in ``_changed``."""
+        self._repeating: dict[int, float] = {}
+        """When any lookup by a thread was."""
 
         self._elsewhere: dict[int, float] = {}
         """Directories in which other hosts have changed names, as in ``_changed``."""
         self._here: dict[int, float] = {}
         """Those in which this host has."""
 
-    def changed(self, name: Name, seq: int) -> None:
-        """Another host has changed what it leads to, in this change set."""
+    def changed(self, name: Name, ino: int, seq: int) -> None:
+        """Another host has changed what it leads to, in this change set: now to *ino*; 0: to
+        nothing."""
         _note(self._changed, name, _KEPT_S)
-        self._unshown[name] = seq
+        if ino and self._kernel.may_know(ino):
+            self._unshown[name] = seq
         self._note_change(self._elsewhere, name[0])
 
     def changed_here(self, *directories: int) -> None:
@@ -90,17 +98,22 @@ class LookedUp:
             _note(self._shown, name, _CALL_S)
 
     def require_shown(self, name: Name, thread: int) -> None:
-        """The kernel is about to learn that the name leads to an inode which it may know by an
-        older name. If that one may still lead there, or did when this call began, raise Stale,
-        once: the kernel then repeats the call of this thread, and looks up anew all its names.
+        """The kernel is about to learn what the name leads to. If it may know that inode by an
+        older name which still leads there for it, or did when this call began, raise Stale, once:
+        the kernel then repeats the call of this thread, and looks up anew all its names.
 
         Waiting would not help: the kernel looks up the new name of a rename(2) after the old one,
         and holds the locks that forgetting needs.
         """
-        since = time.monotonic() - _CALL_S
+        if not (self._unshown or self._shown):
+            return
+        now = time.monotonic()
+        since, began = now - _CALL_S, now - _REPEAT_S
         is_new = name in self._unshown or self._shown.get(name, since) > since
-        if is_new and self._refused.get((name, thread), since) <= since:
+        was_refused = self._refused.get((name, thread), since) > since
+        if is_new and not was_refused and self._repeating.get(thread, began) <= began:
             _note(self._refused, (name, thread), _CALL_S)
+            _note(self._repeating, thread, _REPEAT_S)
             raise Stale("another host has changed the name just before")
 
     def asked(self, name: Name) -> None:

@@ -87,8 +87,7 @@ class Names:
         self._looked_up.asked((parent, name))
         try:
             inode = await self._engine.view(namespace.lookup, parent, name)
-            if self._kernel.may_know(inode.ino):
-                self._looked_up.require_shown((parent, name), caller.pid)
+            self._looked_up.require_shown((parent, name), caller.pid)
             if self._recordings.is_on:
                 self._recordings.found(parent, name, inode)
             return self._io.inodes.current(inode)

@@ -16,7 +16,7 @@ import trio.testing
 
 from aifs.core.errors import Exists, NotFound, Stale
 from aifs.files.kernel import Kernel as KernelCache
-from aifs.files.types import ROOT
+from aifs.files.types import ROOT, Caller
 from aifs.layout.hint import Policy
 from aifs.meta import keys, namespace, servers
 from aifs.meta.askers import Asker
@@ -409,6 +409,26 @@ async def test_the_kernel_forgets_names_that_another_host_makes_moves_and_remove
         assert (await fs.lookup(one.ino, b"..")).ino == two.ino
         names = [name for name, _, _ in await fs.readdir(one.ino, 0)]
         assert names == [b"file", b"link"]
+
+
+async def test_a_call_is_repeated_once_where_the_kernel_may_know_a_file_by_its_old_name(
+    directory: Path,
+) -> None:
+    """Of many names that are new a program is told no ESTALE."""
+    async with hosts(directory) as (fs, cache, other):
+        known: set[int] = set()
+        cache.may_know = known.__contains__  # type: ignore[method-assign]
+        one, another = Caller(pid=1), Caller(pid=2)
+        for name in (b"a", b"b", b"c"):
+            known.add((await other.make(ROOT_INO, name, stat.S_IFREG | 0o644, b"x")).ino)
+            await fs.lookup(ROOT_INO, name, one)
+        for old, new in ((b"a", b"d"), (b"b", b"e")):
+            await other.rename(ROOT_INO, old, ROOT_INO, new)
+        for caller in (one, another):
+            with pytest.raises(Stale):
+                await fs.lookup(ROOT_INO, b"d", caller)
+            for name in (b"d", b"e", b"c"):
+                await fs.lookup(ROOT_INO, name, caller)
 
 
 async def test_the_kernel_keeps_no_names_of_a_directory_that_several_hosts_change(
