@@ -32,6 +32,10 @@ class Kernel:
     def drop_name_soon(self, parent: int, name: bytes) -> None:
         """A name leads to something else, or nowhere, without the kernel having asked for it."""
 
+    async def look_up_anew(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """As ``forget_names``, of names at which programs may be, or mounts, that stay: directories
+        that were moved, or that have appeared."""
+
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Names (parent, name) lead somewhere else; the kernel knows it on return, if that does not
         take long."""

@@ -106,7 +106,12 @@ class KernelCache(Kernel):
         For requests that the kernel holds the directory's lock for: it goes out when they have been
         answered.
         """
-        self._start(_of_names([(parent, name)]))
+        self._start(_of_names([(parent, name)], pyfuse3.invalidate_entry))
+
+    async def look_up_anew(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """As ``forget_names``, except that what is used or mounted at a name stays there until the
+        kernel has looked the name up, and found that it leads elsewhere."""
+        await self._notify(list(names), self._expire)
 
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
         """Have the kernel look these names (parent, name) up anew, and list their directories anew,
@@ -116,10 +121,12 @@ class KernelCache(Kernel):
         waiting for a lock that the kernel holds for the request that we are answering. Then it
         happens when they have been answered.
         """
-        names = list(names)
+        await self._notify(list(names), pyfuse3.invalidate_entry)
+
+    async def _notify(self, names: list[tuple[int, bytes]], notify: Callable[..., None]) -> None:
         if self._bridge is not None:  # it keeps nothing of a name that may come at any time
             self._bridge.note_records({keys.dentry(*name): b"?" for name in names}, 0)
-        done = self._start(_of_names(names))
+        done = self._start(_of_names(names, notify))
         with trio.move_on_after(FORGET_S):
             await done.wait()
 
@@ -181,7 +188,14 @@ class KernelCache(Kernel):
     def _forget_name(self, parent: int, name: bytes, kept: KeptName | None) -> None:
         """Blocks. Of a name that the kernel does not know to lead somewhere nothing else has to
         go."""
-        if self._bridge is not None and kept is not None and kept.ino == 0:
+        if kept is not None and kept.ino == 0:
+            self._expire(parent, name)
+        else:
+            pyfuse3.invalidate_entry(parent, name)
+
+    def _expire(self, parent: int, name: bytes) -> None:
+        """Blocks."""
+        if self._bridge is not None and self._bridge.in_use:
             self._bridge.expire_name(parent, name)
         else:
             pyfuse3.invalidate_entry(parent, name)
@@ -258,9 +272,11 @@ class KernelCache(Kernel):
         return True
 
 
-def _of_names(names: Sequence[tuple[int, bytes]]) -> list[tuple[Any, ...]]:
+def _of_names(
+    names: Sequence[tuple[int, bytes]], notify: Callable[..., None]
+) -> list[tuple[Any, ...]]:
     """A name that the kernel does not know leaves its directory alone, so both are sent."""
-    entries = [(pyfuse3.invalidate_entry, parent, name) for parent, name in names]
+    entries = [(notify, parent, name) for parent, name in names]
     return entries + [
         (pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}
     ]

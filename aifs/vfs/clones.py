@@ -117,7 +117,7 @@ class Clones:
         else:
             await self._clone_file(source, parent, new_name, terms, name_it)
         faults.reach(_SHOWN)
-        await self._kernel.forget_names([(parent, new_name)])
+        await self._kernel.look_up_anew([(parent, new_name)])
         await self._engine.barrier()
         await self._engine.shown()
 

@@ -149,7 +149,7 @@ class TrashRequests:
         faults.reach(_RESTORED)
         inode = self._names.adopt(inode)
         await self._engine.barrier()
-        await self._kernel.forget_names([(inode.parent, name)])
+        await self._kernel.look_up_anew([(inode.parent, name)])
         self._kernel.drop_attributes_soon([inode.ino])
         await self._engine.shown()
         return inode

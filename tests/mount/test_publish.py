@@ -101,13 +101,18 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
 def test_the_kernel_forgets_what_it_has_cached(runs: Path) -> None:
     for step in (1, 2, 3):
         tmp, final = make_tree(runs / "tmp"), runs / f"step-{step}"
+        working = os.open(tmp, os.O_RDONLY)
         inside = os.open(tmp / "sub", os.O_RDONLY)
         before = (runs.stat().st_mtime_ns, os.listdir(runs))
         assert not final.exists() and not (runs / "none").exists()  # which the kernel remembers
         if step > 1:
             require_step(runs, f"step-{step - 1}", step - 1)
         publish(tmp, final, step)
+        place = f"/proc/self/fd/{working}"  # who works there, and calls getcwd(3)
+        assert os.readlink(place) == str(tmp)
         require_step(runs, final.name, step)
+        assert os.readlink(place) == str(final)
+        os.close(working)
         assert (
             not tmp.exists()
             and runs.stat().st_mtime_ns > before[0]

@@ -212,6 +212,7 @@ async def test_background_work_may_go_on_when_no_request_is_read_any_more() -> N
     cache.drop_attributes_soon([7])
     cache.drop_name_soon(1, b"name")
     await cache.forget_names([(1, b"name")])
+    await cache.look_up_anew([(1, b"name")])
 
 
 async def test_what_is_sent_when_the_mount_ends_is_no_fault(

@@ -89,8 +89,8 @@ class Publishing:
         self._unkept: Counter[Name] = Counter()
         """Names of which the kernel keeps neither what they lead to nor that they lead nowhere,
         because publishing changes them together with others: it would forget them one after the
-        other, and programs would see one new and another old. A pointer stays here. A final name is
-        here while it is published, counted once for each publication."""
+        other, and programs would see one new and another old. A pointer stays here. A final name,
+        and the name before, are here during a publication, and counted once for each."""
 
     def keeps_name(self, directory: int, name: bytes) -> bool:
         """Whether the kernel may keep what the name leads to."""
@@ -197,16 +197,18 @@ class Publishing:
         synced = await self._make_durable(published, what.parent, strict=True)
         faults.reach(_DURABLE)
         final = what.parent, what.name
+        old = await self._engine.view(_place_of, what.ino)
         pointers = {(what.parent, name) for name in (what.latest, what.tracker) if name}
-        kept = {final, *(pointers - self._unkept.keys())}
-        self._unkept.update((final, *pointers))
+        kept = {old, final, *(pointers - self._unkept.keys())}
+        self._unkept.update((old, final, *pointers))
         try:
-            await self._kernel.forget_names(kept)
+            await self._kernel.look_up_anew(kept)
             await self._show(what, synced, caller)
         finally:
-            self._unkept[final] -= 1
-            if not self._unkept[final]:
-                del self._unkept[final]
+            self._unkept.subtract((old, final))
+            for name in {old, final}:
+                if not self._unkept[name]:
+                    del self._unkept[name]
         self._retention.shown(what.parent)
 
     async def _show(
@@ -240,17 +242,11 @@ class Publishing:
             await self._engine.barrier()
             self.published += 1
             self._drain.published(synced)
-            names = [
-                (what.parent, what.name),
-                (what.parent, what.latest),
-                (what.parent, what.tracker),
-            ]
-            await self._kernel.forget_names(
-                [
-                    (done.old_parent, done.old_name),
-                    *((place, name) for place, name in names if name),
-                ]
-            )
+            # Programs may work in the directory, and in what has got its new name.
+            moved = (done.old_parent, done.old_name), (what.parent, what.name)
+            await self._kernel.look_up_anew(moved)
+            pointers = [(what.parent, name) for name in (what.latest, what.tracker) if name]
+            await self._kernel.forget_names(pointers)
             await self._engine.shown()
         finally:
             # Only now, for until here the kernel opened them by the names that it knew. Of those
@@ -287,6 +283,12 @@ def _publish(
     require_may_publish(tx, what, caller)
     forms.remove_marks(tx, quiet)
     return publishing.publish(tx, what, (caller.uid, caller.gid), ids, now, by)
+
+
+def _place_of(tx: ReadTransaction, ino: int) -> Name:
+    """Where a directory lies."""
+    inode = namespace.get_directory(tx, ino)
+    return inode.parent, publishing.name_of(tx, inode)
 
 
 def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:
