@@ -4,6 +4,7 @@ The order of steps that keeps each change safe is that of docs/metadata.md (I1 t
 invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -73,10 +74,11 @@ class CapacityIO:
         self._containers = containers
         self._transitions = transitions
         self._movers = movers
-        self.perhaps_mapped: set[int] = set()
+        self.perhaps_mapped: dict[int, int] = {}
         """Files whose one object programs could write to by themselves: a mapping may outlive its
         handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
-        being staged or cached, until the next mount."""
+        being staged or cached, until the next mount. With the object's mtime when it was last
+        looked at, 0: it was not."""
 
     async def describe(self, inode: Inode) -> Origin:
         """Where the bytes of a settled file with a layout are on the capacity tier. Raises
@@ -335,6 +337,20 @@ class CapacityIO:
             _log.info("inode %d keeps bytes beyond its size for now: %s", file.inode.ino, error)
 
     # --- durability ---
+
+    async def look(self, file: OpenInode) -> None:
+        """Take mtime over from an object that may be mapped, and may have been written to so."""
+        ino, inode = file.inode.ino, file.inode
+        if ino not in self.perhaps_mapped or file.objects is None:
+            return
+        fd = await file.objects.backing(inode.size)
+        if fd is None:
+            return
+        before_ns, found_ns = self.perhaps_mapped[ino], os.fstat(fd).st_mtime_ns
+        self.perhaps_mapped[ino] = found_ns
+        if before_ns and found_ns != before_ns and found_ns > inode.mtime_ns:
+            inode.mtime_ns, inode.ctime_ns = found_ns, max(inode.ctime_ns, found_ns)
+            file.unsaved = True
 
     async def settle(self, file: OpenInode) -> None:
         """Bring the objects to their exact lengths. Raises NoSpace, Unavailable."""

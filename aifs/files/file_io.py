@@ -425,7 +425,8 @@ class FileIO:
                 return False
             if file.on_object:
                 # Mappings are written to without our knowing.
-                self.capacity.perhaps_mapped.add(file.inode.ino)
+                self.capacity.perhaps_mapped.setdefault(file.inode.ino, 0)
+                await self.capacity.look(file)
                 await self.capacity.prepare(file, file.inode.size)
             elif self._engine.host and self.capacity.is_changed_in_place(file):
                 await self.capacity.prepare(file, file.inode.size)  # this host is its home now

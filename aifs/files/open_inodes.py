@@ -214,6 +214,7 @@ class OpenInodes:
                 file.outlived = False
             else:
                 with giving_up():  # nobody waits for that, but an unmount
+                    await self._capacity.look(file)
                     await self._capacity.settle(file)
             return None if file.inode.ino in self._capacity.perhaps_mapped else object()
         except FsError as error:
@@ -258,6 +259,7 @@ class OpenInodes:
         async with self.held(ino) as file:
             if file.marked and file.inode.in_burst and not file.own_copy.is_open:
                 await file.own_copy.ensure_open()
+            await self._capacity.look(file)
             return self.attributes(file)
 
     def current(self, inode: Inode) -> Inode:
@@ -282,7 +284,9 @@ class OpenInodes:
             if file is not None:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
             elif ino not in self._table.claims and not stays_lent:
-                if self._handles.recall(ino) or self._handles.was_accessed(ino):
+                if ino in self._capacity.perhaps_mapped:
+                    file = await self.acquire(ino)
+                elif self._handles.recall(ino) or self._handles.was_accessed(ino):
                     file = await self.acquire(ino)
             if file is not None:
                 try:
@@ -290,6 +294,7 @@ class OpenInodes:
                         mtime_ns = None
                     if mtime_ns is not None and file.inode.in_burst:
                         await self._burst.know_mtime(file)
+                    await self._capacity.look(file)
                     await self._transitions.change_attributes(file, change, argument)
                     if mtime_ns is not None and file.inode.in_burst:
                         await self._burst.set_mtime(file, mtime_ns)

@@ -843,7 +843,7 @@ async def test_a_file_that_may_be_mapped_stays_with_its_home(scratch: Path, flag
     async with two_hosts(scratch / "s", modes.STRIPED) as (north, south, _):
         ino = await write_file(north, b"f", DATA)
         await moved_out(north, ino)
-        north.io.capacity.perhaps_mapped.add(ino)
+        north.io.capacity.perhaps_mapped[ino] = 0
         north.io.stager.bring = no_copy  # type: ignore[method-assign]
         await overwrite(north, ino, 0, b"mapped")
         with trio.fail_after(60):

@@ -19,6 +19,7 @@ import pytest
 
 from aifs.core import ioctl
 from aifs.fuse import extension
+from tests.mount.test_posix_bytes import mtimes_of_mapped_writes
 from tests.support.mounts import Mounted, mounted_store
 
 READ = "15"
@@ -223,3 +224,21 @@ def test_a_writer_that_is_killed_leaves_a_file_that_is_in_order(scratch: Path) -
             store.kill()
         store.mount()
         assert path.read_bytes() == b""
+
+
+def test_what_is_written_by_a_mapping_moves_mtime(store: Mounted, path: Path) -> None:
+    """Of an object that readers have passed through; an mtime that is set stays otherwise."""
+    if not all(mtimes_of_mapped_writes(store.path.parent / "local", is_closed=False)):
+        pytest.skip("the local filesystem, such as tmpfs, does not move it either")
+    with path.open("rb") as reader, path.open("r+b") as file:
+        assert reader.read(1)
+        with mmap.mmap(file.fileno(), SIZE) as mapped:
+            for offset in (0, mmap.PAGESIZE):
+                os.utime(path, (1, 1))
+                assert path.stat().st_mtime == 1
+                mapped[offset] ^= 1
+                mapped.flush()
+                assert path.stat().st_mtime > 1
+        os.utime(path, (1, 1))
+    until_closed(store)
+    assert path.stat().st_mtime == 1
