@@ -33,6 +33,8 @@ _VERSION = 1
 _GZIP = 16 + zlib.MAX_WBITS
 STORED_MAX, _JSON_MAX = 16 << 20, 64 << 20
 """Bytes of a record, and of what is in it."""
+FILES_MAX, _RUNS_MAX, _BLOCKS_MAX = 1 << 17, 1 << 19, 1 << 21
+"""Of a record: files, runs and blocks of all of them, which are 2 TiB."""
 
 
 class HotFile(NamedTuple):
@@ -116,7 +118,14 @@ def decode(data: bytes) -> StartRecord:
         value = json.loads(text)
         if value["version"] != _VERSION:
             raise ValueError(f"its version is {value['version']}")
+        if len(value["files"]) > FILES_MAX:
+            raise ValueError(f"it has more than {FILES_MAX} files")
         files = tuple(_file_of(*fields) for fields in value["files"])
+        if (
+            sum(len(file.runs) for file in files) > _RUNS_MAX
+            or sum(count for file in files for _, count in file.runs) > _BLOCKS_MAX
+        ):
+            raise ValueError(f"it has more than {_RUNS_MAX} runs, or {_BLOCKS_MAX} blocks")
         record = StartRecord(
             str(value["run"]),
             str(value["host"]),

@@ -212,7 +212,8 @@ def decode(record: bytes) -> Index:
     for count in counts:
         columns.append(_native(view[at : at + 8 * count]))
         at += 8 * count
-    names = bytes(view[at : at + names_length]).split(b"\0")[:-1]
+    text = bytes(view[at : at + names_length])
+    names = text.split(b"\0")[:-1] if text.count(b"\0") == 1 + files else []
     sizes, mtimes_ns, first_blocks, offsets, lengths, rows = columns
     is_ascending = all(first <= after for first, after in pairwise(first_blocks))
     if not is_ascending or first_blocks[0] != 0 or first_blocks[-1] != blocks:

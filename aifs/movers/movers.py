@@ -8,6 +8,8 @@ puts on record what has been.
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import trio
+
 from aifs.burst.making import MakingTools, never
 from aifs.core.budget import OverBudget
 from aifs.movers.pool import NoProcess, Pool
@@ -35,6 +37,11 @@ class Movers:
         started. Does not block."""
         return self._pool is None or not self._pool.is_open or self._pool.warm()
 
+    async def call(self, function: Callable[[Value], Result], value: Value) -> Result:
+        """``function(value)``, which takes the processor, such as to look into what users have
+        written. It is in a thread if there is no process for it. Raises as ``carry_out``."""
+        return await self.carry_out(_call, (function, value))
+
     async def carry_out(
         self,
         function: Function[Value, Result],
@@ -53,3 +60,12 @@ class Movers:
             except (OverBudget, NoProcess):
                 pass  # it needs more memory at once than a process has, or there is none
         return await function(value, self.tools, cancelled)
+
+
+async def _call(
+    asked: tuple[Callable[[Value], Result], Value],
+    tools: MakingTools,
+    cancelled: Callable[[], bool],
+) -> Result:
+    function, value = asked
+    return await trio.to_thread.run_sync(function, value)

@@ -8,6 +8,7 @@ import random
 import struct
 import tarfile
 import tracemalloc
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from aifs.client import data  # noqa: E402
 from aifs.client.data.disk import DiskFile  # noqa: E402
 from aifs.core.errors import DatasetError  # noqa: E402
+from aifs.datasets.formats.arrow import has_dictionaries  # noqa: E402
 from aifs.datasets.formats.reading import InMemory  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402
 from aifs.datasets.order_files import parquet, thrift  # noqa: E402
@@ -385,8 +387,8 @@ def test_fields_of_a_footer_are_bounded_and_not_kept(
 ) -> None:
     """20 MiB of the smallest ones took 2.5 GB and 150 s of the daemon. Here: booleans, and row
     groups without anything."""
-    monkeypatch.setattr(parquet, "FIELDS_MAX", 1 << 16)
-    damaged = head + (bytes(1 << 18) if head else b"\xf1" * (1 << 20))
+    monkeypatch.setattr(parquet, "FIELDS_MAX", 1 << 13)
+    damaged = head + (bytes(1 << 18) if head else b"\xf1" * (1 << 18))
     tracemalloc.start()
     try:
         with pytest.raises(DatasetError, match="a.parquet: .* too many fields"):
@@ -433,3 +435,23 @@ def test_numbers_are_shifted() -> None:
                 _, offset, size = each.numbers
                 bytes_ = each.shifted(source[offset : offset + size])
                 assert bytes_ == whole[at : at + each.length]
+
+
+def test_fields_of_an_arrow_schema_are_bounded_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A schema is anybody's: all fields that it names were held before one was looked at."""
+    count = 1 << 15
+    at = 44 + 4 * count  # of the only field, which each entry of the list leads to
+    head = struct.pack("<I5H2xiI", 16, 10, 8, 0, 0, 4, 12, 12)  # the message
+    monkeypatch.setattr("aifs.datasets.formats.arrow._FIELDS_MAX", 4096)
+    head += struct.pack("<4HiII", 8, 8, 0, 4, 8, 4, count)  # the schema, and its list
+    entries = array("I", range(at + 4 - 44, at + 4 - 44 - 4 * count, -4)).tobytes()
+    message = head + entries + struct.pack("<HHi", 4, 4, 4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DatasetError, match="a schema of more than 4096 fields"):
+            has_dictionaries(bytes(4) + message)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -154,7 +154,7 @@ def test_an_index_of_impossible_numbers_is_refused(version: Version, block: RowB
     assert decode(encode(index_of("text", [before_1970]))).version(0) == (1, -5)
 
 
-@pytest.mark.parametrize("names", [b"", b"\xff\xfe\0a\0", b"text", b"text\0a\0b\0"])
+@pytest.mark.parametrize("names", [b"", b"\xff\xfe\0a\0", b"text", b"text\0a\0b\0", bytes(1 << 16)])
 def test_an_index_of_other_names_than_it_says_is_refused(names: bytes) -> None:
     """It is a user's file; the first two were a traceback in the daemon's log."""
     record = encode(index_of("text", [IndexedFile(b"a", Version(9, 1), [RowBlock(0, 9, 3)])]))

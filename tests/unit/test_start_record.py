@@ -172,3 +172,17 @@ def test_what_is_prefetched_lies_on_the_mount(tmp_path: Path) -> None:
     for number, (each, fetched) in enumerate(zip(files, (0, 1, 0, 0), strict=True)):
         (job / "a.start").write_bytes(encode(record(each, began_s=float(number))))
         assert startup.prefetch(str(job)).files == fetched, each.path
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [hot(2, size=1 << 62)._replace(runs=((0, 1 << 22),))],
+        [hot(2, size=1 << 62)._replace(runs=tuple((2 * n, 1) for n in range(600_000)))],
+        [hot(2)] * 140_000,
+    ],
+)
+def test_a_record_that_would_become_much_more_in_memory_is_none(files: list[HotFile]) -> None:
+    """A few bytes name as many blocks as a number can say, of which the daemon made a set."""
+    with pytest.raises(Invalid, match="more than"):
+        decode(encode(record(*files)))

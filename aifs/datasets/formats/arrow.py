@@ -122,10 +122,11 @@ def parts(file: FileBytes) -> ArrowParts:
     return _of_stream(window)
 
 
-def schema_span(window: SmallReads) -> Span:
-    """Where the schema lies. Raises DatasetError if this is neither a file nor a stream."""
+def schema_span(window: SmallReads, bytes_max: int = _METADATA_MAX) -> Span:
+    """Where the schema lies. Raises DatasetError if this is neither a file nor a stream, or the
+    schema is longer."""
     at = 8 if window.at(0, len(MAGIC)) == MAGIC else 0
-    message = _message(window, at)
+    message = _message(window, at, bytes_max)
     if message is None or message.kind != _SCHEMA:
         raise DatasetError(f"neither an Arrow file nor a stream: no schema at byte {at}")
     return Span(at, message.end - at)
@@ -135,15 +136,20 @@ def has_dictionaries(schema: bytes) -> bool:
     """Whether a schema, of which this is the message, has columns that are encoded by dictionaries,
     at any depth. Raises DatasetError."""
     start = 8 if schema.startswith(CONTINUED) else 4
-    waiting = [*_Table.root(schema[start:]).table(2).tables(1)]
-    for _ in range(_FIELDS_MAX):  # damaged ones may contain themselves
-        if not waiting:
-            return False
-        field = waiting.pop()
+    levels = [_Table.root(schema[start:]).table(2).tables(1)]
+    left = _FIELDS_MAX  # damaged ones may contain themselves
+    while levels:
+        field = next(levels[-1], None)
+        if field is None:
+            levels.pop()
+            continue
         if field.has(4):
             return True
-        waiting += field.tables(5)
-    raise DatasetError(f"a schema of more than {_FIELDS_MAX} fields")
+        left -= 1
+        if not left:
+            raise DatasetError(f"a schema of more than {_FIELDS_MAX} fields")
+        levels.append(field.tables(5))
+    return False
 
 
 def decoded_bytes(message: bytes | memoryview) -> int:
@@ -216,7 +222,7 @@ def _block_of(window: SmallReads, kind: int, block: tuple[int, ...]) -> RowBlock
     return RowBlock(offset, message.end - offset, message.rows)
 
 
-def _message(window: SmallReads, at: int) -> _Message | None:
+def _message(window: SmallReads, at: int, bytes_max: int = _METADATA_MAX) -> _Message | None:
     """None at the mark of the end."""
     prefix = window.at(at, 4)
     start = at
@@ -227,7 +233,7 @@ def _message(window: SmallReads, at: int) -> _Message | None:
     length = int.from_bytes(prefix, "little", signed=True)
     if length == 0:
         return None
-    if not 0 < length <= min(window.size - at, _METADATA_MAX):
+    if not 0 < length <= min(window.size - at, bytes_max):
         raise DatasetError(
             f"no message at byte {start}, or a torn one: metadata of {length} bytes in a file of"
             f" {window.size}"

@@ -8,6 +8,9 @@ from aifs.datasets.index import FileBytes
 from aifs.datasets.order_files.chosen import ChosenBlocks, OrderSources
 from aifs.datasets.virtual import Joined, SourceRange
 
+_SCHEMA_MAX = 16 << 20
+"""Bytes: it is held in memory."""
+
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -34,4 +37,4 @@ def joined(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
 
 def _schema(file: FileBytes) -> bytes:
     window = SmallReads(file)
-    return window.at(*schema_span(window))
+    return window.at(*schema_span(window, _SCHEMA_MAX))

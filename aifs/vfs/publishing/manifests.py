@@ -19,7 +19,7 @@ NAME = manifest.NAME.encode()
 RESERVED = tuple(each.encode() for each in manifest.RESERVED)
 """What names begin with that are no part of a checkpoint."""
 
-_SIZE_MAX = 4 << 20  # about 30,000 files; nothing else runs while json reads it
+_SIZE_MAX = 4 << 20  # about 30,000 files
 
 
 class Listed(NamedTuple):
@@ -43,7 +43,7 @@ async def read(engine: Engine, io: FileIO, directory: int) -> Listed | None:
     except (NotFound, NotADirectory):
         return None
     try:
-        step, files = _parse(data)
+        step, files = await io.waited_for.call(_parse, data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Invalid):
         return Listed(None, False)
     return Listed(step, bool(files) and not await first_wrong(engine, io, directory, files))

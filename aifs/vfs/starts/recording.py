@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from aifs.core import clock
 from aifs.core.errors import FsError
 from aifs.core.log import logger
-from aifs.core.start_record import BLOCK, HotFile
+from aifs.core.start_record import BLOCK, FILES_MAX, HotFile
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.open_inode import OpenInode
@@ -26,9 +26,6 @@ _log = logger(__name__)
 
 _AT_ONCE = 64
 """Inodes that are looked up in one view."""
-
-_FILES_MAX = 1 << 17
-"""What a start may touch; files beyond are not recorded."""
 
 
 class _Touched:
@@ -72,7 +69,7 @@ class StartRecording:
         inode, copy = file.inode, file.copy
         touched = self._files.get(inode.ino)
         if touched is None:
-            if len(self._files) == _FILES_MAX:
+            if len(self._files) == FILES_MAX:
                 return
             touched = self._files[inode.ino] = _Touched(inode)
             if inode.size <= BLOCK:
@@ -84,12 +81,12 @@ class StartRecording:
 
     def noted(self, ino: int) -> None:
         """A small file was opened, without our being asked. Does not block."""
-        if len(self._files) < _FILES_MAX:
+        if len(self._files) < FILES_MAX:
             self._files.setdefault(ino, None)
 
     def found(self, parent: int, name: bytes, ino: int) -> None:
         """A file with several names is looked up by one of them. Does not block."""
-        if len(self._names) < _FILES_MAX:
+        if len(self._names) < FILES_MAX:
             self._names[ino] = parent, name
 
     def read(self, ino: int, offset: int, length: int) -> None:
@@ -170,7 +167,7 @@ class StartRecordings:
                     recording.noted(ino)
 
     def _put_off(self, recording: StartRecording, ino: int) -> None:
-        if recording.put_off is not None and len(recording.put_off) < _FILES_MAX:
+        if recording.put_off is not None and len(recording.put_off) < FILES_MAX:
             recording.put_off.add(ino)
             self._stager.put_off(ino)
 

@@ -198,7 +198,7 @@ class Starts:
                 require_may(inode, start.caller, READ)
                 if inode.size <= STORED_MAX:
                     data = await self._io.read_whole(inode.ino)
-                    record = await trio.to_thread.run_sync(decode, data)
+                    record = await self._io.waited_for.call(decode, data)
                     return {file[1:4]: file.blocks for file in record.files}
         return {}
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import trio
 
-from aifs.burst.making import MakingTools
 from aifs.core.errors import DatasetError, Invalid
 from aifs.datasets.archive import Archive
 from aifs.datasets.formats import files, megatron, records, tar
@@ -158,15 +157,7 @@ class _Sources:
         return self._beside[file]
 
     def apart(self, function: Callable[[T], bytes], value: T) -> bytes:
-        return trio.from_thread.run(self._io.waited_for.carry_out, _call, (function, value))
-
-
-async def _call(
-    asked: tuple[Callable[[T], bytes], T], tools: MakingTools, cancelled: Callable[[], bool]
-) -> bytes:
-    """In a mover. A thread, as it may be the daemon after all."""
-    function, value = asked
-    return await trio.to_thread.run_sync(function, value)
+        return trio.from_thread.run(self._io.waited_for.call, function, value)
 
 
 class _SourceBytes:
