@@ -7,8 +7,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from aifs.core.kinds import is_path
 from aifs.core.mountinfo import first_aifs
+from aifs.core.names import is_path
 from aifs.core.units import parse_count, parse_duration, parse_size
 
 

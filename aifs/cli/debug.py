@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import MOUNTPOINT
+from aifs.cli.arguments import MOUNTPOINT, PATH
 from aifs.core.errors import MountError, UserError
 
 EPILOG = """
@@ -51,7 +51,9 @@ _LOOK_S = 0.05
 
 @click.command("debug", epilog=EPILOG, short_help="Collect what is needed to find a fault.")
 @click.argument("mountpoint", type=MOUNTPOINT)
-@click.option("--output", metavar="FILE", help="A .tar.gz that is not there; else by the time.")
+@click.option(
+    "--output", type=PATH, metavar="FILE", help="A .tar.gz that is not there; else by the time."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the file, what is in it.")
 def debug_command(mountpoint: str, output: str | None, as_json: bool) -> None:
     """Write a file with the state of the mount at MOUNTPOINT, also if its daemon does not answer,

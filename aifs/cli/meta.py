@@ -37,9 +37,9 @@ Examples:
 @meta_group.command("backup", epilog=_BACKUP_EXAMPLES)
 @click.argument("source", type=PATH, metavar="SOURCE|MNT")
 @click.option(
-    "--to", "directory", default="", help="Write a whole copy into this directory instead."
+    "--to", "directory", type=PATH, help="Write a whole copy into this directory instead."
 )
-def backup_command(source: str, directory: str) -> None:
+def backup_command(source: str, directory: str | None) -> None:
     """Back up the metadata of the store SOURCE, mounted or not, or of the mount MNT, now. Returns
     when it is durable.
     """
@@ -49,7 +49,7 @@ def backup_command(source: str, directory: str) -> None:
     from aifs.store.owner import read_owner
     from aifs.store.restore import back_up
 
-    directory = os.path.abspath(directory) if directory else ""
+    directory = os.path.abspath(directory) if directory is not None else ""
     mount = mounted_at(os.path.realpath(source))
     if mount is not None and mount.fstype == FSTYPE:
         _ask(mount.mountpoint, directory)
@@ -92,10 +92,10 @@ def _ask(mountpoint: str, directory: str) -> None:
 )
 @click.argument("source", type=PATH)
 @click.option(
-    "--from", "directory", default="", help="Look into this directory instead of the data servers."
+    "--from", "directory", type=PATH, help="Look into this directory instead of the data servers."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def list_command(source: str, directory: str, as_json: bool) -> None:
+def list_command(source: str, directory: str | None, as_json: bool) -> None:
     """Show which states of the metadata of the store SOURCE are backed up on its data servers, the
     newest first.
     """
@@ -108,7 +108,7 @@ def list_command(source: str, directory: str, as_json: bool) -> None:
     from aifs.store.restore import answering, find, states
 
     loaded = answering(recorded(config.load(source, {})))
-    found = list(states(find(loaded, directory)[1]))
+    found = list(states(find(loaded, directory or "")[1]))
     if as_json:
         print_json([asdict(state) for state in found])
         return
@@ -141,7 +141,7 @@ Examples:
 @click.option(
     "--from",
     "directory",
-    default="",
+    type=PATH,
     help="Take the backup from this directory instead of the data servers.",
 )
 @click.option(
@@ -150,7 +150,7 @@ Examples:
 @click.option(
     "--force", is_flag=True, help="Also if another host is seen to use the store: it loses it."
 )
-def restore_command(source: str, directory: str, at: int | None, force: bool) -> None:
+def restore_command(source: str, directory: str | None, at: int | None, force: bool) -> None:
     """Make the metadata directory of the store SOURCE anew from the newest backup that is whole.
 
     The directory must be empty or missing. Whoever used the store with other metadata loses the
@@ -163,7 +163,7 @@ def restore_command(source: str, directory: str, at: int | None, force: bool) ->
 
     loaded = answering(config.load(source, {}))
     _require_unmounted(find(loaded, "")[0])
-    state = restore(loaded, directory, at, force)
+    state = restore(loaded, directory or "", at, force)
     print(
         f"restored {loaded.meta.directory} to the state of {describe_time(state.created_ns / 1e9)} "
         f"(sequence {state.seq}, generation {state.generation})"

@@ -20,6 +20,7 @@ from aifs.client import attributes, manifest
 from aifs.client.hashing import is_reserved, list_files, sync_directories, sync_files
 from aifs.client.manifest import CheckpointError, Files, Manifest
 from aifs.core import files, retention, trees
+from aifs.core.names import is_path
 
 _COMMIT = re.compile(r"\.aifs-commit\.(\d+)\.json")
 
@@ -28,10 +29,12 @@ PathLike = str | os.PathLike[str]
 
 def plain(path: PathLike) -> str:
     """An absolute path without ``.``, ``..`` and a slash at the end. Raises CheckpointError for an
-    empty one."""
+    empty one, and for KIND://REST, which nobody means by the name of a directory."""
     text = os.fspath(path)
     if not text:
         raise CheckpointError("the path is empty")
+    if not is_path(text):
+        raise CheckpointError(f"{text}: is not the path of a file or directory")
     return os.path.abspath(text)
 
 

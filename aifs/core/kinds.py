@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import core_schema
 
 from aifs.core.aging import parse_class
+from aifs.core.names import is_path
 from aifs.core.units import (
     format_compress,
     format_duration,
@@ -159,15 +160,6 @@ def _parse_hedge(value: Any, base: str) -> float:
 
 def _format_hedge(delay_s: float) -> str:
     return "off" if delay_s == math.inf else format_duration(delay_s) if delay_s else "auto"
-
-
-_ADDRESS = re.compile(r"[a-z][a-z0-9+]*://")
-
-
-def is_path(address: str) -> bool:
-    """Whether an address is that of a file or directory, not KIND://REST, which nobody means by the
-    name of a file."""
-    return _ADDRESS.match(address) is None
 
 
 def _parse_address(value: Any, base: str) -> str:

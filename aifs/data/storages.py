@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from aifs.core.errors import StoreError
-from aifs.core.kinds import is_path
+from aifs.core.names import is_path
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.storage import Storage
 

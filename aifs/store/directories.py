@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 
 from aifs.core.config import DIRECTORY_FILE, Config, is_directory_source
 from aifs.core.errors import StoreError
-from aifs.core.kinds import is_path
 from aifs.core.log import logger
+from aifs.core.names import is_path
 from aifs.data.directory_storage import erase_directory
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker
 from aifs.data.probe import NAME as PROBE

@@ -17,9 +17,9 @@ import trio
 from aifs.core import files
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
-from aifs.core.kinds import is_path
 from aifs.core.limits import within
 from aifs.core.log import logger
+from aifs.core.names import is_path
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data.directory_storage import DirectoryStorage

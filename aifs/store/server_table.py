@@ -16,8 +16,8 @@ import trio
 from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
-from aifs.core.kinds import is_path
 from aifs.core.log import logger
+from aifs.core.names import is_path
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers

@@ -20,7 +20,8 @@ from aifs.core import clock, faults, files
 from aifs.core.budget import Budget
 from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
-from aifs.core.kinds import ServerPlace, is_path
+from aifs.core.kinds import ServerPlace
+from aifs.core.names import is_path
 from aifs.core.role import Role
 from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER

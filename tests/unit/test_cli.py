@@ -122,6 +122,7 @@ def test_an_empty_path_does_not_mean_the_current_directory(
         ["server", "replace", "/s", "1", "s3://bucket"],
         ["format", "s3://bucket"],
         ["mount", "gs://bucket", "/m"],
+        ["meta", "backup", "/s", "--to", "s3://bucket/meta"],
     ],
 )
 def test_an_address_of_another_kind_is_no_local_directory(

@@ -178,3 +178,10 @@ def test_a_manifest_that_never_ends_is_a_damaged_one(kind: str, tmp_path: Path) 
         os.truncate(path, 1 << 40)
     with pytest.raises(CheckpointError, match=manifest.NAME):
         manifest.read(str(tmp_path))
+
+
+def test_an_address_is_no_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="s3://bucket/step-1: is not the path"):
+        save("s3://bucket/step-1")
+    assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,7 @@ ASKED_FOR = {"trio"}
 
 WITHOUT_EXTRAS = f"""
 import sys
-for name in {sorted(MOUNT_PACKAGES)!r}:
+for name in {sorted(MOUNT_PACKAGES | {"pydantic_core"})!r}:
     sys.modules[name] = None  # as if it were not installed
 sys.modules["aifs.fuse._bridge"] = None
 """
