@@ -33,7 +33,7 @@ ATTRIBUTE = b"user.aifs.why"
 _SHOWN_MAX = 64  # of each list
 _LENGTH_MAX = 24_000  # of each list; an extended attribute has up to 64 KiB
 
-_LOOK_S = 1.0
+_LOOK_S = _NAMES_S = 1.0
 _PATIENT = ("setlkw", "drain")
 """Who waits for others by intention, or for whom nobody waits."""
 
@@ -127,8 +127,11 @@ async def watch_slow(engine: Engine, after_s: Callable[[], float]) -> None:
             if activity in said or about is None or about.operation in _PATIENT:
                 continue
             said.add(activity)
-            names = await engine.view(paths_of, {about.ino})
             record, waits = _so_far(about, activity)
+            stacks = "\n".join(line for task in tasks for line in stack_lines(task))
+            names: dict[int, bytes | None] = {}
+            with trio.move_on_after(_NAMES_S):  # the database may be what is waited for
+                names = await engine.view(paths_of, {about.ino})
             told = described(record, names)
             _log.warning(
                 "%s of %s (inode %d) by process %d has not been answered for %.0f s, and waits for "
@@ -139,5 +142,5 @@ async def watch_slow(engine: Engine, after_s: Callable[[], float]) -> None:
                 record.request.pid,
                 record.duration_us / 1e6,
                 ", for ".join(waits) or "the daemon itself",
-                "\n".join(line for task in tasks for line in stack_lines(task)),
+                stacks,
             )

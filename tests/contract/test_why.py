@@ -4,13 +4,14 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from aifs.core.errors import NoAttribute
-from aifs.core.waiting import Activity, Request, begin, under_way
+from aifs.core.waiting import JOURNAL, Activity, Request, begin, under_way, waits_for
 from aifs.data.server import DataServer
 from aifs.files.drain import Drain
 from aifs.vfs import Caller, Filesystem, operation_log
@@ -19,6 +20,7 @@ from aifs.vfs.why import watch_slow
 from tests.support import modes
 from tests.support.data_servers import hooked
 from tests.support.hanging import hanging, until
+from tests.support.memory_engine import MemoryEngine
 from tests.support.stores import LIMIT_S, OWNER, ask, get, opened, put, write_file
 
 ROOT = Caller()
@@ -180,6 +182,32 @@ async def test_a_slow_request_is_logged_once_with_its_stack(
         (record,) = caplog.records
         assert "fsync of /file" in record.message and "stuck_here" in record.message
         assert "waits for the daemon itself" in record.message
+
+
+async def test_a_slow_request_is_logged_though_the_metadata_do_not_answer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the database, and what it waits for is not that of a later moment."""
+    monkeypatch.setattr(why_module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(why_module, "_NAMES_S", 0.02)
+
+    class Silent(MemoryEngine):
+        async def view(self, function: Any, *args: Any) -> Any:
+            await trio.sleep_forever()
+
+    async def waiting() -> None:
+        begin(Activity(lambda: Request("fsync", 7, pid=os.getpid()), (), 0))
+        with waits_for(JOURNAL):
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(waiting)
+        nursery.start_soon(watch_slow, Silent(), lambda: 0.01)
+        await until(lambda: caplog.records)
+        nursery.cancel_scope.cancel()
+    (record,) = caplog.records
+    assert "fsync of ? (inode 7)" in record.message and "waits for journal" in record.message
+    caplog.clear()
 
 
 async def test_users_are_not_told_how_a_server_fails(
