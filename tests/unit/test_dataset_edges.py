@@ -267,13 +267,23 @@ def write_encrypted(path: Path, *columns: str) -> None:
         writer.write_table(table, row_group_size=10)
 
 
-def footer_changed(path: Path, change: Callable[[list[Any]], None]) -> None:
+def footer_changed(path: Path, change: Callable[[list[bytes]], None]) -> None:
     """``change`` gets the columns of the last row group, as thrift has them."""
+
+    def of_group(reader: thrift.StructReader, kind: int) -> bytes:
+        columns = [reader.rewrite({}) for _ in range(reader.elements(kind)[1])]
+        change(columns)
+        return thrift.list_of(columns)
+
+    def of_file(reader: thrift.StructReader, kind: int) -> bytes:
+        _, count = reader.elements(kind)
+        groups = [reader.rewrite({}) for _ in range(count - 1)]
+        return thrift.list_of([*groups, reader.rewrite({1: of_group})])
+
     content = path.read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
-    meta = thrift.decode(content[-8 - length : -8])
-    change(thrift.value_of(thrift.value_of(meta, 4).values[-1], 1).values)
-    footer = thrift.encode(meta)
+    reader = thrift.StructReader(content[-8 - length : -8], 10_000)
+    footer = reader.rewrite({4: of_file})
     end = footer + len(footer).to_bytes(4, "little") + b"PAR1"
     path.write_bytes(content[: -8 - length] + end)
 
@@ -291,10 +301,10 @@ def test_footers_that_end_the_process(tmp_path: Path) -> None:
     """As above, if the last row group alone is so."""
     path = tmp_path / "0.parquet"
     write_encrypted(path, "a")
-    encrypted: list[Any] = []
+    encrypted: list[bytes] = []
     footer_changed(path, lambda columns: encrypted.append(columns[0]))
 
-    def encrypt(columns: list[Any]) -> None:
+    def encrypt(columns: list[bytes]) -> None:
         columns[0] = encrypted[0]
 
     for change in (encrypt, list.clear):
@@ -355,6 +365,14 @@ def test_arrow_offsets_that_point_outside(tmp_path: Path) -> None:
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 1 << 30, 11, 16)))
     assert str(path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_text_that_is_no_unicode_names_the_file(tmp_path: Path, format: str) -> None:
+    """Parquet raised UnicodeDecodeError, without a name."""
+    word = arrow.array([b"\xff\xfe"]).view(arrow.string())
+    table_in(tmp_path, format, arrow.table({"a": word}))
+    assert str(tmp_path / f"0.{format}") in refusal(tmp_path)
 
 
 def test_an_archive_without_its_end_mark(tmp_path: Path) -> None:

@@ -31,10 +31,13 @@ _MAPPED = 64 << 20
 class _Block:
     def __init__(self, path: str, block: RowBlock, batch: "pyarrow.RecordBatch") -> None:
         require_rows(path, block.offset, batch.num_rows, block.rows)
+        self._path = path
+        self._offset = block.offset
         self._batch = batch
 
     def take(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return python_rows(self._batch, rows)
+        with naming(self._path, self._offset):
+            return python_rows(self._batch, rows)
 
     def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
         return self._batch.slice(first, rows)

@@ -68,7 +68,8 @@ class _Block:
             places = []
             while left and rows[left[0]] < start + piece.num_rows:
                 places.append(left.popleft())
-            taken = python_rows(piece, [rows[place] - start for place in places])
+            with naming(self._file.path, self._offset):
+                taken = python_rows(piece, [rows[place] - start for place in places])
             for place, row in zip(places, taken, strict=True):
                 found[place] = row
         return found
