@@ -1,5 +1,6 @@
 """The gate for speed: what it makes of times that are known, and its table of rows."""
 
+import json
 import math
 import os
 import random
@@ -127,4 +128,7 @@ def test_processor_time_counts_where_the_daemon_works(gate: ModuleType) -> None:
         return gate.Found(row, costs)
 
     assert found(0.5).slower == ["processor"]
+    told = json.loads(json.dumps(gate._as_json(found(0.5))))
+    assert told["named"] and told["verdict"] == "slower (processor)"
+    assert told["compared"]["processor"]["ratio"] == pytest.approx(1.2)
     assert not found(0.01).slower
