@@ -54,7 +54,7 @@ ERRORS = 2.5
 LOOKED_FOR = 0.10
 PROCESSOR_SHARE = 0.2
 """Of the time by the clock: less is not compared."""
-QUICK_S, ALL_S = 540.0, 2160.0
+QUICK_S, ALL_S = 510.0, 2160.0
 """After that no further round begins."""
 FIRST = -20
 """Nice value."""
