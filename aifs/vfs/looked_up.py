@@ -27,8 +27,11 @@ Name = tuple[int, bytes]
 _KEPT_S = 10.0
 """More than the kernel keeps a name (4.5 s) before it looks it up anew."""
 
-_SHARED_S = 60.0
+_SHARED_S = 600.0
 """How long a directory in which several hosts have changed names is taken for one where they do."""
+
+_DIRECTORIES_MAX = 4096
+"""The directories that were changed last, of which that is known."""
 
 _CALL_S = 1.0
 """More than the kernel needs to look up all names of a call, and to repeat it."""
@@ -78,6 +81,8 @@ class LookedUp:
     def _note_change(self, times: dict[int, float], directory: int) -> None:
         was_shared = self.is_shared(directory)
         _note(times, directory, _SHARED_S)
+        if len(times) > _DIRECTORIES_MAX:
+            del times[next(iter(times))]
         if not was_shared and self.is_shared(directory):
             self._kernel.keep_no_names(directory)
 
