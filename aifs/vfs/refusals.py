@@ -17,6 +17,8 @@ _log = logger(__name__)
 _USERS_MAX = 256
 _INODES_MAX = 64  # of each user
 _REASON_MAX = 1024
+_LOGGED, _LOGGED_S = 60, 60.0
+"""Lines of the log that a user can cause in so many seconds."""
 
 
 class Refusals:
@@ -26,6 +28,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self._of: dict[int, dict[int, dict[str, Any]]] = {}
+        self._logged: dict[int, tuple[float, int]] = {}
+        """By user, since when his lines of the log are counted, and how many there were."""
 
     @contextmanager
     def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:
@@ -35,8 +39,9 @@ class Refusals:
         try:
             yield
         except FsError as error:
-            if isinstance(error, Invalid | Busy):
-                _log.info("%s of inode %d is refused: %s", request, ino, error)
+            if isinstance(error, Invalid | Busy) and self._may_log(caller.uid):
+                reason = str(error)[:_REASON_MAX]
+                _log.info("%s of inode %d is refused: %s", request, ino, reason)
             theirs = self._of.pop(caller.uid, {})
             theirs.pop(ino, None)
             theirs[ino] = {
@@ -49,6 +54,15 @@ class Refusals:
             _cut(theirs, _INODES_MAX)
             _cut(self._of, _USERS_MAX)
             raise
+
+    def _may_log(self, uid: int) -> bool:
+        now_s = time.monotonic()
+        began_s, lines = self._logged.pop(uid, (now_s, 0))
+        if now_s - began_s >= _LOGGED_S:
+            began_s, lines = now_s, 0
+        self._logged[uid] = began_s, lines + 1
+        _cut(self._logged, _USERS_MAX)
+        return lines < _LOGGED
 
     def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
         """What was refused to ``caller`` on this inode last (core/refusals.py); None: nothing that

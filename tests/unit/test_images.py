@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from aifs.cli.main import main
 from aifs.client import startup
 from aifs.client.startup.images import import_image
 from aifs.client.startup.layers import ImageRefused
@@ -312,3 +313,21 @@ def test_no_symlink_in_the_place_of_images_is_followed(tmp_path: Path) -> None:
     with pytest.raises(startup.MakingFailed, match="no directory"):
         import_image(tmp_path / "oci", out)
     assert not os.listdir(victim)
+
+
+def test_no_upper_directory_of_somebody_else_is_mounted(tmp_path: Path) -> None:
+    """What programs in the image write went wherever another user let it go."""
+    oci_layout(tmp_path / "oci", typical())
+    with import_image(tmp_path / "oci", tmp_path / "out") as made:
+        image = made.path
+    upper, victim = tmp_path / "scratch", tmp_path / "victim"
+    upper.mkdir()
+    victim.mkdir()
+    (tmp_path / "mnt").mkdir()
+    (upper / "upper").symlink_to(victim)
+    assert main(["image", "mount", image, str(tmp_path / "mnt"), "--upper", str(upper)]) == 2
+    (upper / "upper").unlink()
+    (upper / "upper").mkdir()
+    os.chown(upper / "upper", 65534, 65534)
+    upper.chmod(0o1777)
+    assert main(["image", "mount", image, str(tmp_path / "mnt"), "--upper", str(upper)]) == 2

@@ -186,7 +186,8 @@ def _restore(made: str, target: str) -> None:
         list(pool.map(lambda entry: restore(*entry), others))  # which raises what they raise
     for path, _ in entries:
         if rewritten and path.endswith(".dist-info/RECORD"):
-            relocate.note(target, path, rewritten)
+            with _reached(target, path) as record:
+                relocate.note(target, path, rewritten, record)
 
 
 @contextmanager

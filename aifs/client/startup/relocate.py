@@ -92,11 +92,12 @@ def _replace(path: str, data: bytes) -> None:
     files.rename(temporary, path)
 
 
-def note(directory: str, record: str, changed: set[str]) -> None:
+def note(directory: str, record: str, changed: set[str], reached: str = "") -> None:
     """Bring up to date what a RECORD below ``directory`` says (path, hash, size) of files that have
-    ``changed``."""
+    ``changed``. ``reached``: another path of the RECORD."""
+    reached = reached or os.path.join(directory, record)
     site = os.path.dirname(os.path.dirname(record))
-    data = files.read_file(os.path.join(directory, record))
+    data = files.read_file(reached)
     assert data is not None
     rows = list(csv.reader(io.StringIO(data.decode())))
     found = False
@@ -110,4 +111,4 @@ def note(directory: str, record: str, changed: set[str]) -> None:
     if found:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
-        _replace(os.path.join(directory, record), text.getvalue().encode())
+        _replace(reached, text.getvalue().encode())
