@@ -318,7 +318,9 @@ async def test_a_policy_that_was_replaced_meanwhile_removes_nothing(directory, m
     async with stopping(directory, monkeypatch) as fs:
         runs = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
         for step in (1, 2, 3):
-            await fs.mkdir(runs, b"step-%d" % step, 0o755, ROOT)
+            whole = (await fs.mkdir(runs, b"tmp", 0o755, ROOT)).ino
+            await write_file(fs, b"shard", TEXT, whole)
+            await fs.rename(runs, b"tmp", runs, b"step-%d" % step, 0, ROOT)
 
         async def enforce(policy: str) -> None:
             await fs.retention.set_policy(runs, policy, ROOT)

@@ -520,7 +520,9 @@ async def test_retention_and_what_is_published(directory: Path) -> None:
         await other.put(keys.retention(top.ino), kept.encode())
         assert top.ino in fs.retention.kept
         for step in (b"step-1", b"step-2"):
-            await other.make(top.ino, step, stat.S_IFDIR | 0o755)
+            whole = await other.make(top.ino, b"tmp", stat.S_IFDIR | 0o755)
+            await other.make(whole.ino, b"shard", stat.S_IFREG | 0o644, b"bytes")
+            await other.rename(top.ino, b"tmp", top.ino, step)
         while (await fs.getattr(top.ino)).nlink > 3:
             await trio.sleep(0.01)
         assert [name for name, *_ in await fs.readdir(top.ino, 0)] == [b"step-2"]

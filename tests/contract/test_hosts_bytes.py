@@ -1176,10 +1176,10 @@ async def test_a_home_that_cannot_be_asked_is_waited_for_once_and_named(
                     Unavailable, match=f"inode {ino}: its newest bytes are on host north"
                 ):
                     await south.read(reader, 0, 10)
-            assert 14 < sum(slept) < 16
+            assert 14 < sum(slept) < 25  # with what background tasks slept; twice would be 30
             with pytest.raises(Unavailable):
                 await read_file(south, other)
-            assert sum(slept) < 16
+            assert sum(slept) < 25
         said = [
             one.getMessage().partition(":")[0]
             for one in caplog.records

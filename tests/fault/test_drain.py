@@ -431,7 +431,7 @@ async def test_what_changes_while_it_is_staged_is_not(directory, change):
 
 
 async def test_a_file_that_is_read_is_staged(directory):
-    async with mounted(directory) as fs:
+    async with mounted(directory, {"burst.stage_on_read": "64MiB"}) as fs:
         data = random.Random(6).randbytes(300_000)
         ino, _ = await write_file(fs, b"f", data)
         await drained(fs, ino)

@@ -116,7 +116,7 @@ class Work:
 
     async def save(self, fs: Filesystem) -> None:
         self._steps += 1
-        directory = (await fs.mkdir(ROOT_INO, b"step-%d" % self._steps, 0o755, ME)).ino
+        directory = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, ME)).ino
         self._directories[directory] = b"step-%d" % self._steps
         files = {b"rank-%d" % rank: self._segments() for rank in range(self._rng.randrange(1, 4))}
         inos = await shared.save(
@@ -124,6 +124,7 @@ class Work:
         )
         for name, ino in inos.items():
             self.names[directory, name], self.contents[ino] = ino, shared.bytes_of(files[name])
+        await fs.rename(ROOT_INO, b"tmp", ROOT_INO, self._directories[directory], 0, ME)
 
     async def save_again(self, fs: Filesystem) -> None:
         """Other bytes for files that there are."""
