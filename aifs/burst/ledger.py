@@ -3,7 +3,6 @@ may be evicted.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -81,11 +80,14 @@ class Ledger:
         copy = self._copies.get(copy_id)
         return copy is not None and copy.totals is not None and not copy.dirty
 
-    def writers(self) -> Iterator[tuple[int, int]]:
-        """Id and device of the copies that are dirty and open."""
-        for copy_id, copy in self._open.items():
-            if copy.dirty and copy.totals is not None:
-                yield copy_id, copy.totals.server
+    def open_copies(self) -> list[int]:
+        """Their ids."""
+        return list(self._open)
+
+    def writer_on(self, copy_id: int) -> int | None:
+        """The device of a copy that is dirty and open; None: it is not."""
+        copy = self._open.get(copy_id)
+        return copy.totals.server if copy and copy.dirty and copy.totals is not None else None
 
     def begun(self, copy_id: int, server: int) -> None:
         """A new copy, which is empty: dirty and opened."""

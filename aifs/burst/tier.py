@@ -37,6 +37,10 @@ _FILL_RATE = 4e9
 free space.
 """
 
+_LOOKED_AT = 256
+"""Copies whose lengths are looked at in one go, in less than 1 ms. Near the high mark that is done
+50 times a second: with 20,000 open files the daemon did nothing else."""
+
 _ROOM_S = 60.0
 """How long who can write nowhere else waits for room while nothing is drained or evicted."""
 
@@ -72,6 +76,8 @@ class BurstTier:
         """By number, the burst directories that are in use."""
         self._spares: dict[int, Spares] = {}
         """By number, the empty files made ahead there, where that pays."""
+        self._unseen: list[int] = []
+        """Ids of the copies whose lengths are looked at next."""
         self._open: dict[int, BurstCopy] = {}
         """By id, the copies that somebody has a BurstCopy of."""
         self._turn = 0
@@ -448,7 +454,7 @@ class BurstTier:
 
     async def look(self) -> None:
         """Look at the free space of all devices, and at the lengths of the copies that are being
-        written.
+        written: of some each time, in turns, where they are many.
         """
         for server in self._servers.burst():
             if server.id not in self.devices and server.standing == ACTIVE:
@@ -456,9 +462,13 @@ class BurstTier:
         devices = list(self.devices.values())
         if not devices:
             return
-        for copy_id, number in list(self._ledger.writers()):
-            copy = self._open.get(copy_id)
-            if copy is not None and copy.is_open:
+        if not self._unseen:
+            self._unseen = self._ledger.open_copies()
+        some = self._unseen[-_LOOKED_AT:]
+        del self._unseen[-_LOOKED_AT:]
+        for copy_id in some:
+            copy, number = self._open.get(copy_id), self._ledger.writer_on(copy_id)
+            if copy is not None and copy.is_open and number is not None:
                 self._ledger.dirty(copy_id, number, copy.stat().st_blocks * 512)
         for device, space in zip(
             devices, await self._servers.spaces([d.server for d in devices]), strict=True

@@ -3,6 +3,8 @@ accounting.
 """
 
 import logging
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -206,6 +208,46 @@ async def test_the_length_of_what_is_written_behind_our_back_is_looked_at():
     assert tier.admit("") is server
     await tier.look()
     assert tier.admit("") is None
+
+
+async def test_what_a_look_costs_does_not_grow_with_the_files_that_are_open():
+    """All are looked at in turns."""
+    server = FakeServer(0, 10 * GIB)
+    tier, looked_at = make_tier(server), Counter[int]()
+
+    def stat(number: int) -> SimpleNamespace:
+        looked_at[number] += 1
+        return SimpleNamespace(st_blocks=8)
+
+    for number in range(700):
+        tier.begun(
+            SimpleNamespace(id=number, server=server.id, is_open=True, stat=partial(stat, number))
+        )
+    for _ in range(3):
+        before = looked_at.total()
+        await tier.look()
+        assert looked_at.total() <= before + 256
+    assert looked_at == Counter(range(700))
+    assert tier.status()["devices"][0]["dirty_bytes"] == 700 * 4096
+
+
+async def test_a_copy_that_is_drained_or_gone_before_its_turn_is_not_looked_at():
+    server = FakeServer(0, 10 * GIB)
+    tier = make_tier(server)
+    copies = [
+        SimpleNamespace(
+            id=number, server=server.id, is_open=True, stat=lambda: SimpleNamespace(st_blocks=8)
+        )
+        for number in range(300)
+    ]
+    for copy in copies:
+        tier.begun(copy)
+    await tier.look()  # at the last ones
+    tier.clean(0, server.id, 5)
+    tier.gone(1)
+    await tier.look()
+    told = tier.status()["devices"][0]
+    assert (told["dirty_bytes"], told["clean_bytes"]) == (298 * 4096, 5)
 
 
 # --- throttle -------------------------------------------------------------------------------------
