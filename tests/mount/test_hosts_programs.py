@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aifs.client import Group, getfile, group_putfile
+from aifs.client import Group, getfile, group_putfile, latest, verify
 from tests.support.group_ranks import Rank
 from tests.support.hosts import Both, Cluster, Host, until
 from tests.support.mounts import TIMEOUT_S, aifs
@@ -503,7 +503,8 @@ def test_ranks_of_two_hosts_save_publish_and_load(two: Cluster, both: Both) -> N
     ranks = [Rank(rank, save_in_group, both[rank % 2] / "tmp") for rank in range(WORLD)]
     assert [rank.outcome() for rank in ranks] == [None] * WORLD
     for directory in both:
-        assert os.listdir(directory) == ["step-1"]
+        assert sorted(os.listdir(directory)) == ["latest", "step-1"]
+        assert latest(directory) == directory / "step-1" and verify(directory / "step-1") == []
         for rank in range(WORLD):
             loaded = getfile(directory / "step-1" / f"rank{rank}.safetensors").to_arrays()
             assert (loaded["same"] == SAME).all() and (loaded["own"] == shard(rank)).all()
