@@ -5,7 +5,6 @@ one that opens connections without end drives out its own.
 """
 
 import ipaddress
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,23 +41,38 @@ class Strangers:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._here: list[Stranger] = []
-        """The oldest first."""
+        self._here: dict[str, dict[Stranger, None]] = {}
+        """By source, the oldest first."""
+        self._taken = 0
+        """Places."""
 
     @contextmanager
     def place(self, source: str) -> Iterator[Stranger]:
         """Of a connection from ``source``, a name that ``source_of`` gives. The block is cancelled,
         and left, when the connection must give way."""
-        if len(self._here) >= self._places:
-            counts = Counter(one.source for one in self._here)
-            leaving = min(self._here, key=lambda one: (-counts[one.source], one.has_spoken))
-            self._here.remove(leaving)
+        if self._taken >= self._places:
+            most = max(self._here.values(), key=_weight)
+            leaving = next((one for one in most if not one.has_spoken), next(iter(most)))
+            self._remove(leaving)
             leaving.scope.cancel()
         stranger = Stranger(source)
-        self._here.append(stranger)
+        self._here.setdefault(source, {})[stranger] = None
+        self._taken += 1
         try:
             with stranger.scope:
                 yield stranger
         finally:
-            if stranger in self._here:
-                self._here.remove(stranger)
+            self._remove(stranger)
+
+    def _remove(self, stranger: Stranger) -> None:
+        of_source = self._here.get(stranger.source, {})
+        if stranger in of_source:
+            del of_source[stranger]
+            self._taken -= 1
+            if not of_source:
+                del self._here[stranger.source]
+
+
+def _weight(of_source: dict[Stranger, None]) -> tuple[int, bool]:
+    """Of several with as many, one whose first is silent gives way."""
+    return len(of_source), not next(iter(of_source)).has_spoken

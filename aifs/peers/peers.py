@@ -35,7 +35,7 @@ CALL_S = 5.0
 """How long a call waits for its connection and its answer, unless it says otherwise."""
 _AGAIN_MIN_S, _AGAIN_MAX_S = 0.05, 1.0
 """Between two attempts to dial a host: doubled from one to the next."""
-_STRANGERS = 128
+_STRANGERS = 512
 """Places for connections that have not proved yet whose they are, from addresses of hosts that we
 know; as many are for all other addresses."""
 _BACKLOG = 1024

@@ -364,7 +364,7 @@ async def test_silent_strangers_keep_no_host_out(two: Two) -> None:
     """As many as may wait did, for 3 s each, with more behind them."""
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
         nursery.start_soon(two.a.run)
-        for _ in range(300):
+        for _ in range(600):
             await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", two.a.port))
         nursery.start_soon(two.b.run)
         two.introduce()
