@@ -16,7 +16,14 @@ from aifs.cli.output import print_error
 from aifs.core import connections
 from aifs.core.errors import MountError, UserError
 from aifs.core.limits import within
-from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
+from aifs.core.mountinfo import (
+    FSTYPE,
+    Mount,
+    all_mounts,
+    first_aifs,
+    mounted_at,
+    stays_mounted,
+)
 
 _END_S = 10.0  # what a process that was killed may take to end
 
@@ -31,10 +38,13 @@ UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
 
 def end(mount: Mount) -> None:
     """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an
-    error.
+    error. A daemon that serves a bind mount, too, goes on.
 
     Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
     """
+    if stays_mounted(mount):
+        unmount(mount.mountpoint, lazy=True)
+        return
     pid = daemon_of(mount)
     connection = daemon = None
     with suppress(OSError):  # then the daemon's end is that of the connection

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aifs.cli import mounts, umount
-from aifs.core import connections
+from aifs.core import connections, mountinfo
 from aifs.core.errors import StoreBusy, TimeoutReached
 from aifs.core.mountinfo import FSTYPE, Mount
 from aifs.store.owner import IN_ORDER, Owner, OwnerLock, find_holder, read_owner
@@ -116,3 +116,18 @@ def test_a_number_that_is_another_process_here_is_not_a_daemons(
         assert mounts.daemon_of(mount) == os.getpid()
     finally:
         os.close(fuse)
+
+
+def test_no_daemon_is_killed_that_serves_another_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By force, and where a store is to be mounted over a bind mount that does not answer."""
+    first, bind, other = (
+        Mount(n, path, FSTYPE, "/s") for n, path in ((1, "/a"), (1, "/b"), (2, "/c"))
+    )
+    monkeypatch.setattr(mountinfo, "all_mounts", lambda: [first, bind, other])
+    taken: list[str] = []
+    monkeypatch.setattr(mounts, "unmount", lambda path, lazy: taken.append(path))
+    monkeypatch.setattr(mounts, "daemon_of", lambda mount: pytest.fail("its daemon is asked for"))
+    mounts.end(bind)
+    mounts.end(first)
+    mounts.end(Mount(3, "/d", FSTYPE, "/s", "/directory"))
+    assert taken == ["/b", "/a", "/d"]
