@@ -27,8 +27,8 @@ _NEEDED_BYTES = 4 << 30
 _IN_PROCESS = ("contract", "fault", "model")
 """The suites that open stores in the test's own process, or in children that it forks."""
 
-_ALSO_IN_PROCESS = ("test_fsck.py", "test_store.py")
-"""Unit tests that do."""
+_ALSO_IN_PROCESS = ("test_fsck", "test_store.py")
+"""How the names of unit tests begin that do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked = metafunc.config.getoption("--engines")
     if asked is None:
         path = metafunc.definition.path
-        in_process = path.parent.name in _IN_PROCESS or path.name in _ALSO_IN_PROCESS
+        in_process = path.parent.name in _IN_PROCESS or path.name.startswith(_ALSO_IN_PROCESS)
         marked = metafunc.definition.get_closest_marker("engines") is not None
         everywhere = marked or (in_process and metafunc.config.getoption("--long"))
         asked = "all" if everywhere else "lmdb"
