@@ -133,7 +133,11 @@ class WatchServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         try:
-            with self._strangers.place(self._source_of(stream)) as asker:
+            source = self._source_of(stream)
+        except OSError:  # the other end has gone
+            return await trio.aclose_forcefully(stream)
+        try:
+            with self._strangers.place(source) as asker:
                 with trio.move_on_after(TIMEOUT_S):
                     await self._converse(stream, asker)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
@@ -146,6 +150,7 @@ class WatchServer:
             await trio.aclose_forcefully(stream)
 
     def _source_of(self, stream: trio.SocketStream) -> str:
+        """Raises OSError if the connection has been reset."""
         if self._is_socket:
             return f"user {_uid_of(stream)}"
         return source_of(stream.socket.getpeername()[0])

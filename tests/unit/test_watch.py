@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,7 @@ import trio.testing
 import yaml
 
 from aifs.core.errors import AccessDenied
+from aifs.core.kinds import split_endpoint
 from aifs.watch import metrics, server
 from aifs.watch.server import WatchServer
 
@@ -312,6 +314,17 @@ async def test_who_holds_all_connections_keeps_nobody_out(sent: bytes) -> None:
         await trio.testing.wait_all_tasks_blocked()
         for _ in range(3):
             assert (await ask(listen, "/healthz"))[0] == 200
+
+
+async def test_a_connection_that_is_reset_before_it_is_served_is_no_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with served(listen):
+        with socket.create_connection(split_endpoint(listen)) as reset:
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert (await ask(listen, "/healthz"))[0] == 200
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("sent", [b"\0" * 99, b"GET / HTTP/x\r\n\r\n", b"x" * (1 << 20), b""])
