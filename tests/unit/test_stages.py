@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,24 @@ def test_no_name_of_somebody_else_is_written_through(
     with startup.stage("load"):
         pass
     assert victim.read_text() == "precious\n"
+
+
+def test_a_start_that_goes_while_the_newest_is_sought_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note(tmp_path / "7", "host", ("begin", "load", 1.0), ("end", "load", 2.0))
+    (tmp_path / "8").mkdir()
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            found = [*entries]
+        (tmp_path / "8").rmdir()
+        yield found
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert startup.spans(str(tmp_path))[0] == "7"
 
 
 def test_events_that_never_end_are_left_out(tmp_path: Path) -> None:

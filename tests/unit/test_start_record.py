@@ -143,6 +143,16 @@ def test_records_that_never_end_are_left_out(tmp_path: Path) -> None:
     assert startup.read_records(str(tmp_path)) == [good]
 
 
+def test_a_record_that_goes_while_they_are_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount keeps the last three: an old one ended the prefetching of a job."""
+    good, listed = record(hot(2, 0)), os.listdir
+    (tmp_path / "a.start").write_bytes(encode(good))
+    monkeypatch.setattr(os, "listdir", lambda path: ["gone.start", *listed(path)])
+    assert startup.read_records(str(tmp_path)) == [good]
+
+
 def test_where_everybody_may_write_only_records_that_can_be_trusted_count(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give a file away")

@@ -122,9 +122,10 @@ def read_records(directory: str) -> list[StartRecord]:
         above, written = os.stat(top), {}
         for name in os.listdir(top):
             if name.endswith(SUFFIX) and name[0] != ".":
-                status = os.lstat(os.path.join(top, name))
-                if not beneath.is_foreign(status, above):
-                    written[name] = status.st_mtime
+                with suppress(FileNotFoundError):  # the mount removes old ones
+                    status = os.lstat(os.path.join(top, name))
+                    if not beneath.is_foreign(status, above):
+                        written[name] = status.st_mtime
         for name in sorted(written, key=lambda name: -written[name])[:_READ]:
             with suppress(Invalid, OSError):
                 if data := files.read_foreign(os.path.join(top, name), STORED_MAX):

@@ -176,11 +176,11 @@ def describe_spent(took_s: float, spent_s: Spent) -> str:
 def _newest(directory: str) -> str:
     """Raises StartUnknown if no start of the job has noted stages."""
     with suppress(StartUnknown), opened(directory) as job, os.scandir(job) as entries:
-        found = [
-            (entry.stat().st_mtime, entry.name)
-            for entry in entries
-            if entry.is_dir(follow_symlinks=False)
-        ]
+        found = []
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it is gone
+                if entry.is_dir(follow_symlinks=False):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
         if found:
             return max(found)[1]
     raise StartUnknown(f"{directory}: no start of this job has noted stages: see startup.stage")
