@@ -4,9 +4,9 @@ their bytes.
 
 import os
 import stat
-import time
 from collections.abc import Iterable
 
+from aifs.core import clock
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Inode
@@ -39,7 +39,7 @@ def put_list(tx: Transaction, title: str, paths: Iterable[str], count: int) -> s
     """List files in a file of /lost+found, a new one unless the same was listed before; its path.
     ``paths``: of the first ones of ``count`` files, as many as have room.
     """
-    now_ns = time.time_ns()
+    now_ns = clock.kernel_ns()
     text, listed = bytearray(), 0
     for path in paths:
         line = path.encode("utf-8", "surrogateescape").replace(b"\n", rb"\n") + b"\n"
