@@ -136,9 +136,10 @@ class Trash:
 
     async def give_way(self) -> None:
         """Empty what goes first, as long as there is no room, and that makes some: if the figures
-        stay as they are, it is not the trash that takes the room, or it is not free yet."""
-        lacking = await self._lacking()
-        while lacking and lacking != self._in_vain:
+        stay as they are, it is not the trash that takes the room, or it is not free yet; unless
+        a writer or a drain has found none since, which may have taken what became free."""
+        is_refused, lacking = self._servers.is_refused_room, await self._lacking()
+        while lacking and (is_refused or lacking != self._in_vain):
             some = await self._first(lacking)
             if not some:
                 return
@@ -156,8 +157,9 @@ class Trash:
             await self._doomed.empty()
             await self._collector.drain(urgent=True)
             self._drain.try_again()
-            before, lacking = lacking, await self._lacking()
-            is_in_vain = lacking >= before and not self._engine.short_of_space
+            before, is_refused = lacking, self._servers.is_refused_room
+            lacking = await self._lacking()
+            is_in_vain = lacking >= before and not (is_refused or self._engine.short_of_space)
             self._in_vain = lacking if is_in_vain else 0
 
     async def _lacking(self) -> int:
