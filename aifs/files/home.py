@@ -235,9 +235,11 @@ class Home:
         file = joined.file
         file.handles += 1
         try:
-            with self._io.table.told.held(file.inode.ino, file.inode.size):
+            if operation in _LOOKS:
                 data = await self._do(file, operation, args, memoryview(body))
-                if operation not in _LOOKS:
+            else:
+                with self._io.table.told.held(ino, file.inode.size):
+                    data = await self._do(file, operation, args, memoryview(body))
                     await self._forget(file)
             inode = self._io.inodes.attributes(file)
             return Answer(_told(inode), data)

@@ -15,14 +15,14 @@ from aifs.files.kernel import Kernel
 from aifs.meta.records import Inode
 
 
-class _Held:
-    """``size``: the largest one that is told. ``holders``: how many are not done with the pages.
-    ``is_listed``: the kernel may keep the size."""
+class Hold:
+    """``size``: the largest one that is told until it is let go. ``is_listed``: the kernel may keep
+    what it was told meanwhile."""
 
-    __slots__ = ("free", "holders", "is_listed", "size")
+    __slots__ = ("free", "ino", "is_listed", "size")
 
-    def __init__(self, size: int) -> None:
-        self.size, self.holders, self.is_listed = size, 0, False
+    def __init__(self, ino: int, size: int) -> None:
+        self.ino, self.size, self.is_listed = ino, size, False
         self.free = trio.Event()
 
 
@@ -31,44 +31,44 @@ class ToldSizes:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, list[Hold]] = {}
         """By inode number, files of which the kernel may keep the page with a former end."""
 
-    def hold(self, ino: int, size: int) -> None:
-        """From now on the kernel is told this size of a file at most, until ``let_go`` is called
-        as often."""
-        self._held.setdefault(ino, _Held(size)).holders += 1
+    def hold(self, ino: int, size: int) -> Hold:
+        """From now on the kernel is told this size of a file at most, until ``let_go``."""
+        hold = Hold(ino, size)
+        self._held.setdefault(ino, []).append(hold)
         self.lower(ino, size)
+        return hold
 
     def lower(self, ino: int, size: int) -> None:
         """A file has had this size meanwhile; nothing if it is not held."""
-        if ino in self._held:
-            self._held[ino].size = min(self._held[ino].size, size)
+        for hold in self._held.get(ino, ()):
+            hold.size = min(hold.size, size)
 
-    def let_go(self, ino: int) -> None:
-        """The kernel has dropped the pages."""
-        held = self._held[ino]
-        held.holders -= 1
-        if not held.holders:
-            del self._held[ino]
-            held.free.set()
-            if held.is_listed:
-                self._kernel.drop_attributes_soon([ino])
+    def let_go(self, hold: Hold) -> None:
+        """The kernel has dropped the pages from before."""
+        self._held[hold.ino].remove(hold)
+        if not self._held[hold.ino]:
+            del self._held[hold.ino]
+        hold.free.set()
+        if hold.is_listed:
+            self._kernel.drop_attributes_soon([hold.ino])
 
     @contextmanager
     def held(self, ino: int, size: int) -> Iterator[None]:
         """Within the block a file of this size may grow. At its end the kernel has no pages from
         before."""
-        self.hold(ino, size)
+        hold = self.hold(ino, size)
         try:
             yield
         finally:
-            self.let_go(ino)
+            self.let_go(hold)
 
     def drop_pages_soon(self, ino: int, size: int) -> None:
         """A file of this size has grown. The request that is being answered may hold pages."""
-        self.hold(ino, size)
-        self._kernel.drop_pages_soon(ino, lambda: self.let_go(ino))
+        hold = self.hold(ino, size)
+        self._kernel.drop_pages_soon(ino, lambda: self.let_go(hold))
 
     @property
     def inos(self) -> Collection[int]:
@@ -78,15 +78,19 @@ class ToldSizes:
     def size(self, inode: Inode, is_listed: bool = False) -> int:
         """What the kernel is told now. It must not keep a size that is not the inode's, unless it
         ``is_listed`` with others."""
-        held = self._held.get(inode.ino)
-        if held is None or inode.size <= held.size:
+        holds = self._held.get(inode.ino)
+        if holds is None:
+            return inode.size
+        told = min(hold.size for hold in holds)
+        if inode.size <= told:
             self.lower(inode.ino, inode.size)
             return inode.size
-        held.is_listed |= is_listed
-        return held.size
+        for hold in holds:
+            hold.is_listed |= is_listed
+        return told
 
     async def settled(self, ino: int) -> None:
-        """The kernel may be told the size as it is. Never awaited by a request that may hold
-        pages, or the lock of a directory."""
-        while ino in self._held:
-            await self._held[ino].free.wait()
+        """The kernel may be told the size as it is now; who makes the file grow later is not waited
+        for. Never awaited by a request that may hold pages, or the lock of a directory."""
+        for hold in tuple(self._held.get(ino, ())):
+            await hold.free.wait()

@@ -18,6 +18,7 @@ from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
+from aifs.files.told_sizes import Hold
 from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
@@ -125,7 +126,7 @@ class Following:
         """There are some."""
         self._stale: dict[int, int] = {}
         """Files of which the kernel may keep pages that are old, with the ``seq`` of the change."""
-        self._grown: set[int] = set()
+        self._grown: dict[int, Hold] = {}
         """Those that are larger now: until then the kernel is told the size from before."""
         self._servers: set[int] = set()
         """Servers whose record has changed."""
@@ -196,8 +197,7 @@ class Following:
             if self._io.table.stale.get(ino) == seq:  # else another change has come since
                 del self._io.table.stale[ino]
                 if ino in self._grown:
-                    self._grown.discard(ino)
-                    self._io.table.told.let_go(ino)
+                    self._io.table.told.let_go(self._grown.pop(ino))
 
     # --- what a change set says ---
 
@@ -244,8 +244,7 @@ class Following:
         if ino in self._grown:
             table.told.lower(ino, inode.size)
         elif before is not None and before < inode.size:
-            self._grown.add(ino)
-            table.told.hold(ino, before)
+            self._grown[ino] = table.told.hold(ino, before)
 
     def _take_name(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         parent, name = keys.dentry_parts(key)
