@@ -63,28 +63,31 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
-        lacks_store = place is not None and not _has_store(loaded)
-        if lacks_store:
+        fault = _fault_of_store(loaded) if place else ""
+        if fault:
             loaded = config.load(place or "/", {"burst.directories": ""})
         checks = [check._asdict() for check in probe(loaded)]
-        if lacks_store:
-            checks.insert(0, _check("store", f"{place} holds none", f"aifs format {place}"))
+        if fault:
+            checks.insert(0, _check("store", fault, "see there"))
     if loaded.is_cluster:
         checks += [_check(*check) for check in cluster_checks(loaded)]
     return checks
 
 
-def _has_store(loaded: "Config") -> bool:
-    """Of a cluster its database says so (``cluster_checks``)."""
-    from aifs.data.storages import storage_at
+def _fault_of_store(loaded: "Config") -> str:
+    """Why there is no store, or the caller cannot see it; '' if it is there. Of a cluster its
+    database says so (``cluster_checks``)."""
+    from aifs.cli.output import describe_error
+    from aifs.data.marker import read_marker
+    from aifs.store.store import require_metadata
 
-    if loaded.is_cluster:
-        return True
-    try:
-        storage_at(loaded.meta.directory).read_marker()
-    except StoreError:
-        return False
-    return True
+    if not loaded.is_cluster:
+        try:
+            require_metadata(loaded)
+            read_marker(loaded.meta.directory)
+        except (StoreError, OSError) as error:
+            return describe_error(error)
+    return ""
 
 
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ and exit with.
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -374,14 +375,26 @@ def test_doctor_looks_at_this_machine(capsys, tmp_path: Path) -> None:
     assert all(bool(check["fix"]) != check["ok"] for check in checks)
     code, out, _ = run(capsys, "doctor", "--json", tmp_path)
     first, *checks = json.loads(out)
-    assert (code, first["name"], first["fix"]) == (1, "store", f"aifs format {tmp_path}")
+    assert (code, first["name"]) == (1, "store")
+    assert first["why"] == f"{tmp_path}: there is no store; make one with: aifs format {tmp_path}"
     assert not any("burst" in check["name"] for check in checks)
     assert os.listdir(tmp_path) == []
     assert run(capsys, "format", tmp_path)[0] == 0
     code, out, _ = run(capsys, "doctor", tmp_path)
-    assert f"burst directory {tmp_path}/burst" in out and "holds none" not in out
+    assert f"burst directory {tmp_path}/burst" in out and "there is no store" not in out
     code, _, err = run(capsys, "doctor", tmp_path / "missing")
     assert (code, err) == (1, f"aifs: {tmp_path}/missing: No such file or directory\n")
+
+
+def test_doctor_advises_nobody_to_format_a_store_that_is_there(capsys, tmp_path: Path) -> None:
+    """It did where the marker of the metadata was damaged, or they were lost alone."""
+    run(capsys, "format", tmp_path)
+    (tmp_path / "meta" / ".aifs").write_text("damaged")
+    first, *_ = json.loads(run(capsys, "doctor", "--json", tmp_path)[1])
+    assert "meta/.aifs: damaged marker" in first["why"] and "format" not in str(first)
+    shutil.rmtree(tmp_path / "meta")
+    first, *_ = json.loads(run(capsys, "doctor", "--json", tmp_path)[1])
+    assert f"If it is lost: aifs meta restore {tmp_path}" in first["why"]
 
 
 def burst_status(**changes: object) -> dict:
