@@ -233,7 +233,9 @@ def keep_command(
 
     An AIFS keeps to this from now on, at once and after each publish; setfattr -x user.aifs.keep
     PATH ends that. Elsewhere it is done once. What one of --last, --every and --age keeps stays.
-    Never removed: the newest complete one, one that is in use, one that is damaged or pending.
+    Counted and removed are only those that were published, or in an AIFS renamed into place. Never
+    removed: the newest complete one, one that is in use, one that is damaged or pending. If steps
+    and times of publishing disagree, nothing is removed.
     """
     from aifs.client import keep
     from aifs.core.retention import Keep, format_keep
