@@ -69,8 +69,8 @@ def make_command(directory: str, name: str) -> None:
 @click.argument("directory", type=PATH, metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def ls_command(directory: str, as_json: bool) -> None:
-    """List the snapshots of the directory DIR, the oldest first, and when they were made. What else
-    lies in DIR/.snapshots is left out."""
+    """List the snapshots of the directory DIR, the oldest first, and when they were made. Other
+    directories in DIR/.snapshots are left out."""
     found = _snapshots(directory)
     if as_json:
         print_json(found)

@@ -75,8 +75,8 @@ def decode_files(value: dict[str, Any]) -> Files:
 
 
 def read_document(path: str) -> bytes | None:
-    """What somebody has written beside the files of a checkpoint, or None. Raises CheckpointError
-    for what nobody has who means well, OSError."""
+    """A file that a save has left beside those of a checkpoint, or None. Anybody may have planted
+    it: raises CheckpointError if it is a symlink, no regular file, or too long; OSError."""
     try:
         return read_foreign(path, _BYTES_MAX)
     except OSError as error:

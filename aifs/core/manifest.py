@@ -37,7 +37,7 @@ second is what a crash leaves of their writing."""
 
 
 class Digest(NamedTuple):
-    """What is known of a file's content: bytes, and BLAKE3 in hex, or ''."""
+    """Of a file's content: its bytes, and its BLAKE3 in hex, or '' if that is unknown."""
 
     size: int
     blake3: str

@@ -2,7 +2,7 @@
 
 It never stops or slows the mount. A connection is one request, has ``TIMEOUT_S`` for it, and there
 are at most ``CONNECTIONS`` of them: for more, one of the address (of the user, at a socket) that
-has most gives way (core/strangers.py). What goes wrong in it is logged once.
+has most gives way (core/strangers.py). Faults are logged once.
 
 Who asks by a socket of this machine is told what ``aifs status`` tells that user. Who asks by
 ADDRESS:PORT is told what any user is told, or, with the secret, what root is.

@@ -229,14 +229,14 @@ class Reader:
 
 
 class _Fetch(NamedTuple):
-    """What is handed out: ``_ROWS`` or ``_BATCHES``."""
+    """How rows are read: ``_ROWS`` or ``_BATCHES``."""
 
     of_share: Callable[[Epoch, "_Blocks", int, int], Any]
     """The rows of a share from one on to the end of its group."""
     of_piece: Callable[["_Blocks", Piece, list[int]], Any]
     """Rows of the block of a piece, by their numbers in it, which rise."""
     whole: Callable[[list[Any]], Any]
-    """What such pieces gave, one after the other."""
+    """The results of such pieces, one after the other."""
     some: Callable[[Any, list[int]], Any]
     """Of a whole the rows with these numbers, in this order."""
 

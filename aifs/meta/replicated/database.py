@@ -237,7 +237,8 @@ def require_version(number: int, where: str) -> None:
     if number != SCHEMA_VERSION:
         raise StoreError(
             f"{where}: its tables have version {number}; this version of AIFS knows "
-            f"{SCHEMA_VERSION} alone"
+            f"{SCHEMA_VERSION} alone. Copy the store to one of a single host with the version that "
+            "made it, and back with this one: aifs meta copy"
         )
 
 

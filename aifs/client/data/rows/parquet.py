@@ -85,7 +85,7 @@ class _Block:
             return joined(pieces)
 
     def _piece_with(self, row: int) -> tuple[int, "pyarrow.RecordBatch"]:
-        """The piece with this row, and the number of its first row. What is before is let go of if
+        """The piece with this row, and the number of its first row. Earlier pieces are dropped if
         the group is too large to be held."""
         with self._lock, naming(self._file.path, self._offset):
             if row < self._first:
