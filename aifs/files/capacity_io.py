@@ -6,12 +6,13 @@ invariants). Callers hold the file's gate: shared for ``write``, alone for every
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from aifs.burst.making import Made, Making, NewObjects, Origin
 from aifs.core import clock, faults
 from aifs.core.config import Config
-from aifs.core.errors import FsError
+from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.objects.object_set import ObjectSet
@@ -339,11 +340,14 @@ class CapacityIO:
     # --- durability ---
 
     async def look(self, file: OpenInode) -> None:
-        """Take mtime over from an object that may be mapped, and may have been written to so."""
+        """Take mtime over from an object that may be mapped, and may have been written to so. One
+        that cannot be looked at is done without."""
         ino, inode = file.inode.ino, file.inode
         if ino not in self.perhaps_mapped or file.objects is None:
             return
-        fd = await file.objects.backing(inode.size)
+        fd = None
+        with suppress(Unavailable):
+            fd = await file.objects.backing(inode.size)
         if fd is None:
             return
         before_ns, found_ns = self.perhaps_mapped[ino], os.fstat(fd).st_mtime_ns

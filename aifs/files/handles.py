@@ -115,10 +115,11 @@ class Handles:
                 f"inode {file.inode.ino}: a program has had it open since before it became "
                 "append-only; until it closes it, it can be opened with O_WRONLY and O_APPEND alone"
             )
+        was_mapped = file.is_mapped
         file.users += 1
         file.writers += opened.writable
         file.mappers += opened.maps
-        if file.is_mapped and not is_new:
+        if file.is_mapped and not (was_mapped or is_new):
             self.kernel.drop_attributes(file.inode.ino)  # it keeps none from now on
         if opened.writable:
             if file.backing:

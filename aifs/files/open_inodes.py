@@ -3,7 +3,7 @@ records what core knows. Attributes of what is in core are told and changed here
 """
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import trio
@@ -12,7 +12,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.config import Config
-from aifs.core.errors import FsError, Stale
+from aifs.core.errors import FsError, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.objects.recovery import forget_columns
@@ -123,6 +123,7 @@ class OpenInodes:
     def _opened(self, inode: Inode, changer: int | None, unread: int) -> OpenInode:
         file = OpenInode(inode, self._sets.objects_of(inode, unread), marked=False)
         file.lost = self._table.lost.pop(inode.ino, None)
+        file.outlived = inode.ino in self._table.mapped
         self._transitions.find_copy(file, changer)
         return file
 
@@ -192,8 +193,12 @@ class OpenInodes:
                 self._collector.add_orphan(ino)
         elif file.marked and not self._is_missing(file.inode):
             self._table.unsynced[ino] = None if ino in self._table.lost else token
+            if file.outlived or ino in self._capacity.perhaps_mapped:
+                self._table.mapped.add(ino)
+                return
         else:
             self._table.unsynced.pop(ino, None)
+        self._table.mapped.discard(ino)
 
     def _is_missing(self, inode: Inode) -> bool:
         """Whether the store was mounted without its bytes: there is nothing to sync."""
@@ -209,9 +214,9 @@ class OpenInodes:
                 self._burst.look(file)
                 if file.inode.size <= self._inline_limit:
                     await self._burst.become_inline(file)
-                if file.inode.in_burst and not await self._burst.settle(file):
+                file.outlived = file.inode.in_burst and not await self._burst.settle(file)
+                if file.outlived:
                     return None  # a mapping outlives its handle, so the mark is not removed unseen
-                file.outlived = False
             else:
                 with giving_up():  # nobody waits for that, but an unmount
                     await self._capacity.look(file)
@@ -255,10 +260,11 @@ class OpenInodes:
 
     async def look(self, ino: int) -> Inode:
         """The inode as stat(2) should show it now, of a file that may be mapped, though it is not
-        open. Raises as ``acquire``."""
+        open; without a copy that cannot be looked at, as it is known. Raises as ``acquire``."""
         async with self.held(ino) as file:
             if file.marked and file.inode.in_burst and not file.own_copy.is_open:
-                await file.own_copy.ensure_open()
+                with suppress(Unavailable):
+                    await file.own_copy.ensure_open()
             await self._capacity.look(file)
             return self.attributes(file)
 

@@ -47,6 +47,8 @@ class OpenTable:
         self.unsynced: dict[int, object | None] = {}
         """Files with a dirty mark that were closed since it was made: a token of that close, None
         if the objects could not be settled, or programs may have the file mapped."""
+        self.mapped: set[int] = set()
+        """Those of them that programs may have mapped for writing."""
 
     # --- who is in core, or may come there ---
 
@@ -129,7 +131,7 @@ class OpenTable:
         """Whether programs may write to a local file by a mapping, also after they closed it."""
         file = self.open.get(ino)
         is_open_so = file is not None and file.is_mapped
-        return is_open_so or (ino in self.unsynced and self.unsynced[ino] is None)
+        return is_open_so or ino in self.mapped
 
     # --- what other hosts have changed ---
 

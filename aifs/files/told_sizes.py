@@ -6,7 +6,7 @@ keeps that page, programs read the zeros in place of what was written there. So 
 from before until it has dropped its pages.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import trio
@@ -71,7 +71,7 @@ class ToldSizes:
         self._kernel.drop_pages_soon(ino, lambda: self.let_go(hold))
 
     @property
-    def inos(self) -> Collection[int]:
+    def inos(self) -> Set[int]:
         """The files of which the kernel is told a size from before."""
         return self._held.keys()
 

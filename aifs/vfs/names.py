@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
 from aifs.core import clock
-from aifs.core.errors import Exists, Invalid, NameTooLong, NotFound, Stale
+from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
 from aifs.core.names import VIRTUAL
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
@@ -329,23 +329,27 @@ class Names:
             return Listing([], [], self._engine.seq)
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
-        listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
-        table = self._io.table
-        unkept = [each for each in enumerate(listing.inos) if table.changes_unseen(each[1])]
+        table, unkept = self._io.table, list[tuple[int, int]]()
+        opened, told = table.open, table.told
+        if not (opened.keys().isdisjoint(listing.inos) and table.mapped.isdisjoint(listing.inos)):
+            unkept = [each for each in enumerate(listing.inos) if table.changes_unseen(each[1])]
         for place, child in unkept:
-            with suppress(NotFound):
+            with suppress(FsError):
                 if table.is_mapped(child):
                     listing.inodes[place] = (await self._io.inodes.look(child)).encode()
-        opened, told = table.open, table.told
+        # From here on nothing else runs until the kernel is told.
+        listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
         if opened and not opened.keys().isdisjoint(listing.inos):
             for place, child in enumerate(listing.inos):
                 file = opened.get(child)
                 if file is not None:
                     listing.inodes[place] = self._io.inodes.attributes(file).encode()
-        for place in [place for place, child in enumerate(listing.inos) if child in told.inos]:
-            inode = decode_inode(listing.inos[place], listing.inodes[place])
-            size = told.size(inode, is_listed=True)
-            listing.inodes[place] = inode.but(size=size).encode()
+        if not told.inos.isdisjoint(listing.inos):
+            for place, child in enumerate(listing.inos):
+                if child in told.inos:
+                    inode = decode_inode(child, listing.inodes[place])
+                    size = told.size(inode, is_listed=True)
+                    listing.inodes[place] = inode.but(size=size).encode()
         # The kernel keeps attributes of all that is listed.
         self._kernel.drop_attributes_soon(child for _, child in unkept)
         return listing

@@ -13,6 +13,7 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys
+from aifs.meta.records import Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import hooked
@@ -175,3 +176,39 @@ async def test_a_sync_that_fails_fails_the_rename(directory: Path) -> None:
         await fs.release(handle)
         await fs.rename(ROOT, b"file", ROOT, b"final")  # a program has been told
         assert await is_marked(fs, ino)
+
+
+async def test_a_file_whose_copy_cannot_be_opened_is_shown_as_it_is_known(directory: Path) -> None:
+    """It takes no other names of the directory with it, also if it may be mapped."""
+
+    def fail(op: str, path: str) -> None:
+        if op in ("sync_file", "open_file") and "journal." not in path:
+            raise OSError(5, "no")
+
+    async with opened(directory) as fs:
+        ino = await make(fs, b"file")
+        with hooked(fail):
+            with pytest.raises(Unavailable):
+                await fs.rename(ROOT, b"file", ROOT, b"final")
+            for mapped in (set(), {ino}):
+                fs.io.table.mapped |= mapped
+                assert (await fs.getattr(ino)).size == SIZE
+                assert [name for name, *_ in await fs.readdir(ROOT, 0)] == [b"file"]
+
+
+async def test_a_name_that_is_made_while_a_directory_is_listed_is_not_behind_its_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told that a listing has ended is not asked for what is behind it."""
+    async with opened(directory) as fs:
+        ino = await make(fs, b"file")
+        fs.io.table.mapped.add(ino)
+        look = fs.io.inodes.look
+
+        async def look_slowly(ino: int) -> Inode:
+            await make(fs, b"new")
+            return await look(ino)
+
+        monkeypatch.setattr(fs.io.inodes, "look", look_slowly)
+        listing = await fs.readdir(ROOT, 0)
+        assert len(listing) == 1 and not listing.is_last
