@@ -21,10 +21,11 @@ _log = logger(__name__)
 
 BATCH = 64
 KEEP_S = 2.0
-_END_S = 30.0
 """Spares that nobody takes are removed soon: after a crash they are looked for in the newest ids
 alone.
 """
+_END_S = 30.0
+"""How long the end of a mount waits for a device to remove them."""
 
 
 class _Spare(NamedTuple):

@@ -329,23 +329,23 @@ class Names:
             return Listing([], [], self._engine.seq)
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
-        table, unkept = self._io.table, list[tuple[int, int]]()
+        inos, table, unkept = listing.inos, self._io.table, list[tuple[int, int]]()
         opened, told = table.open, table.told
-        if not (opened.keys().isdisjoint(listing.inos) and table.mapped.isdisjoint(listing.inos)):
-            unkept = [each for each in enumerate(listing.inos) if table.changes_unseen(each[1])]
+        if not (opened.keys().isdisjoint(inos) and table.mapped.isdisjoint(inos)):
+            unkept = [each for each in enumerate(inos) if table.changes_unseen(each[1])]
         for place, child in unkept:
             with suppress(FsError):
                 if table.is_mapped(child):
                     listing.inodes[place] = (await self._io.inodes.look(child)).encode()
         # From here on nothing else runs until the kernel is told.
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
-        if opened and not opened.keys().isdisjoint(listing.inos):
-            for place, child in enumerate(listing.inos):
+        if opened and not opened.keys().isdisjoint(inos):
+            for place, child in enumerate(inos):
                 file = opened.get(child)
                 if file is not None:
                     listing.inodes[place] = self._io.inodes.attributes(file).encode()
-        if not told.inos.isdisjoint(listing.inos):
-            for place, child in enumerate(listing.inos):
+        if not told.inos.isdisjoint(inos):
+            for place, child in enumerate(inos):
                 if child in told.inos:
                     inode = decode_inode(child, listing.inodes[place])
                     size = told.size(inode, is_listed=True)

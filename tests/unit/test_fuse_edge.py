@@ -275,7 +275,7 @@ class KeepsNames:
 
     def __init__(self, kept: dict[tuple[int, bytes], KeptName]) -> None:
         self.kept = kept
-        self.keeps_account = True
+        self.in_use = self.keeps_account = True
         self.expired: list[tuple[int, bytes]] = []
 
     def was_told(self, ino: int) -> bool:
