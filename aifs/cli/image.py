@@ -2,10 +2,14 @@
 
 import os
 import stat
+from typing import TYPE_CHECKING
 
 import click
 
 from aifs.cli.arguments import PATH, SIZE
+
+if TYPE_CHECKING:
+    from aifs.client.startup import MadeRecord
 
 IMAGE = click.argument("image", type=PATH, metavar="IMAGE")
 
@@ -141,7 +145,7 @@ def ls_command(directory: str, as_json: bool) -> None:
             [
                 {
                     "digest": digest,
-                    "names": (record.key or {}).get("names", []),
+                    "names": _names_of(record),
                     "bytes": record.bytes,
                     "made_s": record.made_s,
                     "took_s": record.took_s,
@@ -153,13 +157,19 @@ def ls_command(directory: str, as_json: bool) -> None:
     rows = [
         (
             digest,
-            " ".join(map(str, (record.key or {}).get("names", []))),
+            " ".join(_names_of(record)),
             describe_size(record.bytes),
             datetime.fromtimestamp(record.made_s).strftime("%Y-%m-%d %H:%M"),
         )
         for digest, (record, _) in found.items()
     ]
     print_table(("digest", "names", "bytes", "imported"), rows, ("bytes",))
+
+
+def _names_of(record: "MadeRecord") -> list[str]:
+    """Others may have written the record."""
+    names = (record.key or {}).get("names")
+    return [*map(str, names)] if isinstance(names, list) else []
 
 
 RM_EPILOG = """

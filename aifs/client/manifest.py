@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+from aifs.core.clock import require_time
 from aifs.core.errors import UserError
 from aifs.core.files import read_foreign
 from aifs.core.manifest import FORMAT, NAME, Digest, Files, Manifest, encode
@@ -39,14 +40,14 @@ def decode(data: bytes) -> Manifest:
             )
         manifest = Manifest(
             value["step"],
-            value["time"],
+            require_time(value["time"]),
             value["ranks"],
             value["attempt"],
             value["policy"],
             decode_files(value["files"]),
         )
-        if not (_is_number(manifest.time) and _is_number(manifest.step or 0)):
-            raise ValueError("a step or a time is none")
+        if not _is_number(manifest.step or 0):
+            raise ValueError("a step is none")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError("its manifest cannot be read") from None
     if (manifest.size, manifest.tree) != (value["bytes"], value["tree"]):

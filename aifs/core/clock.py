@@ -6,6 +6,9 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
+
+_CALENDAR_S = 1 << 37
 
 
 def kernel_ns() -> int:
@@ -29,6 +32,14 @@ def stamped_fd() -> int:
 os.register_at_fork(
     after_in_child=stamped_fd.cache_clear
 )  # children close what they have inherited
+
+
+def require_time(seconds: Any) -> float:
+    """A time since the epoch that somebody else has written. Raises ValueError for what no calendar
+    can show: localtime(3) fails for it."""
+    if type(seconds) not in (int, float) or not 0 <= seconds < _CALENDAR_S:
+        raise ValueError("no time since the epoch")
+    return float(seconds)
 
 
 def careful_clock() -> Callable[[], int]:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from aifs.core.clock import require_time
 from aifs.core.errors import Invalid
 
 BLOCK = 1 << 20
@@ -129,7 +130,7 @@ def decode(data: bytes) -> StartRecord:
         record = StartRecord(
             str(value["run"]),
             str(value["host"]),
-            float(value["began_s"]),
+            require_time(value["began_s"]),
             float(value["took_s"]),
             files,
         )

@@ -137,6 +137,7 @@ def test_attributes_that_somebody_has_set_elsewhere_say_nothing(tmp_path: Path) 
         {"time": "now"},
         {"time": None},
         {"time": 1e999},
+        {"time": 1e300},
         {"step": "one"},
         {"step": [1]},
         {"files": []},

@@ -1,6 +1,7 @@
 """Container images that are unpacked once (aifs image import), in a plain directory."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from tests.support.images import (
     symlink,
     typical,
 )
+from tests.support.mounts import aifs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files their owners")
 
@@ -313,6 +315,17 @@ def test_no_symlink_in_the_place_of_images_is_followed(tmp_path: Path) -> None:
     with pytest.raises(startup.MakingFailed, match="no directory"):
         import_image(tmp_path / "oci", out)
     assert not os.listdir(victim)
+
+
+@pytest.mark.parametrize("change", [{"made_s": 1e300}, {"key": {"names": 5}}])
+def test_a_record_that_somebody_else_has_planted_is_listed(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    images, name = tmp_path / "images", "a" * 64
+    (images / name).mkdir(parents=True)
+    (images / ".aifs-env").mkdir()
+    (images / ".aifs-env" / name).write_text(json.dumps({"bytes": 5} | change))
+    assert name in aifs("image", "ls", tmp_path).stdout
 
 
 def test_no_upper_directory_of_somebody_else_is_mounted(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def test_a_torn_record_is_none() -> None:
             pass
 
 
+def test_a_record_of_a_time_that_no_calendar_has_is_none() -> None:
+    with pytest.raises(Invalid):
+        decode(encode(record(hot(2, 0), began_s=1e300)))
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -501,6 +501,10 @@ def _decode(data: bytes) -> MadeRecord:
     if not all(isinstance(value, _TYPES[name]) for name, value in known.items()):
         return MadeRecord()
     record = MadeRecord(**known)
+    try:
+        clock.require_time(record.made_s)
+    except ValueError:
+        return MadeRecord()
     is_name = _PENDING.fullmatch(record.making)  # of what is going to be removed
     return record if is_name else record._replace(making="")
 

@@ -23,6 +23,7 @@ from aifs.client.startup import spent
 from aifs.client.startup.jobs import JOB, StartUnknown, opened
 from aifs.client.startup.spent import Spent
 from aifs.core import files, trees
+from aifs.core.clock import require_time
 
 DIRECTORY, RUN = "AIFS_START_DIR", "AIFS_START_RUN"
 """Variables: the directory of the job, and the name of its start."""
@@ -216,7 +217,7 @@ _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 def _event(host: str, value: Mapping[str, Any]) -> _Event:
     spent_s = tuple((_text(cause), _number(s)) for cause, s in value.get("spent_s", {}).items())
     who = f"{host} rank {value['rank']}"
-    stage, at_s = _text(value["stage"]), _number(value["at_s"])
+    stage, at_s = _text(value["stage"]), require_time(value["at_s"])
     return _Event(at_s, str(value["event"]), stage, _text(who), spent_s)
 
 
