@@ -217,6 +217,19 @@ def test_a_record_that_is_torn_counts_as_empty(tmp_path: Path) -> None:
         assert not again.made and again.record == startup.MadeRecord()
 
 
+@pytest.mark.parametrize("field", ["took_s", "expire_s", "bytes", "made_s", "attempt"])
+@pytest.mark.parametrize("value", [float("nan"), 1e300, -1, 10**400])
+def test_a_record_of_impossible_numbers_counts_as_empty(
+    tmp_path: Path, field: str, value: float
+) -> None:
+    """Others may have written it: aifs env ls ended in a traceback."""
+    with startup.environment(tmp_path, key=KEY, make=touch) as found:
+        name = os.path.basename(found.path)
+    record = tmp_path / ".aifs-env" / name
+    record.write_text(json.dumps({**json.loads(record.read_text()), field: value}))
+    assert startup.list_made(tmp_path)[name][0] == startup.MadeRecord()
+
+
 def test_one_that_is_half_removed_is_removed_later(tmp_path: Path) -> None:
     with startup.environment(tmp_path, key=KEY, make=touch, expire_s=60) as found:
         record = tmp_path / ".aifs-env" / os.path.basename(found.path)

@@ -37,6 +37,7 @@ from aifs.core.errors import UserError
 RECORDS = ".aifs-env"
 
 _MAKER, _USERS = 0, 1  # bytes that are locked
+_NUMBER_MAX = 1 << 62
 _RECORD_MAX = 16 << 20  # bytes; the files that a key is made of are in it
 
 _NAME = re.compile("[0-9a-f]{32,64}")
@@ -499,6 +500,9 @@ def _decode(data: bytes) -> MadeRecord:
     except (ValueError, AttributeError, RecursionError):
         return MadeRecord()
     if not all(isinstance(value, _TYPES[name]) for name, value in known.items()):
+        return MadeRecord()
+    numbers = [value for value in known.values() if isinstance(value, int | float)]
+    if not all(0 <= number < _NUMBER_MAX for number in numbers):
         return MadeRecord()
     record = MadeRecord(**known)
     try:
