@@ -359,7 +359,7 @@ def sweep_kill(directory: Path, point: str, seed: int) -> None:
     ledger.check(find(directory), killed=True)
 
 
-@pytest.mark.sweep("mode")
+@pytest.mark.sweep("point", "mode")
 @CASES
 def test_a_kill_leaves_all_that_was_acknowledged(store: Path, point: str, mode: str) -> None:
     sweep_kill(store, point, seed=0)

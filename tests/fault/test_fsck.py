@@ -132,6 +132,7 @@ def test_a_repair_that_crashes_at_any_transaction_is_completed_by_the_next(
     assert 8 < crashes < CRASHES
 
 
+@pytest.mark.sweep
 def test_a_repair_that_crashes_while_it_moves_objects_loses_none(
     new_store: Callable[[], DamagedStore],
 ) -> None:

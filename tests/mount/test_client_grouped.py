@@ -215,6 +215,7 @@ def test_what_is_durable_is_on_the_servers_once(mount: Mounted) -> None:
     assert json.loads(os.getxattr(place / "alone", "user.aifs.state"))["bytes"]["dirty"] == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "burst"),
     [
@@ -260,6 +261,7 @@ def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
         pass
 
 
+@pytest.mark.sweep("phase")
 @pytest.mark.parametrize(
     "phase",
     [
@@ -286,6 +288,7 @@ def test_the_daemon_is_killed(mounted: Mounted, phase: str) -> None:
     check_files(place / "final")
 
 
+@pytest.mark.sweep
 def test_the_daemon_is_killed_when_one_rank_has_committed(
     mounted: Mounted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

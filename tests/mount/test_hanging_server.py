@@ -139,6 +139,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.sweep
 def test_a_report_of_stages_says_which_server_it_was(pair: Pair) -> None:
     outer = pair.outer
     (outer.path / "file").write_bytes(bytes(3 << 20))

@@ -190,6 +190,7 @@ def test_a_log_is_followed(both: Both) -> None:
                 tail.kill()
 
 
+@pytest.mark.sweep
 def test_a_file_that_is_read_while_the_other_host_begins_it_anew(two: Cluster, both: Both) -> None:
     """No read fails; bytes are those of some time."""
     here, there = both
@@ -246,6 +247,7 @@ def test_a_tree_moves_that_the_other_host_is_in(two: Cluster, both: Both) -> Non
     assert not (there / "a").exists()
 
 
+@pytest.mark.sweep
 def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster, both: Both) -> None:
     here, there = both
     for number in range(5):
@@ -276,6 +278,7 @@ def test_a_tree_goes_while_the_other_host_lists_it(two: Cluster, both: Both) -> 
     kept.close()
 
 
+@pytest.mark.sweep
 def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster, both: Both) -> None:
     """Whoever has it open reads it to its end; who comes later finds nothing."""
     here, there = both

@@ -192,6 +192,7 @@ def make_bad(relay: Meddler, seed: object, breaks: float) -> Counter[str]:
     return fates
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("breaks", [0, 0.01])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in range(1, 6))])
 def test_names_and_bytes_through_a_bad_network(
@@ -220,6 +221,7 @@ def test_names_and_bytes_through_a_bad_network(
                 one.check(len(one.versions) - 1, (path / one.name).read_bytes())
 
 
+@pytest.mark.sweep
 def test_a_storm_through_a_bad_network(two: Cluster, both: Both, relay: Meddler) -> None:
     fates = make_bad(relay, 1, 0.02)
     storm(two, list(both), 2, 30)

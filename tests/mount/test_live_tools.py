@@ -56,6 +56,7 @@ def test_top_shows_who_it_is(busy: Mounted) -> None:
     assert "/job/files" in aifs(*command, "--by", "path").stdout  # no terminal: tables
 
 
+@pytest.mark.sweep
 def test_top_on_a_terminal_ends_by_a_key(busy: Mounted) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
@@ -79,6 +80,7 @@ def test_top_on_a_terminal_ends_by_a_key(busy: Mounted) -> None:
     assert b"create" in said
 
 
+@pytest.mark.sweep
 def test_a_profile_of_a_mount(busy: Mounted) -> None:
     command = ("profile", busy.path, "--for", "200ms")
     (first, *_) = json.loads(aifs(*command, "--by", "path", "--json").stdout)["path"]

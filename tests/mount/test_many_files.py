@@ -68,6 +68,7 @@ def test_100_000_files_in_a_directory(mounted: Mounted) -> None:
     _fill_and_empty(mounted, 100_000)
 
 
+@pytest.mark.sweep
 def test_two_stores_at_once(mount_store: MountStore) -> None:
     stores = [mount_store(), mount_store("layout.unit=4KiB")]
     problems: list[BaseException] = []

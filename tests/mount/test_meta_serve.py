@@ -181,6 +181,7 @@ def test_wrong_input_is_one_line_and_changes_nothing(
     assert "holds no database of PostgreSQL" in refused(place)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run it as somebody else")
 def test_root_says_who_runs_it(serve: Callable[..., Served], place: Path) -> None:
     served = serve("--user", "nobody")

@@ -299,6 +299,7 @@ clean:
 """
 
 
+@pytest.mark.sweep
 def test_building_a_c_program(mounted: Mounted) -> None:
     need("gcc")
     need("make")

@@ -172,6 +172,7 @@ def test_wrong_limits(team: Path, words: tuple[str, ...], code: int) -> None:
     assert aifs("quota", "set", "/proc", "--size", "1MiB", check=False).returncode == 6
 
 
+@pytest.mark.sweep
 def test_kill_and_count_on(mounted: Mounted) -> None:
     """A quota that is being set, and files that are being written, when the daemon is killed."""
     team = mounted.path / "team"

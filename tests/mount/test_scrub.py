@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import Mounted, aifs
 from tests.support.spoil import flip
 
@@ -56,6 +58,7 @@ def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> Non
     assert "0: 0 repaired" in aifs("scrub", store.source).stdout
 
 
+@pytest.mark.sweep
 def test_a_scrub_in_the_background_can_be_stopped(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store("burst.drain_delay=1h")
     make(store, "some", "count=2")

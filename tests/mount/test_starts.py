@@ -168,6 +168,7 @@ print(*startup.prefetch(sys.argv[1]), flush=True)
 """
 
 
+@pytest.mark.sweep
 def test_a_daemon_that_is_killed_while_it_prefetches_leaves_the_record(
     mount_store: Callable[..., Mounted],
 ) -> None:
@@ -270,6 +271,7 @@ sys.exit(table not in found)
 """
 
 
+@pytest.mark.sweep
 def test_what_is_prefetched_stays_open_for_hosts_that_start_later(
     mount_store: Callable[..., Mounted],
 ) -> None:
@@ -285,6 +287,7 @@ def test_what_is_prefetched_stays_open_for_hosts_that_start_later(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sweep
 def test_hosts_that_prefetch_pass_on_what_servers_gave(scratch: Path, a_postgres: Postgres) -> None:
     """A file is open for as long as it is prefetched: else hosts do not know of each other, and
     each has the servers read all of it."""

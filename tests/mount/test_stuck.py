@@ -147,6 +147,7 @@ def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path:
         pass
 
 
+@pytest.mark.sweep
 def test_mount_ends_a_daemon_that_is_stuck(stopped: Mounted) -> None:
     name = stopped.path / "waits"
     program = subprocess.Popen([sys.executable, "-c", CREATE, name])

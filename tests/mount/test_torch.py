@@ -98,6 +98,7 @@ def test_another_process_reads_what_was_saved(on_mount: Path, state: dict) -> No
     assert float(done.stdout) == float(state["large"].sum())
 
 
+@pytest.mark.sweep
 def test_a_plan_of_loads_knows_where_the_bytes_are(
     mount_store: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]
 ) -> None:

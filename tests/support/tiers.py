@@ -30,8 +30,8 @@ AXES = {
     *("a_postgres", "engine", "engine_kind"),
 }
 """Names of parameters and fixtures, in all tests."""
-_ALWAYS_FIRST = {"a_postgres", "engine", "engine_kind"}
-"""Not in turn: the default run uses the engine and the database that are used by default."""
+_ALWAYS_FIRST = {"a_postgres", "engine", "engine_kind", "module_mount"}
+"""Not in turn: the default run has the engine, the database and the mount that users have."""
 
 DEFAULT, SWEEP, LONG = range(3)
 TIER = pytest.StashKey[int]()
