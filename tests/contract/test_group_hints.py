@@ -33,6 +33,7 @@ from aifs.core.errors import (
     TimedOut,
     Unavailable,
 )
+from aifs.files.kernel import Kernel
 from aifs.meta import keys
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Transaction
@@ -779,6 +780,26 @@ async def test_a_publish_that_fails_is_told(directory: Path) -> None:
         assert (await fs.lookup(ROOT, b"tmp")).ino == top
         with pytest.raises(NotFound):
             await fs.lookup(top, manifest.NAME.encode())
+
+
+async def test_a_publish_that_fails_after_it_is_shown_leaves_the_manifest(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory) as fs:
+
+        async def fail(_: Kernel, names: list[tuple[int, bytes]]) -> None:
+            if (ROOT, b"latest") in names:
+                raise Unavailable("the database is away")
+
+        top = await group_in(fs, "ranks=1,commit=explicit,publish=step-7", b"tmp", ADMIN)
+        await make(fs, top, b"a", b"a" * SIZE)
+        monkeypatch.setattr(Kernel, "forget_names", fail)
+        with pytest.raises(Unavailable):
+            await put(fs, top, "group.commit", "0")
+        assert (await fs.lookup(ROOT, b"step-7")).ino == top
+        assert manifest.decode(
+            await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
+        ).files
 
 
 async def test_a_group_is_published_as_a_checkpoint(directory: Path) -> None:

@@ -70,6 +70,7 @@ class GroupPublishing:
             await self._publishing.publish(what, caller)
         except FsError:
             with suppress(FsError):
+                _, is_shown = await self._engine.view(_publication, ino, name)
                 if not is_shown:
                     await self._names.unlink(ino, NAME)
             raise
