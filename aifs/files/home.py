@@ -239,8 +239,10 @@ class Home:
                 data = await self._do(file, operation, args, memoryview(body))
             else:
                 with self._io.table.told.held(ino, file.inode.size):
-                    data = await self._do(file, operation, args, memoryview(body))
-                    await self._forget(file)
+                    try:
+                        data = await self._do(file, operation, args, memoryview(body))
+                    finally:
+                        await self._forget(file)
             inode = self._io.inodes.attributes(file)
             return Answer(_told(inode), data)
         finally:

@@ -260,15 +260,17 @@ class OpenFiles:
         told, ino, size = self._io.table.told, file.inode.ino, file.inode.size
         is_direct = self._handles[handle].direct
         with told.held(ino, size) if is_direct else nullcontext():
-            if appends:
-                await self._io.append(file, data)
-            else:
-                await self._io.write(file, offset, data)
-            if file.on_object or file.uncached:
-                await self._sync_written(handle)
-            is_misplaced = appends and offset + len(data) != file.inode.size
-            if is_direct and (is_misplaced or file.cached):
-                await self._kernel.drop_pages([ino])
+            try:
+                if appends:
+                    await self._io.append(file, data)
+                else:
+                    await self._io.write(file, offset, data)
+                if file.on_object or file.uncached:
+                    await self._sync_written(handle)
+            finally:  # what fails may have written some of it
+                is_misplaced = appends and offset + len(data) != file.inode.size
+                if is_direct and (is_misplaced or file.cached):
+                    await self._kernel.drop_pages([ino])
         if is_misplaced and not is_direct:
             # O_APPEND came by fcntl(2), and a page is locked until we answer.
             told.drop_pages_soon(ino, size)
@@ -338,9 +340,11 @@ class OpenFiles:
         await self._before_change(target, caller.uid != 0)
         ino, size = target.inode.ino, target.inode.size
         with self._io.table.told.held(ino, size):
-            copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
-            if target.cached and target.inode.size > size:
-                await self._kernel.drop_pages([ino])
+            try:
+                copied = await ranges.copy(self._io, source, offset_in, target, offset_out, length)
+            finally:
+                if target.cached and target.inode.size > size:
+                    await self._kernel.drop_pages([ino])
         await self._sync_written(handle_out)
         return copied
 

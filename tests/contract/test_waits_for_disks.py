@@ -11,9 +11,10 @@ import pytest
 import trio
 
 from aifs.core.errors import Unavailable
+from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys
-from aifs.meta.records import Inode
+from aifs.meta.records import APPEND_ONLY, Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import hooked
@@ -212,3 +213,29 @@ async def test_a_name_that_is_made_while_a_directory_is_listed_is_not_behind_its
         monkeypatch.setattr(fs.io.inodes, "look", look_slowly)
         listing = await fs.readdir(ROOT, 0)
         assert len(listing) == 1 and not listing.is_last
+
+
+async def test_the_kernel_keeps_no_page_of_what_could_be_written_but_not_synced(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would show zeros there, where the file ended before."""
+    dropped: list[int] = []
+
+    async def drop_pages(_: Kernel, inodes: list[int]) -> None:
+        dropped.extend(inodes)
+
+    def fail(op: str, path: str) -> None:
+        if op == "sync_file" and "journal." not in path:
+            raise OSError(5, "no")
+
+    monkeypatch.setattr(Kernel, "drop_pages", drop_pages)
+    async with opened(directory) as fs:
+        ino = await make(fs, b"file")
+        reader = (await fs.open(ino, os.O_RDONLY)).handle
+        await fs.set_flags(ino, APPEND_ONLY, 0)
+        writer = (await fs.open(ino, os.O_WRONLY | os.O_APPEND | os.O_SYNC)).handle
+        with hooked(fail), pytest.raises(Unavailable):
+            await fs.write(writer, SIZE, b"more", appends=True)
+        assert dropped == [ino]
+        await fs.release(writer)
+        await fs.release(reader)
