@@ -17,6 +17,7 @@ import pytest
 
 from aifs.core import ioctl
 from aifs.fuse import extension
+from tests.support import caches
 from tests.support.mounts import Mounted, mounted_store
 from tests.support.users import in_process
 
@@ -24,6 +25,13 @@ OPEN, READ, RELEASE = "14", "15", "18"
 CONTENT = os.urandom(100_000)
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
+
+
+@pytest.fixture(autouse=True)
+def names_stay_cached() -> Iterator[None]:
+    """What is counted here is asked for again if another test drops the kernel's caches."""
+    with caches.kept():
+        yield
 
 
 @pytest.fixture(scope="module")

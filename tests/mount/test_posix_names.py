@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from tests.support import caches
 from tests.support.machine import RENAME_EXCHANGE, RENAME_NOREPLACE, renameat2
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of
@@ -302,10 +303,6 @@ def _open_by_handle(handle: _FileHandle, flags: int = os.O_RDONLY) -> int:
         os.close(mount)
 
 
-def _drop_caches() -> None:
-    Path("/proc/sys/vm/drop_caches").write_text("2")
-
-
 def test_file_handles_find_what_the_kernel_has_forgotten(here: Path) -> None:
     os.makedirs("a/b")
     Path("a/b/file").write_bytes(b"content")
@@ -313,7 +310,7 @@ def test_file_handles_find_what_the_kernel_has_forgotten(here: Path) -> None:
     handles = {path: _file_handle(path) for path in ("a/b/file", "a/b", "other")}
     os.rename("a/b/file", "moved")
     os.unlink("other")
-    _drop_caches()
+    caches.drop()
     for path, handle in handles.items():
         fd = _open_by_handle(handle)
         if path == "a/b":
@@ -323,7 +320,7 @@ def test_file_handles_find_what_the_kernel_has_forgotten(here: Path) -> None:
             assert os.read(fd, 100) == b"content"
         os.close(fd)
     os.unlink("moved")
-    _drop_caches()
+    caches.drop()
     assert errno_of(_open_by_handle, handles["a/b/file"]) == errno.ESTALE
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import caches
 from tests.support.mounts import ROOT, Mounted
 
 OPCODES = {
@@ -58,7 +59,7 @@ def _read(path: Path) -> None:
 
 
 def _cold(directory: Path) -> None:
-    Path("/proc/sys/vm/drop_caches").write_text("2")
+    caches.drop()
     os.stat(directory)
 
 
@@ -152,9 +153,10 @@ class Requests:
 
     def of(self, function: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
         """All requests, and those that Python has answered."""
-        before, answered_before = self._now()
-        function()
-        after, answered = self._now()
+        with caches.kept():
+            before, answered_before = self._now()
+            function()
+            after, answered = self._now()
         all_of_them = after - before - Counter(GETXATTR=2)  # the last question itself
         return all_of_them, all_of_them - (answered - answered_before)
 
