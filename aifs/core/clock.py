@@ -11,15 +11,20 @@ from typing import Any
 _CALENDAR_S = 1 << 37
 
 
-def kernel_ns() -> int:
-    """The present in ns, as the kernel stamps files: not before any stamp that it has given yet,
-    nor after any that it is going to give.
+def kernel_ns(is_new: bool = False) -> int:
+    """The present in ns, as the kernel stamps files: after each stamp that it has given yet, and
+    not after any that it is going to give. ``is_new``: for an inode that nobody has seen yet, in
+    half of the time; then it may be the last stamp of another file.
 
     All times of inodes come from here or from the kernel. The time of day does not do: the kernel's
     own stamps, of burst copies and by touch(1), are up to 10 ms behind it.
     """
     fd = stamped_fd()
     os.utime(fd)  # no clock of clock_gettime(2) shows the floor of fine-grained stamps
+    first_ns = os.fstat(fd).st_mtime_ns
+    if is_new:
+        return first_ns
+    os.utime(fd)  # the first stamp may be that floor itself: what was seen since is not repeated
     return os.fstat(fd).st_mtime_ns
 
 

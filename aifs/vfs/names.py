@@ -179,7 +179,7 @@ class Names:
         copy: Copy | None = None,
     ) -> Inode:
         self._looked_up.changed_here(parent)
-        now, size = clock.kernel_ns(), len(data or b"")
+        now, size = clock.kernel_ns(is_new=True), len(data or b"")
         new = Inode(
             ino, mode, caller.uid, caller.gid, 1, rdev, size, 0, now, now, now, data=data, copy=copy
         )

@@ -144,7 +144,7 @@ class OpenFiles:
         """Update atime by the mount's rule; whether it changed."""
         if time.time_ns() < self._options.access_due_ns(inode):  # it is cheap, and never behind
             return False
-        inode.atime_ns = clock.kernel_ns()
+        inode.atime_ns = clock.kernel_ns(is_new=True)
         return True
 
     async def give_up(self, file: OpenInode, written: bool) -> None:

@@ -319,3 +319,15 @@ def test_limits_of_extended_attributes(file: Path) -> None:
         failed == [] or errno_of(os.setxattr, "file", f"user.{failed[0]:0200}", b"") == errno.ENOSPC
     )
     assert len(os.listxattr("file")) == 2 + len(numbers) - len(failed)
+
+
+def test_each_change_of_an_open_file_that_was_written_moves_its_ctime(here: Path) -> None:
+    """The last stamp that a program saw may be the kernel's of the burst copy."""
+    with (here / "written").open("w+b", buffering=0) as opened:
+        for number in range(50):
+            os.pwrite(opened.fileno(), bytes(5000), number)
+            before = os.fstat(opened.fileno()).st_ctime_ns
+            os.setxattr(opened.fileno(), "user.number", b"%d" % number)
+            after = os.fstat(opened.fileno()).st_ctime_ns
+            os.fchmod(opened.fileno(), 0o600 + number % 2)
+            assert before < after < os.fstat(opened.fileno()).st_ctime_ns
