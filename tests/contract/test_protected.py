@@ -295,10 +295,9 @@ async def test_a_server_that_hangs_holds_up_nobody(
                     assert buffer == DATA[:70_000]
                 else:
                     assert await objects.read(0, 70_000, SIZE) == DATA[:70_000]
-            assert (
-                hung.is_set() and servers.hedging.count >= 1
-            )  # more if the machine has held up others
-            while not servers[layout.servers[hanging]].latency.is_late:
+            assert servers.hedging.count >= 1  # more if the machine has held up others
+            # A thread may come to the read only after others have answered for it.
+            while not (hung.is_set() and servers[layout.servers[hanging]].latency.is_late):
                 await trio.sleep(0.001)
     finally:
         go_on.set()
