@@ -88,7 +88,7 @@ async def test_a_clock_that_jumps_shows_nothing_old(
 ):
     """By days and years, to and fro, on hosts that change one file in turns."""
     offset_ns, kernel_ns = 0, clock.kernel_ns
-    monkeypatch.setattr(clock, "kernel_ns", lambda: kernel_ns() + offset_ns)
+    monkeypatch.setattr(clock, "kernel_ns", lambda is_new=False: kernel_ns() + offset_ns)
     async with two_hosts(scratch / "s", kind) as (north, south, _):
         ino = await write_file(north, b"f", DATA)
         for number, days in enumerate((1, -1, 0, 3650, -3650, 0, -1, 1)):

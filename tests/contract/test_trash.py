@@ -323,7 +323,7 @@ async def test_what_was_removed_long_before_the_tree_stays_in_the_trash(
     async with with_trash(directory) as fs:
         top = await make_tree(fs)
         now_ns = 10**18
-        monkeypatch.setattr("aifs.core.clock.kernel_ns", lambda: now_ns)
+        monkeypatch.setattr("aifs.core.clock.kernel_ns", lambda is_new=False: now_ns)
         await write_file(fs, b"old", parent=top, caller=OWNER)
         await fs.unlink(top, b"old", OWNER)
         for content in (b"first", b"second"):  # of one name the last one comes back
