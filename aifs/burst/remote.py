@@ -147,8 +147,8 @@ class Homes:
         await self._ask(host, ino, call, waits=False)
 
     async def show(self, host: int, ino: int) -> None:
-        """What programs of ``host`` have written to the file is on record here on return. Raises
-        Unavailable."""
+        """On return all bytes that programs of ``host`` wrote to the file are on record here.
+        Raises Unavailable."""
 
         async def call(peers: Peers, name: str) -> None:
             await peers.call(name, SHOW, ino)

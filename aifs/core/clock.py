@@ -13,8 +13,9 @@ _CALENDAR_S = 1 << 37
 
 def kernel_ns(is_new: bool = False) -> int:
     """The present in ns, as the kernel stamps files: after each stamp that it has given yet, and
-    not after any that it is going to give. ``is_new``: for an inode that nobody has seen yet, in
-    half of the time; then it may be the last stamp of another file.
+    not after any that it is going to give. With ``is_new``, which costs
+    half, it may equal the last stamp of another file: callers use it for inodes that no program has
+    seen yet.
 
     All times of inodes come from here or from the kernel. The time of day does not do: the kernel's
     own stamps, of burst copies and by touch(1), are up to 10 ms behind it.
@@ -24,7 +25,7 @@ def kernel_ns(is_new: bool = False) -> int:
     first_ns = os.fstat(fd).st_mtime_ns
     if is_new:
         return first_ns
-    os.utime(fd)  # the first stamp may be that floor itself: what was seen since is not repeated
+    os.utime(fd)  # the first may be the floor itself, a stamp that programs have seen
     return os.fstat(fd).st_mtime_ns
 
 

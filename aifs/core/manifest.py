@@ -49,7 +49,7 @@ Files = dict[str, Digest]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint; the module says what the fields mean."""
+    """The contents of a checkpoint; the module explains the fields."""
 
     step: int | None
     """None if it is not known."""

@@ -1,4 +1,4 @@
-"""What a file may be called."""
+"""Rules for the names of files."""
 
 import re
 

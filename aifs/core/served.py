@@ -10,8 +10,8 @@ from typing import Any
 ANSWERS = frozenset(
     (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.ENOTSUP, errno.EOPNOTSUPP)
 )
-"""What a program asks to find out, such as ``ls -l`` for the security context of each file: it is
-told that there is no such name or attribute, or that there is one already. Nothing has failed."""
+"""Errno values that answer a question of a program: there is no such name or attribute, or there is
+one already. ``ls -l`` asks for the security context of each file, for example. Nothing failed."""
 
 UNIT_NS = 8000
 BUCKETS = 24

@@ -15,7 +15,7 @@ _NETWORK = 64
 
 
 def source_of(address: str) -> str:
-    """An address, or the network of one of IPv6: what counts as one."""
+    """The unit that places are counted by: an address, or the network of an address of IPv6."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

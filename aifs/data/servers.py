@@ -444,7 +444,7 @@ class Servers:
 
     def statfs(self) -> Space:
         """The space of all data servers that work, as it was last seen, each storage counted once.
-        What is free where no new files go does not count. Does not block."""
+        Free space of servers that take no new files does not count. Does not block."""
         servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
         by_pool = {
             server.storage.pool: seen if server.standing == ACTIVE else seen.without_free()

@@ -166,7 +166,7 @@ class Archive:
         return bytes(self._names[start : self._name_ends[source]])
 
     def member(self, number: int) -> ArchiveMember:
-        """What member ``number`` is."""
+        """The member with this number."""
         owners = self._owners[number]
         return ArchiveMember(
             self.name(number),

@@ -115,7 +115,7 @@ def run_name(environment: Mapping[str, str]) -> str:
 
 
 def read_records(directory: str) -> list[StartRecord]:
-    """The newest of a job, newest first; what is torn or foreign is left out. Raises
+    """The newest records of a job, newest first, without torn and foreign ones. Raises
     StartUnknown."""
     found = []
     with opened(directory) as top:

@@ -47,7 +47,7 @@ def footer(file: FileBytes) -> bytes:
 
 
 def metadata(footer: bytes) -> "parquet.FileMetaData":
-    """What pyarrow makes of a footer. Raises DatasetError.
+    """Decode a footer by pyarrow. Raises DatasetError.
 
     Its columns are asked for after ``_require_told`` alone.
     """
@@ -60,7 +60,7 @@ def metadata(footer: bytes) -> "parquet.FileMetaData":
 
 @contextmanager
 def _footer_faults() -> Iterator[None]:
-    """What pyarrow raises for a footer, as DatasetError."""
+    """Raise DatasetError for any error that pyarrow raises for a footer."""
     import pyarrow
 
     try:
