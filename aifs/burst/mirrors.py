@@ -1,4 +1,4 @@
-"""Mirrors: copies that other hosts keep of burst copies of this one (docs/hosts.md)."""
+"""Mirrors: copies that other hosts keep of burst copies of this one (docs/design/homes.md)."""
 
 import time
 from collections.abc import Collection

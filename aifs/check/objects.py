@@ -2,8 +2,8 @@
 that lack.
 
 Runs after recovery, and reads inodes as they are then. A file with a dirty mark may differ (I3 of
-docs/metadata.md), and objects may be longer than the file calls for (I4). What blocks runs in the
-servers' workers.
+docs/design/metadata.md), and objects may be longer than the file calls for (I4). What blocks runs
+in the servers' workers.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""What a training job imports: checkpoints that appear whole or not at all (docs/checkpoints.md),
-and files that ranks save together (docs/grouped.md).
+"""What a training job imports: checkpoints that appear whole or not at all
+(docs/guide/checkpoints.md), and files that ranks save together (docs/guide/grouped.md).
 
 Works on a mount of AIFS and in any other directory; speaks to a mount only through its files and
 extended attributes.

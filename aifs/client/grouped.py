@@ -5,7 +5,7 @@
     saved.buffered.result()                                         # the tensors may change
     saved.durable.result()                                          # all ranks' files are durable
 
-See docs/grouped.md.
+See docs/guide/grouped.md.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How the ranks of a grouped write agree on a mount: the daemon knows. See docs/commit.md.
+"""How the ranks of a grouped write agree on a mount: the daemon knows. See docs/design/commit.md.
 
 By ioctl; where the mount has none (no bridge), by extended attributes, and then nobody notices a
 death before the time is over.

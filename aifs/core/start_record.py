@@ -1,5 +1,5 @@
-"""What the start of a job has touched, as a file says it (docs/startup.md). Pure; the daemon, which
-writes and follows such files, and the client share it.
+"""What the start of a job has touched, as a file says it (docs/guide/startup.md). Pure; the daemon,
+which writes and follows such files, and the client share it.
 
 A record is the file ``RUN.start`` in the directory of the job: JSON, compressed as gzip does, whose
 checksum and length tell a torn one.

@@ -15,8 +15,8 @@ keep what lands so late from doing harm:
 * Who was answered by ``Hanging`` treats what the call would have changed as anything: a container
   is never appended to again, a column is not read, objects are garbage.
 
-docs/servers.md has each kind of call, and why it does no harm. So who asks in person (a program
-that reads, writes or syncs a file that lies there) gets what a hard NFS mount gives.
+docs/design/servers.md has each kind of call, and why it does no harm. So who asks in person (a
+program that reads, writes or syncs a file that lies there) gets what a hard NFS mount gives.
 """
 
 import threading

@@ -233,7 +233,7 @@ class DataServer:
 
     @property
     def state(self) -> str:
-        """'ok', 'failing', 'gone' or 'back' (see docs/servers.md)."""
+        """'ok', 'failing', 'gone' or 'back' (see docs/design/servers.md)."""
         if self.is_gone:
             return "gone"
         return "back" if self.is_back and self.health.state == "ok" else self.health.state

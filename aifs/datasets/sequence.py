@@ -1,5 +1,5 @@
 """The sequence of an epoch: which rows of which blocks each share gives, and in what order
-(docs/datasets.md, The order).
+(docs/guide/datasets.md, The order).
 
 Pure arithmetic over an index. What it takes to begin is proportional to the blocks of one window;
 nothing is per row.

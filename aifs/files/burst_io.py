@@ -2,7 +2,7 @@
 
 While such a file is open, programs may write to its copy without our knowing (passthrough), so the
 copy says what size, blocks and mtime are; the dirty mark says so in the store. What a crash leaves
-at each step: docs/burst.md.
+at each step: docs/design/burst.md.
 """
 
 from aifs.burst.copy import BurstCopy

@@ -1,5 +1,5 @@
 """Files whose home is another host: they are taken from it, or read and changed by way of it; and
-the bytes of files that other hosts have moved are followed. docs/hosts.md has the rules.
+the bytes of files that other hosts have moved are followed. docs/design/homes.md has the rules.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Changes in place of files whose bytes lie in their inode, or in objects on data servers.
 
-The order of steps that keeps each change safe is that of docs/metadata.md (I1 to I9 below are its
-invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
+The order of steps that keeps each change safe is that of docs/design/metadata.md (I1 to I9 below
+are its invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
 """
 
 import os

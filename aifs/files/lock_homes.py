@@ -3,7 +3,7 @@
 The locks of an inode have a *home*: the host that was the first to lock it. It grants them from its
 memory, and ``L ino`` in the map names its session, so that all find it. What others are granted
 they keep in mind; when the home has died, another host takes the record over and asks all for what
-they hold, before it grants anything. docs/hosts.md (Locks) says why nobody has a lock twice.
+they hold, before it grants anything. docs/design/homes.md (Locks) says why nobody has a lock twice.
 """
 
 import math

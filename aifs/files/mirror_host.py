@@ -1,5 +1,5 @@
 """What this host does for files of others that are mirrored: it keeps mirrors, and becomes the home
-when theirs has died (docs/hosts.md).
+when theirs has died (docs/design/homes.md).
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,5 @@
-"""Which hosts read the same large file at the same time, and passing its bytes on (docs/hosts.md).
+"""Which hosts read the same large file at the same time, and passing its bytes on
+(docs/design/homes.md).
 
 Who begins to read a large file asks one host of it, the file's *meeting place*, who reads it
 already, and those hear of the new one; so they know each other from then on. Each MiB has a

@@ -3,8 +3,8 @@ database, or back. Pure.
 
 The store was closed in order, nothing in it is undrained, and its open containers are sealed. What
 only a host can use stays behind: it would name hosts, sessions and burst directories that the new
-place does not know. docs/hosts.md has the table; each kind of record of keys.py is in one of the
-sets below, or has a function.
+place does not know. docs/design/moving.md has the table; each kind of record of keys.py is in one
+of the sets below, or has a function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,5 +1,5 @@
-"""Which records a directory's *delegation* covers, in a store of many hosts: docs/hosts.md
-(Delegations).
+"""Which records a directory's *delegation* covers, in a store of many hosts:
+docs/design/replicated.md (Delegations).
 
 ``D ino`` names the session that has the directory; no other host changes what it covers:
 

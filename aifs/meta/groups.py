@@ -14,7 +14,7 @@ who of them has committed, and whether the directory may get a new name.
 
 All little-endian; ``number`` in the key is 8 bytes, big-endian; asker: see askers.py. A directory
 has the record of its last group until the next one begins, or, if nothing of it was stored
-together, until it has its name. docs/commit.md has the protocol.
+together, until it has its name. docs/design/commit.md has the protocol.
 """
 
 import struct

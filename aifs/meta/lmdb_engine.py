@@ -1,6 +1,7 @@
 """The durable metadata engine: LMDB under a memtable, with a redo journal in front of both.
 
-docs/metadata.md says how the levels fit together. Touches the metadata directory alone. Its rules:
+docs/design/metadata.md says how the levels fit together. Touches the metadata directory alone. Its
+rules:
 
 * The journal is written before memory, and synced before LMDB: LMDB never holds a change that the
   journal could lose. So a memtable may be committed in several LMDB transactions (which bounds

@@ -1,5 +1,5 @@
-"""Backups of the metadata on the data servers, while the store is in use (docs/metadata.md, B1 to
-B5).
+"""Backups of the metadata on the data servers, while the store is in use (docs/design/metadata.md,
+B1 to B5).
 
 A base when there is none that can be gone on from, daily, when the increments have become larger
 than it, and when a server is on its way out; else an increment, every ``meta.backup_interval``. An

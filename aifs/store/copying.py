@@ -6,7 +6,7 @@ the metadata, or none. A directory counts if no marker names a database, a datab
 it is one write that makes the old place useless and the new one the store: the first marker that is
 changed on the way into a database, the last one on the way back. ``copying`` in the superblock of a
 directory says that all servers have to be asked, since their markers may differ; ``moved``, in that
-of the old place, that it will never count again. docs/hosts.md has the crash table.
+of the old place, that it will never count again. docs/design/moving.md has the crash table.
 """
 
 import json

@@ -2,10 +2,10 @@
 bytes.
 
 Nothing is written to objects: the copy becomes the file again, as if somebody had opened it for
-writing (docs/burst.md), in one transaction, and the usual drain brings it to servers that work,
-under the file's policy. What is left of its objects is garbage. Before that the copy is read, and
-compared with the file's checksums; where there are none, the clean copy is trusted if it has the
-file's length.
+writing (docs/design/burst.md), in one transaction, and the usual drain brings it to servers that
+work, under the file's policy. What is left of its objects is garbage. Before that the copy is read,
+and compared with the file's checksums; where there are none, the clean copy is trusted if it has
+the file's length.
 """
 
 from collections.abc import Iterable, Set

@@ -1,5 +1,5 @@
-"""What other hosts have changed, made known here (docs/hosts.md): to all that keeps in core what
-records say, at once, and to the kernel, by a task of its own.
+"""What other hosts have changed, made known here (docs/design/replicated.md): to all that keeps in
+core what records say, at once, and to the kernel, by a task of its own.
 
 An engine of one host has nothing to tell, and none of this runs.
 """

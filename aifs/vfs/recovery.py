@@ -1,5 +1,5 @@
-"""What a mount does after a crash (docs/metadata.md, crash table). The journal has been replayed by
-then.
+"""What a mount does after a crash (docs/design/metadata.md, crash table). The journal has been
+replayed by then.
 
 The work depends on what was in flight: dirty marks, orphans, garbage, and the last windows of ids.
 All of it was this host's. What another host that died has left, the holder of the role deals with

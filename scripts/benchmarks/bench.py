@@ -116,7 +116,8 @@ log = Console(stderr=True)
     "--gate",
     "as_gate",
     is_flag=True,
-    help="Compare this tree with another one: exits with 1 if a row is slower (docs/speed.md).",
+    help="Compare this tree with another one (docs/measured/speed.md): exits with 1 if a row is "
+    "slower.",
 )
 @click.option(
     "--against",

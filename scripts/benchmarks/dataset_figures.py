@@ -1,11 +1,12 @@
 """Measure what the orders of datasets teach a model, and how fast datasets are read, and put the
-numbers into the guide: docs/figures/datasets.json, the figures beside it, and the tables of
-docs/datasets.md, between the marks.
+numbers into the guide: docs/measured/figures/datasets.json, the figures beside it, and the tables
+of docs/measured/datasets.md, between the marks.
 
     scripts/figures datasets                                    measure, then draw
     scripts/figures datasets --bench FILE                       the speeds anew, which
                                                                 `scripts/bench data --json` has told
-    scripts/figures datasets --from docs/figures/datasets.json  draw again what has been measured
+    scripts/figures datasets --from FILE                        draw again what has been measured
+                                                                (docs/measured/figures/datasets.json)
     scripts/figures datasets --quick --docs DIRECTORY           little work: does it run
 """
 
@@ -45,7 +46,9 @@ def main(words: Sequence[str] | None = None) -> None:
         "--bench", type=Path, help="JSON of `scripts/bench data`; with --quick, of a quick run"
     )
     parser.add_argument("--quick", action="store_true", help="little work in one round")
-    parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="where the guide is")
+    parser.add_argument(
+        "--docs", type=Path, default=REPOSITORY / "docs/measured", help="where the page is"
+    )
     chosen = parser.parse_args(words)
     target = chosen.docs / NUMBERS
     if chosen.source or chosen.bench:

@@ -1,12 +1,12 @@
-"""Measure grouped I/O and put the numbers into the guide: docs/figures/grouped.json, the figures
-beside it, and the tables of docs/grouped.md, between the marks.
+"""Measure grouped I/O and put the numbers into the guide: docs/measured/figures/grouped.json, the
+figures beside it, and the tables of docs/measured/grouped.md, between the marks.
 
     scripts/figures                                   measure, then draw
-    scripts/figures --from docs/figures/grouped.json  draw again what has been measured
+    scripts/figures --from FILE                       draw again what has been measured
     scripts/figures --quick --docs DIRECTORY          little work: does it run
 
-scripts/figures datasets does the same for docs/datasets.md (dataset_figures.py), and
-scripts/figures start for docs/startup.md (start_figures.py).
+scripts/figures datasets does the same for docs/measured/datasets.md (dataset_figures.py), and
+scripts/figures start for docs/measured/startup.md (start_figures.py).
 """
 
 import argparse
@@ -43,7 +43,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="little work in one round")
     parser.add_argument("--mib", type=int, help=f"of each rank; without it {NORMAL[0]}")
     parser.add_argument("--dir", help="measure below this directory, not on a tmpfs")
-    parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="where the guide is")
+    parser.add_argument(
+        "--docs", type=Path, default=REPOSITORY / "docs/measured", help="where the page is"
+    )
     chosen = parser.parse_args(words)
     if chosen.source:
         found = json.loads(chosen.source.read_text())

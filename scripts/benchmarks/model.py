@@ -4,9 +4,10 @@ service times that are measured here, on hosts in network namespaces and their r
 Processor time is what is measured: it does not depend on how many share the processors. All is
 counted per create, with its part of the commit that carries it (its *row* of the feed): how many
 share a row depends on the load, and programs that create files in directories of their own wait for
-no commit (docs/hosts.md, Delegations), so a row of one create is rare. Each host applies every row
-of every other one, when many come at once at less than when each comes by itself. Who commits
-pushes the row to all others. Hosts beat each second, and keep up a connection to each other one.
+no commit (docs/design/replicated.md, Delegations), so a row of one create is rare. Each host
+applies every row of every other one, when many come at once at less than when each comes by itself.
+Who commits pushes the row to all others. Hosts beat each second, and keep up a connection to each
+other one.
 
 What the model leaves out: conflicts, programs' own time, waiting that is no work (disks, the
 network's latency), and all that would speed things up or slow them down with numbers that no

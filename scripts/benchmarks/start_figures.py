@@ -1,8 +1,9 @@
-"""Measure starts of jobs and put the numbers into the guide: docs/figures/start.json, the figure
-beside it, and the table of docs/startup.md, between the marks.
+"""Measure starts of jobs and put the numbers into the guide: docs/measured/figures/start.json, the
+figure beside it, and the table of docs/measured/startup.md, between the marks.
 
     scripts/figures start --wheels DIRECTORY                measure, then draw
-    scripts/figures start --from docs/figures/start.json    draw again what has been measured
+    scripts/figures start --from docs/measured/figures/start.json
+                                                            draw again what has been measured
     scripts/figures start --from ROWS                       the same of scripts/bench start --json
     scripts/figures start --quick --docs DIRECTORY          little work: does it run
 """
@@ -40,7 +41,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--wheels", type=Path, help="a directory of what is installed; without it it is downloaded"
     )
-    parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="where the guide is")
+    parser.add_argument(
+        "--docs", type=Path, default=REPOSITORY / "docs/measured", help="where the page is"
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; without any, all")
     chosen = parser.parse_args(words)
     if unknown := set(chosen.parts) - set(PARTS):

@@ -1,5 +1,5 @@
-"""A small model is trained from each format of docs/datasets.md: pictures of 8 x 8 pixels, of ten
-classes, which are written here first.
+"""A small model is trained from each format of docs/guide/datasets.md: pictures of 8 x 8 pixels, of
+ten classes, which are written here first.
 
     python scripts/examples/datasets.py DIRECTORY
 """

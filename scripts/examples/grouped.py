@@ -1,4 +1,5 @@
-"""Four ranks of a small data-parallel job save together, in the three ways of docs/grouped.md.
+"""Four ranks of a small data-parallel job save together, in the three ways of
+docs/guide/grouped.md.
 
     python scripts/examples/grouped.py DIRECTORY [hint] [files] [published]
 

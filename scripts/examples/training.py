@@ -1,5 +1,5 @@
-"""A small model is trained and saved in the three ways of docs/training.md, then goes on from the
-newest checkpoint.
+"""A small model is trained and saved in the three ways of docs/guide/training.md, then goes on from
+the newest checkpoint.
 
 python scripts/examples/training.py DIRECTORY             all three, one after the other
 torchrun --nproc-per-node 4 scripts/examples/training.py DIRECTORY parallel

@@ -868,7 +868,7 @@ async def test_a_group_and_a_pending_directory_have_the_same_ranks(
 
 
 async def test_a_group_that_is_to_be_published_keeps_its_directory_pending(directory: Path) -> None:
-    """P4 and P5 of docs/commit.md."""
+    """P4 and P5 of docs/design/commit.md."""
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"tmp", ADMIN)
         await make(fs, top, b"a", b"a" * SIZE)

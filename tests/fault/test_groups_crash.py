@@ -3,7 +3,7 @@ between.
 
 Afterwards: what a rank has been told is committed is there, byte for byte; a directory that is
 published is whole; every group either goes on to be durable or is cancelled, and its files are
-drained as usual; and fsck finds nothing. docs/commit.md has the crash table.
+drained as usual; and fsck finds nothing. docs/design/commit.md has the crash table.
 """
 
 import json

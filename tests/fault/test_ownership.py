@@ -1,5 +1,5 @@
 """A store has one owner, also where its metadata directory has been copied or restored:
-docs/servers.md, Owner.
+docs/design/servers.md, Owner.
 """
 
 import fcntl

@@ -2,7 +2,7 @@
 new ones, whole.
 
 Names, sizes, bytes, the symlink and the tracker file have to be those of one moment: the one before
-or the one after the publication that was under way. docs/publish.md has the crash table.
+or the one after the publication that was under way. docs/design/publish.md has the crash table.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The example of docs/datasets.md: a small model learns from each format, on a mount."""
+"""The example of docs/guide/datasets.md: a small model learns from each format, on a mount."""
 
 import subprocess
 import sys

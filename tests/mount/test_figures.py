@@ -1,5 +1,5 @@
-"""The numbers of docs/grouped.md, docs/datasets.md and docs/startup.md are those of
-docs/figures/*.json, and scripts/figures makes both.
+"""The numbers of docs/measured/grouped.md, docs/measured/datasets.md and docs/measured/startup.md
+are those of docs/measured/figures/*.json, and scripts/figures makes both.
 """
 
 import json
@@ -13,7 +13,8 @@ import pytest
 pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs/measured"
+GUIDE = ROOT / "docs/guide/grouped.md"
 MEASURING_MAX_S = 1000
 GUIDES = ("grouped.md", "datasets.md", "startup.md")
 START = "start_figures.py"
@@ -120,7 +121,7 @@ def test_a_small_run_makes_the_guide_anew(docs: Path) -> None:
 
 def test_the_guide_quotes_the_example() -> None:
     example = (ROOT / "scripts/examples/grouped.py").read_text()
-    guide = (DOCS / "grouped.md").read_text().partition("## Three ways")[2].partition("\n## ")[0]
+    guide = GUIDE.read_text().partition("## Three ways")[2].partition("\n## ")[0]
     quoted = [
         block
         for block in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)

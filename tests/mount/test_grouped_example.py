@@ -1,5 +1,5 @@
-"""The example of docs/grouped.md, on a mount and in a plain directory. Skipped where torch is not
-installed.
+"""The example of docs/guide/grouped.md, on a mount and in a plain directory. Skipped where torch is
+not installed.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
-"""The recipes of docs/training.md, run by the packages that they are for. Each is skipped where its
-package is not installed (the recipes extra)."""
+"""The recipes of docs/guide/training.md, run by the packages that they are for. Each is skipped
+where its package is not installed (the recipes extra)."""
 
 import os
 import re
@@ -133,7 +133,9 @@ def run(directory: Path, script: str, *args: Path) -> None:
 def test_lightning(on_mount: Path, tmp_path: Path) -> None:
     need("lightning")
     recipe = re.search(
-        r"```python\n(  class AifsIO.*?)  ```", (ROOT / "docs/training.md").read_text(), re.DOTALL
+        r"```python\n(  class AifsIO.*?)  ```",
+        (ROOT / "docs/guide/training.md").read_text(),
+        re.DOTALL,
     )
     lines = [line.removeprefix("  ") for line in recipe[1].splitlines()]
     run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), on_mount / "run")

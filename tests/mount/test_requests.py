@@ -1,5 +1,5 @@
-"""How many requests an operation costs, as the table in docs/speed.md says; and what the bridge
-tells of directories by itself is what is on record.
+"""How many requests an operation costs, as the table in docs/measured/speed.md says; and what the
+bridge tells of directories by itself is what is on record.
 """
 
 import json
@@ -116,7 +116,7 @@ OPERATIONS: dict[str, Operation] = {
 
 def _table() -> dict[str, tuple[Counter[str], Counter[str]]]:
     """What the table says of each operation: all requests, and those that reach Python."""
-    text = (ROOT / "docs" / "speed.md").read_text()
+    text = (ROOT / "docs" / "measured" / "speed.md").read_text()
     lines = text.split("## Requests")[1].split("\n## ")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     found = {}

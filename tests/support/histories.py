@@ -1,12 +1,12 @@
 """Histories of operations that several hosts have done at once, and whether one namespace explains
 them.
 
-What is demanded (docs/hosts.md): all changes that succeeded happened one after the other, each
-between its call and its return, on what those before it had made. What only looks (a lookup, a
-listing, a refusal) may have looked at any state from the newest one that it must know of to the
-newest one that it may know of. It must know of what its own host has done before, and of all up to
-a change that was shown before it began: ``rename``, ``unlink`` and ``rmdir`` are shown when they
-return, creates are not.
+What is demanded (docs/design/replicated.md): all changes that succeeded happened one after the
+other, each between its call and its return, on what those before it had made. What only looks (a
+lookup, a listing, a refusal) may have looked at any state from the newest one that it must know of
+to the newest one that it may know of. It must know of what its own host has done before, and of all
+up to a change that was shown before it began: ``rename``, ``unlink`` and ``rmdir`` are shown when
+they return, creates are not.
 
 ``require_explained`` looks for such an order (Wing and Gong's search: a change may be next if it
 began before all that is left has ended).

@@ -84,7 +84,7 @@ def test_the_client_imports_what_is_always_installed() -> None:
 
 def test_nothing_says_to_install_a_package_of_our_name_that_is_not_ours() -> None:
     """AIFS is installed from a checkout; the index has something else under its name."""
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*")]
     for path in (*MODULES.values(), *filter(Path.is_file, documents)):
         text = re.sub(r"\s+", " ", path.read_text())
         assert not re.search(r"pip install (?:-\S+ )*['\"]?aifs\b", text), path

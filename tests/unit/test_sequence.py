@@ -30,7 +30,7 @@ Row = tuple[int, int]
 
 
 def oracle(index: Index, order: EpochOrder) -> list[Row]:
-    """The whole global sequence, as docs/datasets.md says it, by lists of all rows."""
+    """The whole global sequence, as docs/guide/datasets.md says it, by lists of all rows."""
     blocks = range(len(index.rows))
     total = sum(index.rows)
     shares: list[list[Row]] = [[] for _ in range(order.shares)]

@@ -1,5 +1,6 @@
 """What a reader tells the mount that its dataset lies in: which epoch it reads, in which order, and
-how far it is, so that files are there before it comes to them (docs/datasets.md, Reading ahead).
+how far it is, so that files are there before it comes to them (docs/guide/datasets.md, Reading
+ahead).
 
 Elsewhere, and wherever the mount refuses it, nothing is told, and nothing is lost.
 """

@@ -1,4 +1,4 @@
-"""A reader: the rows of an epoch, in the order that docs/datasets.md defines, for one of many
+"""A reader: the rows of an epoch, in the order that docs/guide/datasets.md defines, for one of many
 processes.
 
 Rows are fetched group by group, the next group of each share while the one before is handed out, by

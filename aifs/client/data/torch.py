@@ -19,7 +19,7 @@ from aifs.datasets.sequence import Epoch, EpochOrder
 
 class TorchRows(torch.utils.data.IterableDataset):
     """Rows of one epoch, for ``torch.utils.data.DataLoader``: each worker of each rank gives its
-    own, in the order of docs/datasets.md.
+    own, in the order of docs/guide/datasets.md.
 
     ``rank``, ``world``: by default those of torch.distributed, else of the variables RANK and
     WORLD_SIZE, else one process. The other arguments are those of ``data.reader``; ``transform``

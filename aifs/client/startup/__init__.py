@@ -1,5 +1,5 @@
 """Jobs that start sooner: environments and images that are made once and used in place by all ranks
-and hosts, and records of what a start touches (docs/startup.md; BootSeer, sec. 4.1 and 4.3).
+and hosts, and records of what a start touches (docs/guide/startup.md; BootSeer, sec. 4.1 and 4.3).
 
 Environments and images work on a mount of AIFS and in any other directory. A module is imported
 when something of it is asked for, as those of ``aifs.client`` are.

@@ -15,7 +15,7 @@ beside it and belongs to the record's owner, no symlink is followed, and where e
 names in DIR, what is there is used only if the caller, root, or who owns DIR has made it. DIR is
 open all the while, so it stays the same one whatever gets its name.
 
-Rules (docs/startup.md): what has not got its name does not exist; a maker that dies
+Rules (docs/guide/startup.md): what has not got its name does not exist; a maker that dies
 loses its lock, and the next one removes what it left; one in use is never removed.
 """
 

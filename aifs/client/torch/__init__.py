@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch at the speed of the device: see docs/training.md.
+"""Checkpoints of PyTorch at the speed of the device: see docs/guide/training.md.
 
 Works on a mount of AIFS and in any other directory. Each name is loaded when it is first asked for,
 so that the helper process, which needs no torch, does not load it.

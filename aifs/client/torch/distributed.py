@@ -89,7 +89,7 @@ class AifsWriter(FileSystemWriter):
     ``replace``: as of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs
     a path of its own (dcp's ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the
     ranks' files are one grouped write with these options, such as 'name=step': what the servers
-    hold already is not stored again (docs/grouped.md).
+    hold already is not stored again (docs/guide/grouped.md).
 
     Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError.
     """

@@ -1,5 +1,5 @@
-"""What a host changes: merged for a commit, and as it waits, told already, for one (docs/hosts.md,
-Delegations).
+"""What a host changes: merged for a commit, and as it waits, told already, for one
+(docs/design/replicated.md, Delegations).
 
 A replica is the feed up to its cursor, and then what is ahead of it, in the order of its numbers.
 Each change set that is ahead is kept in the replica, too, in the transaction that applies it.

@@ -1,5 +1,5 @@
 """The engine of a host in a cluster: its replica of the map, and commits to the database. The
-design and its proofs are in docs/hosts.md.
+design and its proofs are in docs/design/replicated.md.
 
 Views read the replica. A transaction's function runs on the replica and is recorded; what it has
 done is sent to the database with what it has read, and is applied to the replica when it has been

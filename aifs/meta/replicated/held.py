@@ -1,5 +1,5 @@
 """The directories that are delegated to this host, in memory: which ones, and when another one is
-worth it (docs/hosts.md, Delegations)."""
+worth it (docs/design/replicated.md, Delegations)."""
 
 from collections.abc import Collection, Iterable
 

@@ -1,5 +1,5 @@
 """How a host joins its cluster: with a session, and a replica that is brought up to date by the
-feed, or copied anew from the database (docs/hosts.md).
+feed, or copied anew from the database (docs/design/replicated.md).
 """
 
 import logging

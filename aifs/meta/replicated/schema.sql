@@ -1,6 +1,6 @@
--- The metadata of a cluster: the map, the feed of its changes, the sessions of hosts; docs/hosts.md
--- says how they work together. Plain SQL and PL/pgSQL, for PostgreSQL 14 and later. This file is
--- run once, in a database that is empty otherwise, as one transaction.
+-- The metadata of a cluster: the map, the feed of its changes, the sessions of hosts;
+-- docs/design/replicated.md says how they work together. Plain SQL and PL/pgSQL, for PostgreSQL 14
+-- and later. This file is run once, in a database that is empty otherwise, as one transaction.
 --
 -- Functions that change something return a status first:
 --     0 done

@@ -1,3 +1,3 @@
 """Grouped writes: which files belong to which group, when it is complete, and how it is drained as
-one. docs/grouped.md.
+one. docs/guide/grouped.md.
 """

@@ -1,6 +1,6 @@
 """What becomes of a group: after the last commit all of it is buffered, recorded, published and
-drained; it may end before that, and another host may be the one that decides it. docs/commit.md has
-the states.
+drained; it may end before that, and another host may be the one that decides it.
+docs/design/commit.md has the states.
 """
 
 import json

@@ -1,5 +1,5 @@
 """One group: who belongs to it, what is missing, what has become of it. Pure: times are seconds of
-one clock, given by the caller; docs/commit.md has the states.
+one clock, given by the caller; docs/design/commit.md has the states.
 """
 
 import math

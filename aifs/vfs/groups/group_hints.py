@@ -1,6 +1,6 @@
 """Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``, and their
 short forms for pending directories, ``user.aifs.pending`` and ``user.aifs.commit``
-(docs/commit.md).
+(docs/design/commit.md).
 """
 
 import json

@@ -1,5 +1,5 @@
-"""What ranks ask of groups: to begin, join, commit, wait for and cancel them; docs/commit.md has
-the protocol.
+"""What ranks ask of groups: to begin, join, commit, wait for and cancel them; docs/design/commit.md
+has the protocol.
 """
 
 import math

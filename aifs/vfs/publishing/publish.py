@@ -1,5 +1,5 @@
 """Making trees visible: rename as a barrier, and publishing with pointers in one transaction.
-docs/publish.md says how.
+docs/design/publish.md says how.
 
 What becomes visible under a new name is durable first, the new name when the call returns. A
 directory whose group seals it (groups/naming.py) gets its name only when all ranks have

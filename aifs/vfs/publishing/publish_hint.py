@@ -1,4 +1,4 @@
-"""``user.aifs.publish-as``: publishing by an extended attribute (docs/publish.md)."""
+"""``user.aifs.publish-as``: publishing by an extended attribute (docs/design/publish.md)."""
 
 import os
 from typing import Any

@@ -1,2 +1,2 @@
 """Starts of jobs: what one touches is recorded, and is there when the next one needs it
-(docs/startup.md; BootSeer, sec. 4.1)."""
+(docs/guide/startup.md; BootSeer, sec. 4.1)."""

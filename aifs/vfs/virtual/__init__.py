@@ -1,1 +1,2 @@
-"""Virtual files: below ``DIR/.aifs-data``, found by name and never listed (docs/datasets.md)."""
+"""Virtual files: below ``DIR/.aifs-data``, found by name and never listed
+(docs/guide/datasets.md)."""
