@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import caches
 from demonstration.hosts import demonstrate
 from demonstration.job import Ranks, command
 from demonstration.start import demonstrate as demonstrate_start
@@ -281,7 +282,7 @@ def drop_page_cache() -> None:
     """So that both directories are read from the disk; without root, caches stay warm for both."""
     if os.geteuid() == 0:
         os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        caches.drop()
 
 
 if __name__ == "__main__":

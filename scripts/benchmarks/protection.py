@@ -15,7 +15,7 @@ from pathlib import Path
 
 from movement import PatientAifs
 from report import Row, rate
-from systems import HERE, REPOSITORY, drop_names
+from systems import HERE, REPOSITORY, drop_caches
 
 SERVERS = 6
 FILES = 4
@@ -241,8 +241,7 @@ def _read_slow(aifs: SlowAifs, mib: int, hedge: str, note: Note) -> None:
 
 def _p99(file: Path, mib: int) -> float:
     """Seconds; of single reads of 1 MiB, in random order, of a file that no cache holds."""
-    drop_names()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    drop_caches()
     fd = os.open(file, os.O_RDONLY)
     taken = []
     try:

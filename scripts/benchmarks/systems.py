@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import caches
 import load
 
 HERE = Path(__file__).resolve().parent
@@ -231,9 +232,9 @@ def touch_memory(directory: Path, mib: int) -> None:
 
 def drop_names() -> None:
     """Have the kernel forget names and attributes, so that it asks the filesystems again."""
-    Path("/proc/sys/vm/drop_caches").write_text("2")
+    caches.drop(caches.NAMES)
 
 
 def drop_caches() -> None:
     """Have the kernel forget names, attributes and the pages of files."""
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    caches.drop()

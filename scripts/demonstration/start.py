@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
+from benchmarks import caches
 from rich.console import Console
 from rich.table import Table
 
@@ -70,7 +71,7 @@ class StartDemo:
         self._aifs("evict", self.path)
         self._aifs("umount", self.path)
         if os.geteuid() == 0:
-            Path("/proc/sys/vm/drop_caches").write_text("3")
+            caches.drop()
         self._aifs("mount", self._source, self.path)
 
     def _report(self) -> None:
