@@ -16,15 +16,15 @@ a fifth of the former.
 **The statistic.** What a round says of a tree is the mean of the logarithms of its faster visits, a
 half of all: other load makes some visits slower, and none faster. The ratio of a round is what it
 says of this tree, less what it says of the other; that of a row is the median of its rounds. Its
-*noise* is the standard error of that median, 1.25 s / sqrt(rounds), where s is the larger of two
-robust estimates of what the ratio of a round is off by: the median of how much a tree differs from
-itself, between the first and the second half of its visits in a round; and the median deviation of
-the rounds from their median, which also has the differences between daemons. A row is *slower* if
+*noise* is the standard error of that median, 1.25 s / sqrt(rounds), where s is the median deviation
+of the rounds from their median, a robust estimate of what the ratio of a round is off by. Fewer
+than ``MANY`` rounds can agree by chance: there s is at least the median of how much a tree differs
+from itself, between the first and the second half of its visits in a round. A row is *slower* if
 its ratio exceeds ``LEAST`` by more than ``ERRORS`` times its noise.
 
 After ``ROUNDS`` rounds a row is done if it is not slower, and if a slow-down of ``LOOKED_FOR`` can
-be excluded. The others are measured in further rounds, as long as there is time: a row is named
-that is slower by all of its rounds.
+be excluded. The others are measured in further rounds, as long as there is time; from ``MANY`` on
+only those that look slower than ``LEAST``. A row is named that is slower by all of its rounds.
 """
 
 import json
@@ -48,7 +48,7 @@ from rich.table import Table
 from systems import touch_memory
 from trees import Absent, Tree, default_revision, installed, this_tree
 
-ROUNDS, MOST_ROUNDS = 5, 15
+ROUNDS, MANY, MOST_ROUNDS = 5, 8, 30
 LEAST = 0.03
 ERRORS = 2.5
 LOOKED_FOR = 0.10
@@ -92,16 +92,22 @@ class Comparison(NamedTuple):
 def compare(rounds: Sequence[Visits]) -> Comparison:
     ratios = [_level(this) - _level(that) for this, that in rounds]
     middle = statistics.median(ratios)
+    off = statistics.median(abs(ratio - middle) for ratio in ratios)
+    if len(rounds) < MANY:
+        off = max(off, _of_itself(rounds))
+    error = 1.4826 * off  # of a normal distribution, by the median
+    return Comparison(math.exp(middle), 1.2533 * error / math.sqrt(len(rounds)))
+
+
+def _of_itself(rounds: Sequence[Visits]) -> float:
+    """How much a tree differs from itself: the median, as an error of a ratio of two trees."""
     halves = [
         abs(_level(visits[: len(visits) // 2]) - _level(visits[len(visits) // 2 :]))
         for both in rounds
         for visits in both
         if len(visits) > 1
     ]
-    of_itself = statistics.median(halves) / math.sqrt(2) if halves else 0.0
-    of_rounds = statistics.median(abs(ratio - middle) for ratio in ratios)
-    error = 1.4826 * max(of_itself, of_rounds)  # of a normal distribution, by the median
-    return Comparison(math.exp(middle), 1.2533 * error / math.sqrt(len(rounds)))
+    return statistics.median(halves) / math.sqrt(2) if halves else 0.0
 
 
 def _level(visits: Sequence[float]) -> float:
@@ -161,6 +167,13 @@ class Found:
         least = min(self.comparisons().values(), key=lambda one: one.noise, default=None)
         return least is None or least.is_clear
 
+    def needs(self, round_: int) -> bool:
+        """Whether this round would tell more."""
+        if round_ < ROUNDS or self.slower:
+            return True
+        looks_slower = any(one.ratio > 1 + LEAST for one in self.comparisons().values())
+        return not self.is_clear and (round_ < MANY or looks_slower)
+
     @property
     def verdict(self) -> str:
         if self.absent:
@@ -200,11 +213,7 @@ class Gate:
         begin_s = now_s = time.monotonic()
         touch_memory(self._base, 12 * self._amount.mib)
         for round_ in range(MOST_ROUNDS):
-            left = {
-                name
-                for name, one in self.found.items()
-                if round_ < ROUNDS or one.slower or not one.is_clear
-            }
+            left = {name for name, one in self.found.items() if one.needs(round_)}
             took_s, now_s = time.monotonic() - now_s, time.monotonic()
             if not left or (round_ >= ROUNDS and now_s + took_s > begin_s + budget_s):
                 break
@@ -264,15 +273,20 @@ class Gate:
 # --- the report ---
 
 
-def gate(against: str | None, base: Path, quick: bool, as_json: bool, log: Console) -> bool:
+def gate(
+    against: str | None,
+    base: Path,
+    asked: Sequence[Row],
+    as_json: bool,
+    log: Console,
+) -> bool:
     """Measure this tree against another one; print all rows. Returns whether none is named."""
     with log.status("looking for the trees") as status:
         before = installed(against or default_revision(), status.update)
         trees = {THIS: this_tree(), THAT: before}
-        asked = [row for row in ROWS.values() if row.quick or not quick]
         measured = Gate(trees, base, asked, status.update)
         with _before_others():
-            measured.measure(QUICK_S if quick else ALL_S)
+            measured.measure(ALL_S if len(asked) == len(ROWS) else QUICK_S)
     found = list(measured.found.values())
     if as_json:
         titles = {name: tree.title for name, tree in trees.items()}
