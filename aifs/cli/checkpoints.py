@@ -93,8 +93,8 @@ def latest_command(path: str, in_place: bool) -> int:
     """
     from aifs.cli.output import print_error
     from aifs.client import list_checkpoints
-    from aifs.client.attributes import is_aifs
-    from aifs.client.catalog import NOT_SHOWN, newest_of
+    from aifs.client.checkpoints.attributes import is_aifs
+    from aifs.client.checkpoints.catalog import NOT_SHOWN, newest_of
 
     found = list_checkpoints(path)
     newest = newest_of(found, in_place)
@@ -139,7 +139,7 @@ def _verify(path: Path) -> bool:
     from aifs.cli.output import count, print_error
     from aifs.cli.progress import progress
     from aifs.client import verify
-    from aifs.client.manifest import read
+    from aifs.client.checkpoints.manifest import read
     from aifs.core.errors import UserError
     from aifs.core.units import describe_size
 
@@ -185,8 +185,8 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
     confirmed, as without a terminal and --yes.
     """
     from aifs.client import remove
-    from aifs.client.catalog import is_checkpoint
-    from aifs.client.manifest import CheckpointError
+    from aifs.client.checkpoints.catalog import is_checkpoint
+    from aifs.client.checkpoints.manifest import CheckpointError
 
     for path in paths:
         if not is_checkpoint(path):

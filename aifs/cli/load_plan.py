@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aifs.cli.arguments import PATH
-from aifs.client import attributes
+from aifs.client.checkpoints import attributes
 
 if TYPE_CHECKING:
     from aifs.client.torch.load_plan import FileRange, LoadPlan

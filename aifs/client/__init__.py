@@ -10,43 +10,50 @@ it, and soon.
 
 from typing import TYPE_CHECKING
 
-from aifs.client.on_demand import on_demand
+from aifs.core.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from aifs.client.catalog import Checkpoint, keep, latest, list_checkpoints, remove, verify
+    from aifs.client.checkpoints.catalog import (
+        Checkpoint,
+        keep,
+        latest,
+        list_checkpoints,
+        remove,
+        verify,
+    )
+    from aifs.client.checkpoints.manifest import CheckpointError, Manifest
+    from aifs.client.checkpoints.publishing import commit, publish
+    from aifs.client.checkpoints.ranks import RanksMissing
+    from aifs.client.checkpoints.saving import checkpoint
     from aifs.client.coordination import GroupError, GroupExpired, InvalidGroup, RankDied
     from aifs.client.grouped import Group, group_getfile, group_putfile
-    from aifs.client.manifest import CheckpointError, Manifest
-    from aifs.client.publishing import commit, publish
     from aifs.client.putting import Saved, getfile, putfile
-    from aifs.client.ranks import RanksMissing
-    from aifs.client.saving import checkpoint
 
 _MODULES = {
-    "Checkpoint": "catalog",
-    "CheckpointError": "manifest",
+    "Checkpoint": "checkpoints.catalog",
+    "CheckpointError": "checkpoints.manifest",
     "Group": "grouped",
     "GroupError": "coordination",
     "GroupExpired": "coordination",
     "InvalidGroup": "coordination",
-    "Manifest": "manifest",
+    "Manifest": "checkpoints.manifest",
     "RankDied": "coordination",
-    "RanksMissing": "ranks",
+    "RanksMissing": "checkpoints.ranks",
     "Saved": "putting",
-    "checkpoint": "saving",
-    "commit": "publishing",
+    "checkpoint": "checkpoints.saving",
+    "commit": "checkpoints.publishing",
     "getfile": "putting",
     "group_getfile": "grouped",
     "group_putfile": "grouped",
-    "keep": "catalog",
-    "latest": "catalog",
-    "list_checkpoints": "catalog",
-    "publish": "publishing",
+    "keep": "checkpoints.catalog",
+    "latest": "checkpoints.catalog",
+    "list_checkpoints": "checkpoints.catalog",
+    "publish": "checkpoints.publishing",
     "putfile": "putting",
-    "remove": "catalog",
-    "verify": "catalog",
+    "remove": "checkpoints.catalog",
+    "verify": "checkpoints.catalog",
 }
-"""Of this package, by the names that they give it."""
+"""The module of this package in which each public name is found."""
 
 __all__ = [*_MODULES]
 

@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass
 from typing import Protocol
 
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import name_ranks
-from aifs.client.ranks import RanksMissing
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import name_ranks
+from aifs.client.checkpoints.ranks import RanksMissing
 from aifs.core.units import format_duration
 
 

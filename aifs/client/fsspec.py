@@ -17,9 +17,9 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.transaction import Transaction
 from fsspec.utils import stringify_path
 
-from aifs.client import locks, manifest
-from aifs.client.manifest import CheckpointError
-from aifs.client.saving import checkpoint
+from aifs.client.checkpoints import locks, manifest
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.saving import checkpoint
 from aifs.core import files, trees
 
 

@@ -17,16 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from aifs.client import attributes
-from aifs.client.contents import Content, content_of
+from aifs.client.checkpoints import attributes
+from aifs.client.checkpoints.publishing import PathLike, plain, require_free
 from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, LoneRank, RankOptions
 from aifs.client.futures import Future
 from aifs.client.jobs import NAME as JOB_NAME
 from aifs.client.jobs import job_of_environment
-from aifs.client.loaded import Loaded
 from aifs.client.mounted_group import MountedGroup
-from aifs.client.publishing import PathLike, plain, require_free
 from aifs.client.putting import Saved, getfile, in_background, write_content
+from aifs.client.torch.contents import Content, content_of
+from aifs.client.torch.loaded import Loaded
 from aifs.core import trees
 from aifs.core.units import parse_size
 

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from aifs.client import attributes, coordination
+from aifs.client import coordination
+from aifs.client.checkpoints import attributes
+from aifs.client.checkpoints.attributes import delays
 from aifs.client.coordination import (
     GroupError,
     GroupExpired,
@@ -22,7 +24,6 @@ from aifs.client.coordination import (
     RankOptions,
     name_missing,
 )
-from aifs.client.polling import delays
 from aifs.core import files, ioctl
 from aifs.core.refusals import explained
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from aifs.client import attributes, locks
-from aifs.client.contents import Content, content_of
+from aifs.client.checkpoints import attributes, locks
+from aifs.client.checkpoints.attributes import delays
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.futures import Future
-from aifs.client.loaded import Loaded, map_file
-from aifs.client.polling import delays
-from aifs.client.publishing import PathLike, plain
+from aifs.client.torch.contents import Content, content_of
+from aifs.client.torch.loaded import Loaded, map_file
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import write_file
 from aifs.core import trees

@@ -14,7 +14,7 @@ import trio.testing
 from blake3 import blake3
 
 from aifs.burst.tier import BurstTier
-from aifs.client import manifest
+from aifs.client.checkpoints import manifest
 from aifs.core.errors import (
     AccessDenied,
     Busy,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aifs import client
-from aifs.client import manifest
+from aifs.client.checkpoints import manifest
 from aifs.core import files
 
 OPERATIONS_MAX = 400

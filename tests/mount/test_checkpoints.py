@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aifs import client
-from aifs.client import manifest
+from aifs.client.checkpoints import manifest
 from tests.support.checkpoints import names, save
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 

@@ -81,7 +81,7 @@ MAY_CHANGE_FILES = {
     "core/files.py": CHANGES | {"open"},
     "core/beneath.py": CHANGES | {"open"},
     "core/trees.py": {"link", "mkdir", "open", "rename", "symlink"},
-    "client/attributes.py": {"removexattr", "setxattr"},  # of a mount
+    "client/checkpoints/attributes.py": {"removexattr", "setxattr"},  # of a mount
     "client/startup/marks.py": {"write"},  # to standard output
     "core/limits.py": {"write"},  # to a pipe
     "core/log.py": {"fchmod", "makedirs", "open"},  # the log is no part of the store

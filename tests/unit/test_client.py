@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs import client
-from aifs.client import CheckpointError, catalog, manifest
-from aifs.client.manifest import Digest, Manifest
+from aifs.client import CheckpointError
+from aifs.client.checkpoints import catalog, manifest
+from aifs.client.checkpoints.manifest import Digest, Manifest
 from aifs.core import trees
 from tests.support.checkpoints import names, save
 
@@ -173,7 +174,7 @@ def test_nonsense_is_told(tmp_path: Path, options: dict, said: str) -> None:
 def test_a_file_that_is_still_being_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aifs.client import hashing
+    from aifs.client.checkpoints import hashing
 
     def grow(fd: int) -> None:
         os.truncate(f"/proc/self/fd/{fd}", 100)

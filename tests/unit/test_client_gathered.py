@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 
-from aifs.client.manifest import CheckpointError
+from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.torch import gather_files, gathered, parallel, watch
 from aifs.client.torch.gather_files import FoundFiles
 from aifs.client.torch.gather_plan import CHAIN, GATHER, READ, Speeds, choose, pieces

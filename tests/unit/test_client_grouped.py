@@ -27,13 +27,12 @@ from aifs.client import (
     group_getfile,
     group_putfile,
     jobs,
-    locks,
     putfile,
-    tensor_file,
 )
+from aifs.client.checkpoints import locks, tensor_file
+from aifs.client.checkpoints.tensor_file import ALIGNMENT, DamagedTensors
 from aifs.client.futures import Future
 from aifs.client.jobs import job_of_environment
-from aifs.client.tensor_file import ALIGNMENT, DamagedTensors
 from aifs.core import files
 from tests.support.group_ranks import (
     WAIT_S,

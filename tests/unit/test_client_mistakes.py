@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from aifs import client
-from aifs.client import CheckpointError, manifest
+from aifs.client import CheckpointError
+from aifs.client.checkpoints import manifest
 from tests.support.users import in_process
 
 

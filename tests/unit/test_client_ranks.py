@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.client import CheckpointError, RanksMissing, checkpoint, list_checkpoints, verify
-from aifs.client.manifest import read
-from aifs.client.ranks import share
+from aifs.client.checkpoints.manifest import read
+from aifs.client.checkpoints.ranks import share
 
 WAIT_S = 60.0
 
@@ -142,7 +142,7 @@ class Dies(BaseException):
 
 def _die_after_writing(job: Job, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank ``rank`` writes, says so, and is gone."""
-    from aifs.client import ranks
+    from aifs.client.checkpoints import ranks
 
     group = ranks.Ranks(str(job.target), job.ranks, rank, WAIT_S, True)
     os.makedirs(group.pending, exist_ok=True)
@@ -185,7 +185,7 @@ def test_rank_0_may_come_again_while_the_others_wait(job: Job) -> None:
 
 def _die_after_writing_alone(job: Job) -> None:
     """Rank 0 comes, so that the others answer to its attempt, and is gone."""
-    from aifs.client.ranks import Ranks
+    from aifs.client.checkpoints.ranks import Ranks
 
     group = Ranks(str(job.target), job.ranks, 0, WAIT_S, True)
     group.begin()

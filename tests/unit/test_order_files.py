@@ -22,8 +22,8 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from aifs.client import data  # noqa: E402
-from aifs.client.data.disk import DiskFile  # noqa: E402
 from aifs.core.errors import DatasetError  # noqa: E402
+from aifs.datasets.disk import DiskFile  # noqa: E402
 from aifs.datasets.formats.arrow import has_dictionaries  # noqa: E402
 from aifs.datasets.formats.reading import InMemory  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402

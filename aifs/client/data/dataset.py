@@ -13,8 +13,8 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
-from aifs.client.data.disk import IndexedDiskFile
 from aifs.client.data.rows import BlockRows, FileRows
+from aifs.datasets.disk import IndexedDiskFile
 from aifs.datasets.formats import files
 from aifs.datasets.index import Index, RowBlock
 

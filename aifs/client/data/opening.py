@@ -14,11 +14,11 @@ from itertools import chain
 from typing import Any
 
 from aifs.client.data.dataset import MADE_EACH_TIME, Dataset
-from aifs.client.data.disk import DiskFile, version_of
 from aifs.core import trees
 from aifs.core.errors import DatasetError
 from aifs.core.files import read_foreign
 from aifs.datasets import index as record
+from aifs.datasets.disk import DiskFile, version_of
 from aifs.datasets.formats import files, records
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, Version, index_of

@@ -7,7 +7,7 @@ when something of it is asked for, as those of ``aifs.client`` are.
 
 from typing import TYPE_CHECKING
 
-from aifs.client.on_demand import on_demand
+from aifs.core.on_demand import on_demand
 
 if TYPE_CHECKING:
     from aifs.client.startup.captured import capture
@@ -74,7 +74,7 @@ _MODULES = {
     "stage": "stages",
     "summary": "stages",
 }
-"""Of this package, by the names that they give it."""
+"""The module of this package in which each public name is found."""
 
 __all__ = [*_MODULES]
 

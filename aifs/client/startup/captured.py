@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from aifs.client import hashing, locks
+from aifs.client.checkpoints import hashing, locks
 from aifs.client.startup import relocate
 from aifs.client.startup.environments import environment
 from aifs.client.startup.once import MadeDirectory, MakingFailed

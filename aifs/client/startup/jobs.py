@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
-from aifs.client import attributes
+from aifs.client.checkpoints import attributes
 from aifs.core import beneath, files, trees
 from aifs.core.errors import Invalid, UserError
 from aifs.core.limits import within

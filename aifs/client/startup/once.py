@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from aifs.client import locks
+from aifs.client.checkpoints import locks
 from aifs.core import beneath, clock, files, trees
 from aifs.core.errors import UserError
 
@@ -389,7 +389,7 @@ def _make_if_missing(
     path = os.path.join(place.path if place.owner is None else place.at, pending)
     _write(fd, MadeRecord(making=pending, attempt=record.attempt + 1))
     try:
-        from aifs.client import hashing  # who finds it there needs none of this
+        from aifs.client.checkpoints import hashing  # who finds it there needs none of this
 
         trees.make_dir(os.path.join(place.at, pending))
         make(path)

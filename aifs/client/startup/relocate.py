@@ -14,7 +14,7 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
-from aifs.client.hashing import WORKERS, walk
+from aifs.client.checkpoints.hashing import WORKERS, walk
 from aifs.core import files, trees
 
 PIECE = 4 << 20

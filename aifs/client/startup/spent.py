@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
-from aifs.client import attributes
+from aifs.client.checkpoints import attributes
 from aifs.core.mountinfo import FSTYPE, mount_of
 
 PROCESSOR = "processor"

@@ -4,8 +4,7 @@ Works on a mount of AIFS and in any other directory. Each name is loaded when it
 so that the helper process, which needs no torch, does not load it.
 """
 
-from importlib import import_module
-from typing import Any
+from aifs.core.on_demand import on_demand
 
 _MODULES = {
     "AifsReader": "distributed",
@@ -19,10 +18,6 @@ _MODULES = {
     "save_safetensors": "tensors",
 }
 
-__all__ = list(_MODULES)
+__all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = on_demand(__name__, _MODULES)

@@ -19,12 +19,19 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from aifs.client import attributes
-from aifs.client.catalog import keep as keep_checkpoints
-from aifs.client.catalog import latest as latest_of
-from aifs.client.catalog import parse_keep, remove_leftovers, set_policy
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import PathLike, commit, pending_path, plain, publish, require_free
+from aifs.client.checkpoints import attributes
+from aifs.client.checkpoints.catalog import keep as keep_checkpoints
+from aifs.client.checkpoints.catalog import latest as latest_of
+from aifs.client.checkpoints.catalog import parse_keep, remove_leftovers, set_policy
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import (
+    PathLike,
+    commit,
+    pending_path,
+    plain,
+    publish,
+    require_free,
+)
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.sinks import Sink, open_sink
 from aifs.core import files, trees

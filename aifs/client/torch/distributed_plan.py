@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from aifs.client.manifest import CheckpointError
+from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.torch.distributed import AifsReader
 from aifs.client.torch.gather_plan import READ
 from aifs.client.torch.load_plan import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aifs.client.publishing import PathLike, plain
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.saving import save
 from aifs.core import files, trees
 

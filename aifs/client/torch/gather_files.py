@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from aifs.client.manifest import CheckpointError
+from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.torch.gather_plan import Range, Speeds
 from aifs.core import files
 

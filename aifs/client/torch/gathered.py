@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import PathLike, plain
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.startup.stages import stage
 from aifs.client.torch.gather_files import Files, FoundFiles, known_speeds, measure
 from aifs.client.torch.gather_plan import (

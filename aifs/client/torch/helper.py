@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aifs.client.saving import checkpoint
+from aifs.client.checkpoints.saving import checkpoint
 from aifs.client.torch.archive import Image, length_of
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import save_image

@@ -13,12 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten_with_path
 
-from aifs.client import tensor_file
-from aifs.client.loaded import map_file
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import PathLike, plain
+from aifs.client.checkpoints import tensor_file
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.gather_files import AsFile, Files
 from aifs.client.torch.gather_plan import PIECE, READ, Range, Speeds, merged, pieces, plan
+from aifs.client.torch.loaded import map_file
 from aifs.client.torch.parallel import find_files, has_parts
 
 PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (

@@ -18,9 +18,9 @@ import blake3
 import torch
 import torch.distributed as dist
 
-from aifs.client.manifest import NAME, CheckpointError, read_document
-from aifs.client.publishing import PathLike, plain
-from aifs.client.saving import checkpoint
+from aifs.client.checkpoints.manifest import NAME, CheckpointError, read_document
+from aifs.client.checkpoints.publishing import PathLike, plain
+from aifs.client.checkpoints.saving import checkpoint
 from aifs.client.startup.stages import stage
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
 from aifs.client.torch.gather_files import AsFile, FoundFiles

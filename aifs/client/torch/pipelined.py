@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import aifs
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import PathLike, plain
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.arena import Arena, queued_work
 from aifs.client.torch.helper import JobEnd, SaveJob, offsets
 from aifs.client.torch.records import describe

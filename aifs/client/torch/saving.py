@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from aifs.client import locks
-from aifs.client.publishing import PathLike, plain
+from aifs.client.checkpoints import locks
+from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.archive import Chunks, Image, length_of, write_archive
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.sinks import BUFFERED, Sink, open_sink

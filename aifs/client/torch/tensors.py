@@ -1,5 +1,5 @@
-"""Tensors of torch in files of safetensors (``client/tensor_file.py``), written at the speed of the
-device and loaded by mapping them."""
+"""Tensors of torch in files of safetensors (``client/checkpoints/tensor_file.py``), written at the
+speed of the device and loaded by mapping them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from aifs.client.contents import content_of
-from aifs.client.loaded import Loaded, map_file
-from aifs.client.publishing import PathLike, plain
-from aifs.client.tensor_file import TensorEntry
+from aifs.client.checkpoints.publishing import PathLike, plain
+from aifs.client.checkpoints.tensor_file import TensorEntry
+from aifs.client.torch.contents import content_of
+from aifs.client.torch.loaded import Loaded, map_file
 from aifs.client.torch.placing import place
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.records import chunks

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import name_ranks
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import name_ranks
 
 _LOOK_S = 0.1
 ANSWER_S = 5.0

@@ -1,7 +1,8 @@
 """What the manifest of a checkpoint says, as far as retention has to know it: the step, and whether
 all is there.
 
-core/manifest.py defines manifests; what is damaged here is *damaged* for client/catalog.py.
+core/manifest.py defines manifests. A manifest that is damaged here is *damaged* for
+client/checkpoints/catalog.py, too.
 """
 
 import json

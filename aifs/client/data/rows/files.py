@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from aifs.client.data.disk import DiskFile, changed
 from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import require_rows
 from aifs.core.names import VIRTUAL
+from aifs.datasets.disk import DiskFile, changed
 from aifs.datasets.formats.files import SmallFile, entries, joined_name
 from aifs.datasets.index import RowBlock
 

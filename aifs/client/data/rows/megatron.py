@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aifs.client.data.disk import IndexedDiskFile, version_of
 from aifs.client.data.rows import DatasetFile
 from aifs.client.data.rows.opened import Clipped, naming
 from aifs.core.errors import DatasetError
+from aifs.datasets.disk import IndexedDiskFile, version_of
 from aifs.datasets.formats.megatron import Documents
 from aifs.datasets.index import RowBlock
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import blake3
 
-from aifs.client.manifest import CheckpointError, Digest, Files
+from aifs.client.checkpoints.manifest import CheckpointError, Digest, Files
 from aifs.core.files import close_file, open_file, read_into, sync_dir, sync_file
 from aifs.core.manifest import RESERVED
 

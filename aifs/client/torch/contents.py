@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aifs.client import tensor_file
+from aifs.client.checkpoints import tensor_file
 from aifs.client.torch.sinks import Sink
 
 ONE = "tensor"

@@ -4,9 +4,9 @@ import mmap
 import os
 from typing import Any
 
-from aifs.client import tensor_file
-from aifs.client.contents import ONE
-from aifs.client.manifest import CheckpointError
+from aifs.client.checkpoints import tensor_file
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.torch.contents import ONE
 from aifs.core import files
 
 

@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aifs.client import attributes, manifest
-from aifs.client.hashing import digest_files, is_reserved, walk
-from aifs.client.manifest import CheckpointError, Digest, Files
-from aifs.client.publishing import PathLike, plain, step_of
+from aifs.client.checkpoints import attributes, manifest
+from aifs.client.checkpoints.hashing import digest_files, is_reserved, walk
+from aifs.client.checkpoints.manifest import CheckpointError, Digest, Files
+from aifs.client.checkpoints.publishing import PathLike, plain, step_of
 from aifs.core import files, retention, trees
 from aifs.core.files import sync_dir
 from aifs.core.log import logger

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from aifs.client import attributes, manifest
-from aifs.client.hashing import is_reserved, list_files, sync_directories, sync_files
-from aifs.client.manifest import CheckpointError, Files, Manifest
+from aifs.client.checkpoints import attributes, manifest
+from aifs.client.checkpoints.hashing import is_reserved, list_files, sync_directories, sync_files
+from aifs.client.checkpoints.manifest import CheckpointError, Files, Manifest
 from aifs.core import files, retention, trees
 from aifs.core.names import is_path
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aifs.client import attributes
-from aifs.client.catalog import keep as keep_checkpoints
-from aifs.client.catalog import parse_keep, remove_leftovers, set_policy
-from aifs.client.manifest import CheckpointError
-from aifs.client.publishing import (
+from aifs.client.checkpoints import attributes
+from aifs.client.checkpoints.catalog import keep as keep_checkpoints
+from aifs.client.checkpoints.catalog import parse_keep, remove_leftovers, set_policy
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import (
     PathLike,
     check_pointers,
     commit,
@@ -21,7 +21,7 @@ from aifs.client.publishing import (
     require_free,
     step_of,
 )
-from aifs.client.ranks import Ranks
+from aifs.client.checkpoints.ranks import Ranks
 from aifs.core import trees
 from aifs.core.files import close_file, open_file
 from aifs.core.log import logger

@@ -39,11 +39,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from aifs.client import manifest
-from aifs.client.hashing import list_files, sync_files
-from aifs.client.manifest import CheckpointError
-from aifs.client.polling import delays
-from aifs.client.publishing import name_ranks, pending_path, withdraw_commits, write_commit
+from aifs.client.checkpoints import manifest
+from aifs.client.checkpoints.attributes import delays
+from aifs.client.checkpoints.hashing import list_files, sync_files
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import (
+    name_ranks,
+    pending_path,
+    withdraw_commits,
+    write_commit,
+)
 from aifs.core import files, trees
 from aifs.core.errors import TimeoutReached
 from aifs.core.units import format_duration

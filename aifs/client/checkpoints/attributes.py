@@ -3,6 +3,8 @@ Elsewhere: nothing."""
 
 import json
 import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from aifs.core.refusals import explained
@@ -64,3 +66,15 @@ def remove(path: str, name: str) -> None:
     """As ``put``."""
     with explained(path, name):
         os.removexattr(path, name)
+
+
+_DELAY_MIN_S, _DELAY_MAX_S = 0.0005, 0.1
+
+
+def delays() -> Iterator[None]:
+    """For a loop that looks until something has changed: at once, then ever more slowly."""
+    delay = _DELAY_MIN_S
+    while True:
+        yield
+        time.sleep(delay)
+        delay = min(delay * 1.5, _DELAY_MAX_S)
