@@ -17,16 +17,16 @@ from typing import NamedTuple
 from aifs.burst.copy import BurstCopy
 from aifs.burst.transfer import Mover
 from aifs.data.checking.checks import Untold
-from aifs.data.checking.column_source import ColumnSource
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
-from aifs.data.checking.together import Join, Sharing
 from aifs.data.containers.appending import Containers
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
+from aifs.data.inspecting.column_source import ColumnSource
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import Followed, ObjectSet
 from aifs.data.objects.settled import InObjects, Source
+from aifs.data.objects.together import Join, Sharing
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent, Interleaved, Location

@@ -21,9 +21,9 @@ from aifs.check.table import NONE, UNREADABLE, InodeTable
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGESTS_AT_ONCE, HASHED
-from aifs.data.checking.inspection import STEP, Inspection
-from aifs.data.checking.window import UNREADABLE as NOT_READ
-from aifs.data.checking.window import WRONG, Check
+from aifs.data.inspecting.inspection import STEP, Inspection
+from aifs.data.inspecting.window import UNREADABLE as NOT_READ
+from aifs.data.inspecting.window import WRONG, Check
 from aifs.files.chunk_users import users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.striped import Striped

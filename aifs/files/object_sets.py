@@ -4,8 +4,8 @@ from functools import partial
 
 from aifs.burst.making import MakingTools
 from aifs.burst.transfer import Mover
-from aifs.data.checking.together import Sharing
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
+from aifs.data.objects.together import Sharing
 from aifs.data.servers import Servers
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage

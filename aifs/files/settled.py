@@ -19,7 +19,7 @@ from typing import NamedTuple
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.containers.chunk_codec import PLAIN
+from aifs.data.chunk_codec import PLAIN
 from aifs.data.containers.files import STRIPE_BLOCK, ContainerFiles
 from aifs.data.objects.runs import runs_of
 from aifs.data.server import DataServer

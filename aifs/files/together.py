@@ -18,7 +18,7 @@ import trio
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.rendezvous import weight
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.together import Giver, find_kept
+from aifs.data.objects.together import Giver, find_kept
 from aifs.data.reading.patterns import WINDOW_MAX
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.storage import Key
@@ -63,7 +63,7 @@ class Together:
         return self._peers.sessions[self._peers.session]
 
     def join(self, key: Key, giver: Giver) -> "_Reading":
-        """See checking.together.Join."""
+        """See objects.together.Join."""
         reading = self._readings.get(key)
         if reading is None:
             reading = self._readings[key] = _Reading(self, self._peers, key)
@@ -159,7 +159,7 @@ class Together:
 
 
 class _Reading:
-    """A file that is read here. See checking.together.Others."""
+    """A file that is read here. See objects.together.Others."""
 
     def __init__(self, together: Together, peers: Peers, key: Key) -> None:
         self._together = together

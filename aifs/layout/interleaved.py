@@ -25,7 +25,7 @@ CHUNK = 1 << 20
 CHUNK_MAX = 4 << 20
 
 HEADER_BYTES = 64
-"""Of the header before each chunk in a container (see data/containers/chunk_codec.py)."""
+"""Of the header before each chunk in a container (see data/chunk_codec.py)."""
 
 STRIPE = 4 * (CHUNK + HEADER_BYTES)
 """Bytes, headers included, that are appended to one container at a time."""
@@ -50,7 +50,7 @@ class Location(NamedTuple):
     stored: int  # bytes behind the header
     raw: int  # bytes of the file
     codec: int
-    """How what is stored is compressed (data/containers/chunk_codec.py)."""
+    """How what is stored is compressed (data/chunk_codec.py)."""
     digest: bytes  # BLAKE3-256 of the file's bytes
 
 

@@ -14,8 +14,8 @@ from aifs.burst.making import MakingTools, never
 from aifs.core.tasks import run_all
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.inspection import STEP, Inspection
-from aifs.data.checking.window import Span
+from aifs.data.inspecting.inspection import STEP, Inspection
+from aifs.data.inspecting.window import Span
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import STRIPE

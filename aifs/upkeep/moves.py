@@ -22,9 +22,9 @@ from aifs.burst.transfer import TargetFails
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace
 from aifs.data.checking.checks import Untold
+from aifs.data.objects.cached_reads import object_name
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.objects.settled import InObjects
-from aifs.data.reading.blocks import object_name
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate

@@ -21,7 +21,7 @@ from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
 from aifs.core.units import parse_size
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
-from aifs.data.checking.inspection import STEP
+from aifs.data.inspecting.inspection import STEP
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles

@@ -21,7 +21,7 @@ from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
-from aifs.data.checking.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
+from aifs.data.inspecting.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from aifs.core import files
 from aifs.core.errors import FsError, NoSpace, Unavailable
+from aifs.data.chunk_codec import unpack_header
 from aifs.data.containers import pieces
-from aifs.data.containers.chunk_codec import unpack_header
 from aifs.data.containers.pieces import StoredPiece
 from aifs.data.containers.scan import ContainerScan
 from aifs.layout.interleaved import HEADER_BYTES, STRIPE

@@ -14,8 +14,8 @@ import trio
 from aifs.core.budget import Budget
 from aifs.data.checking.checks import FileCheck
 from aifs.data.checking.digests import HASHED, digests_of
-from aifs.data.checking.inspection import Inspection
-from aifs.data.checking.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
+from aifs.data.inspecting.inspection import Inspection
+from aifs.data.inspecting.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers

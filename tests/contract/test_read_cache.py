@@ -388,7 +388,7 @@ def test_like_the_object_itself(plan, blocks, seed):
         if writers:
             return
         oldest = completed[place : place + count]
-        # Objects that may change are loaded before the first wait, as reading/cached_reads.py does
+        # Objects that may change are loaded before the first wait, as cached_reads.py does
         # it.
         first, last = place // 4, (place + len(oldest) - 1) // 4
         blocks = [

@@ -15,8 +15,8 @@ from aifs.burst.making import NewObjects, never
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import files
 from aifs.core.errors import Unavailable
+from aifs.data.chunk_codec import ChunkHeader, digest_of
 from aifs.data.containers.appending import Appended, Appending, append
-from aifs.data.containers.chunk_codec import ChunkHeader, digest_of
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.open_containers import ContainerFails, DamagedContainer
 from aifs.data.containers.pieces import FilePiece, FileSource, HashedPiece, StoredPiece

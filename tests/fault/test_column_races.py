@@ -9,9 +9,9 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import Unavailable
-from aifs.data.checking.column_source import ColumnSource
+from aifs.data.inspecting.column_source import ColumnSource
+from aifs.data.objects.cached_reads import ObjectSource, object_name
 from aifs.data.objects.object_set import ObjectSet
-from aifs.data.reading.blocks import ObjectSource, object_name
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
 from aifs.store import store

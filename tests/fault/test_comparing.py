@@ -12,7 +12,7 @@ from aifs.burst.making import InChunks
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import CheckedPart
 from aifs.data.checking.digests import digests_of
-from aifs.data.containers.chunk_codec import ChunkHeader
+from aifs.data.chunk_codec import ChunkHeader
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.containers.scan import Scanned, ScannedChunk, Scanning, scan
 from aifs.layout.interleaved import container_layout

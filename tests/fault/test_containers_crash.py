@@ -28,7 +28,7 @@ from aifs.core.role import Role
 from aifs.core.tasks import first_error
 from aifs.core.upkeep import Upkeep
 from aifs.data import health
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import FileSource, HashedPiece
 from aifs.data.containers.scan import ContainerScan
 from aifs.data.objects.object_set import delete_objects

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from aifs.core import faults
-from aifs.data.containers.chunk_codec import unpack_header
+from aifs.data.chunk_codec import unpack_header
 from aifs.files.types import ROOT
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import DRAINING, LOST

@@ -18,7 +18,7 @@ from aifs.check.fsck import check
 from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import first_error
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.chunk_codec import digest_of
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.meta import chunks, keys

@@ -15,7 +15,7 @@ from aifs.check.findings import FsckReport
 from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core.config import Config
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import FileSource
 from aifs.data.naming import object_path
 from aifs.files.types import Caller, SetAttr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aifs.check.findings import FsckReport
-from aifs.data.containers import chunk_codec
+from aifs.data import chunk_codec
 from aifs.meta import journal, shared
 from aifs.meta.shared import Shared
 from tests.support.damaged import COMMON, DamagedStore

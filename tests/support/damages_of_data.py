@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from aifs.data.containers import chunk_codec
+from aifs.data import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from aifs.data.containers import chunk_codec
+from aifs.data import chunk_codec
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from aifs.core.errors import Stale
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import HashedPiece
 from aifs.layout.interleaved import Extent, Interleaved, Location, named
 from aifs.layout.redundancy import PLAIN, Redundancy

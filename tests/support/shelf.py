@@ -10,9 +10,9 @@ import trio
 from aifs.burst.making import MakingTools
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import Budget
+from aifs.data.chunk_codec import digest_of
 from aifs.data.containers import pieces
 from aifs.data.containers.appending import append
-from aifs.data.containers.chunk_codec import digest_of
 from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.pieces import FileSource, OpenCopies

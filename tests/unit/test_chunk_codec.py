@@ -7,8 +7,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.data.containers import chunk_codec
-from aifs.data.containers.chunk_codec import PLAIN, ZSTD, ChunkHeader
+from aifs.data import chunk_codec
+from aifs.data.chunk_codec import PLAIN, ZSTD, ChunkHeader
 from aifs.layout.interleaved import HEADER_BYTES
 
 GOLDEN = (

@@ -10,7 +10,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.core import config as configuration
 from aifs.core import files
-from aifs.data.containers import chunk_codec
+from aifs.data import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.meta import chunks, keys
 from aifs.store.store import format_store

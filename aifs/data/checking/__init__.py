@@ -1,1 +1,1 @@
-"""Whether bytes are right, whose fault it is if not, and what they should be."""
+"""What checksums say of bytes, and which columns may be at fault."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
-from aifs.data.containers.chunk_codec import decode, digest_of, is_padding, unpack_header
+from aifs.data.chunk_codec import decode, digest_of, is_padding, unpack_header
 from aifs.data.server import DataServer
 from aifs.data.storage import Key
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES

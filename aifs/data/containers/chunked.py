@@ -12,9 +12,9 @@ import trio
 
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.containers.chunk_codec import PLAIN
+from aifs.data.chunk_codec import PLAIN
 from aifs.data.containers.files import ContainerFiles
-from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
+from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Interleaved, Location
 
 Chunks = Sequence[Location | None]

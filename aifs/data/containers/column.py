@@ -15,8 +15,8 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.checks import ContainerCheck, Untold
-from aifs.data.checking.inspection import Inspection
-from aifs.data.checking.window import Loss, Verdict
+from aifs.data.inspecting.inspection import Inspection
+from aifs.data.inspecting.window import Loss, Verdict
 from aifs.data.objects.columns import Columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
-from aifs.data.checking.checked_reads import tell_right
+from aifs.data import chunk_codec
 from aifs.data.checking.checks import Untold
-from aifs.data.containers import chunk_codec
+from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, object_name
+from aifs.data.objects.checked_reads import tell_right
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import gives_up, in_time
-from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource, object_name
-from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM
+from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource
 from aifs.data.server import MissingObject, name_of
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location

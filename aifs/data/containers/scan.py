@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.data.containers import chunk_codec
+from aifs.data import chunk_codec
+from aifs.data.chunk_codec import ChunkHeader
 from aifs.data.containers.appending import Tools
-from aifs.data.containers.chunk_codec import ChunkHeader
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.striped import Striped

@@ -12,9 +12,9 @@ import trio
 
 from aifs.core.complete import is_complete
 from aifs.core.errors import FsError
+from aifs.data.objects.cached_reads import CachedReads, collect
 from aifs.data.objects.columns import Columns, Range
 from aifs.data.reading.blocks import Block, FilledSource
-from aifs.data.reading.cached_reads import CachedReads, collect
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 

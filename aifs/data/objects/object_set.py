@@ -4,10 +4,10 @@ lengths, durability.
 Without protection there is one copy of each column, so that a column which fails is an error; with
 it, bytes count as written where enough columns have them, and as read where enough can tell them.
 A read goes through four stages, each a class of its own: from the servers and the page cache, by
-way of the read cache (``reading/cached_reads``); compared with checksums, where the reader wants
-that (``checking/checked_reads``); and, where something protects the bytes, around columns that are
+way of the read cache (``cached_reads``); compared with checksums, where the reader wants
+that (``checked_reads``); and, where something protects the bytes, around columns that are
 lost, wrong or late (``recovery``). Where other hosts read the same file, it comes by way of them,
-too (``checking/together``).
+too (``together``).
 
 Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
 worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aifs.core.errors import FsError
-from aifs.data.checking.checked_reads import CheckedReads, LoadDigests
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.together import TOGETHER_FROM, Sharing, TogetherReads
+from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, CachedReads, object_name
+from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.known import Known
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.runs import runs_of
-from aifs.data.reading.blocks import BLOCK, object_name
-from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, CachedReads
+from aifs.data.objects.together import TOGETHER_FROM, Sharing, TogetherReads
+from aifs.data.reading.blocks import BLOCK
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
 from aifs.layout.placement import LOST

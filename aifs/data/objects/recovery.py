@@ -16,15 +16,15 @@ import trio
 from aifs.core.complete import is_complete
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
+from aifs.data.objects.cached_reads import CachedReads, Sources
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.columns import Columns, FetchAll, Range
+from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.objects.hedged import HEAD_START_S, Hedges
 from aifs.data.objects.races import some_of
 from aifs.data.objects.runs import Run, ranges_of, runs_of
 from aifs.data.reading.blocks import BLOCK_MAX
 from aifs.data.reading.buffers import scatter
-from aifs.data.reading.cached_reads import CachedReads, Sources
-from aifs.data.reading.file_blocks import FileBlocks
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
 from aifs.data.storage import Key

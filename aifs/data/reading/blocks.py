@@ -6,8 +6,6 @@ from typing import Protocol
 import trio
 
 from aifs.core.waiting import waits_for
-from aifs.data.server import DataServer
-from aifs.data.storage import Key
 
 BLOCK = 1 << 20
 BLOCK_MAX = 4 << 20
@@ -35,51 +33,6 @@ class BlockSource(Protocol):
         """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the
         error.
         """
-
-
-def object_name(server: DataServer, key: Key) -> Hashable:
-    """The name of an object of a data server in the cache."""
-    return (server.id, *key)
-
-
-class ObjectSource:
-    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes
-    read.
-
-    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio
-    thread.
-    """
-
-    __slots__ = ("_in_use", "_read", "_workers", "block", "cause", "name")
-
-    def __init__(
-        self,
-        server: DataServer,
-        key: Key,
-        read: Callable[[memoryview, int], int],
-        block: int = BLOCK,
-        in_use: Callable[[int], None] = lambda change: None,
-    ) -> None:
-        self.name = object_name(server, key)
-        self.cause = server.workers.name
-        self.block = block
-        self._workers = server.workers
-        self._read = read
-        self._in_use = in_use
-
-    @property
-    def busy(self) -> bool:
-        return self._workers.busy
-
-    def start(
-        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
-    ) -> None:
-        def ended(result: int | BaseException) -> None:
-            self._in_use(-1)
-            tell(result)
-
-        self._in_use(1)
-        self._workers.start(ended, self._read, buffer, offset)
 
 
 Fill = Callable[[memoryview, int], Awaitable[int]]

@@ -3,9 +3,9 @@ and fsck.
 
 An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers
 at once; the bytes of the file are put together and compared with their checksums
-(``data/checking/checks``), and where they are wrong it is tried without which columns they are
-right (``data/checking/window``). What the file's bytes are is known then, and so what belongs into
-each column: everything else that was read there is a *flaw*.
+(``data/checking/checks``). Where they are wrong, it is tried without which columns they are right
+(``window``). So the bytes of the file are known then, and with them those of each column: all
+else that was read there is a *flaw*.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED
-from aifs.data.checking.window import (
+from aifs.data.inspecting.window import (
     LONG,
     MISSING,
     SHORT,

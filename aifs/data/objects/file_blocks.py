@@ -9,8 +9,8 @@ all servers at a time.
 from collections.abc import Awaitable, Callable, Hashable
 
 from aifs.core.complete import is_complete
+from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, collect
 from aifs.data.reading.blocks import FilledSource
-from aifs.data.reading.cached_reads import WHOLE_BLOCKS_FROM, collect
 from aifs.data.reading.patterns import AccessPattern
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

@@ -7,7 +7,7 @@ servers that one has to wait for goes through the read cache, by whole blocks, w
 else is asked of the servers' workers, for all columns of a request at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,10 +16,12 @@ from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.runs import Run, runs_of
 from aifs.data.patience import gives_up, in_time
-from aifs.data.reading.blocks import BLOCK, Block, ObjectSource
+from aifs.data.reading.blocks import BLOCK, Block
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.patterns import AccessPattern
 from aifs.data.reading.read_cache import ReadCache
+from aifs.data.server import DataServer
+from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
@@ -31,6 +33,51 @@ _AT_ALL = nullcontext()
 
 Sources = Sequence[int]
 """For each data column the column that its bytes are read from."""
+
+
+def object_name(server: DataServer, key: Key) -> Hashable:
+    """The name of an object of a data server in the cache."""
+    return (server.id, *key)
+
+
+class ObjectSource:
+    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes
+    read.
+
+    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio
+    thread.
+    """
+
+    __slots__ = ("_in_use", "_read", "_workers", "block", "cause", "name")
+
+    def __init__(
+        self,
+        server: DataServer,
+        key: Key,
+        read: Callable[[memoryview, int], int],
+        block: int = BLOCK,
+        in_use: Callable[[int], None] = lambda change: None,
+    ) -> None:
+        self.name = object_name(server, key)
+        self.cause = server.workers.name
+        self.block = block
+        self._workers = server.workers
+        self._read = read
+        self._in_use = in_use
+
+    @property
+    def busy(self) -> bool:
+        return self._workers.busy
+
+    def start(
+        self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
+    ) -> None:
+        def ended(result: int | BaseException) -> None:
+            self._in_use(-1)
+            tell(result)
+
+        self._in_use(1)
+        self._workers.start(ended, self._read, buffer, offset)
 
 
 class CachedReads:

@@ -14,9 +14,9 @@ from aifs.core.log import logger
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.suspects import source_of, suspect_sets
-from aifs.data.containers.chunk_codec import digest_of
+from aifs.data.chunk_codec import digest_of
 from aifs.data.objects.columns import Columns, columns_of
-from aifs.data.reading.file_blocks import FileBlocks
+from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
 from aifs.layout.striped import Striped

@@ -9,14 +9,14 @@ which are those that are written in place, are read from the servers by each hos
 from collections.abc import Awaitable, Callable, Hashable
 from typing import NamedTuple, Protocol
 
-from aifs.data.checking.checked_reads import (
+from aifs.data.checking.digests import HASHED
+from aifs.data.objects.checked_reads import (
     CheckedReads,
     LoadDigests,
     OnDamage,
     ReadPast,
     name_of_checked,
 )
-from aifs.data.checking.digests import HASHED
 from aifs.data.objects.columns import Columns
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
