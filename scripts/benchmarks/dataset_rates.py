@@ -43,8 +43,7 @@ class Extent(NamedTuple):
 
     @property
     def part(self) -> "Extent":
-        """With as many of the many files as order files are made of: of more of them the footers
-        have more bytes than ``order_files.parquet.FOOTERS_MAX``."""
+        """With as many of the many files as an order file is made of."""
         return self._replace(files=self.files // 8)
 
 
@@ -150,16 +149,17 @@ def _ready(system: System, extent: Extent) -> Ready:
     table = pyarrow.table({"text": pyarrow.repeat("", extent.thousands * 1000)})
     content = pyarrow.BufferOutputStream()
     parquet.write_table(table, content, row_group_size=1000)
-    for below, files in ((directory, extent.files), (part, extent.part.files)):
-        below.mkdir()
-        for number in range(files):
-            (below / f"{number}.parquet").write_bytes(content.getvalue())
+    directory.mkdir()
+    for number in range(extent.files):
+        (directory / f"{number}.parquet").write_bytes(content.getvalue())
+    part.mkdir()
+    for number in range(extent.part.files):  # rows of one byte
+        (part / f"{number}.data").write_bytes(bytes(extent.thousands * 1000))
     system.rest()
     drop_caches()
     cold_s = _timed(lambda: data.open(directory))
     indexed_s = _timed(lambda: data.open(directory))
-    data.open(part)
-    order = part / ".aifs-data" / "order" / "seed=1,rank=3-of-8.parquet"
+    order = part / ".aifs-data" / "order" / "seed=1,rank=3-of-8,record_bytes=1.rec"
     order_s = _timed(order.stat)
     command = [sys.executable, HERE / "opened_dataset.py", directory]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=REPOSITORY).stdout

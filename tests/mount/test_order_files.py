@@ -14,20 +14,10 @@ from aifs.client import data
 from tests.support.mounts import aifs
 from tests.support.users import errno_of, in_process
 
-arrow = pytest.importorskip("pyarrow")
-import pyarrow.parquet  # noqa: E402
+pytest.importorskip("pyarrow")
 
 ALICE = 1000
 ROWS = 3000
-
-
-def rows_of_parquet(path: Path) -> list[int]:
-    return pyarrow.parquet.read_table(path)["n"].to_pylist()
-
-
-def rows_of_stream(path: Path) -> list[int]:
-    with arrow.memory_map(str(path)) as mapped:
-        return arrow.ipc.open_stream(mapped).read_all()["n"].to_pylist()
 
 
 def rows_of_lines(path: Path) -> list[int]:
@@ -38,19 +28,6 @@ def rows_of_lines(path: Path) -> list[int]:
 def rows_of_records(path: Path) -> list[int]:
     content = path.read_bytes()
     return [int(content[at : at + 8]) for at in range(0, len(content), 8)]
-
-
-def write_parquet(directory: Path) -> None:
-    for part in range(2):
-        columns = arrow.table({"n": range(part, ROWS, 2)})
-        pyarrow.parquet.write_table(columns, directory / f"{part}.parquet", row_group_size=100)
-
-
-def write_stream(directory: Path) -> None:
-    for part in range(2):
-        columns = arrow.table({"n": range(part, ROWS, 2)})
-        with arrow.ipc.new_stream(directory / f"{part}.arrow", columns.schema) as out:
-            out.write_table(columns, max_chunksize=100)
 
 
 def write_lines(directory: Path) -> None:
@@ -66,8 +43,6 @@ def write_records(directory: Path) -> None:
 
 
 FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], list[int]], str]] = {
-    "parquet": (write_parquet, rows_of_parquet, ".parquet"),
-    "arrow": (write_stream, rows_of_stream, ".arrows"),
     "jsonl": (write_lines, rows_of_lines, ".jsonl"),
     "records": (write_records, rows_of_records, ",record_bytes=8.rec"),
 }
@@ -150,8 +125,8 @@ def test_it_needs_an_index_of_these_files(here: Path) -> None:
     assert refused(here).startswith("2.jsonl is not in the dataset's index")
     (here / "2.jsonl").unlink()
     assert len(rows_of_lines(path)) == ROWS
-    assert errno_of(order(here, "seed=1.parquet").stat) == errno.EINVAL
-    assert refused(here) == "the dataset's index is of format jsonl, not parquet"
+    assert errno_of(order(here, "seed=1.txt").stat) == errno.EINVAL
+    assert refused(here) == "the dataset's index is of format jsonl, not text"
     assert errno_of(order(here, "speed=1.jsonl").stat) == errno.EINVAL
     assert "'speed=1'" in refused(here)
     assert errno_of(order(here, "nothing").stat) == errno.ENOENT
@@ -184,7 +159,7 @@ def test_it_gives_nobody_more_rights(here: Path) -> None:
     (here / "1.jsonl").chmod(0o600)
     assert in_process(lambda: errno_of(path.read_bytes), ALICE) == errno.EACCES
     # Who may not read all of it is told nothing of it.
-    other = order(here, "seed=1.parquet")
+    other = order(here, "seed=1.txt")
     assert in_process(lambda: errno_of(other.stat), ALICE) == errno.EINVAL
     (here / "1.jsonl").unlink()
     assert in_process(lambda: errno_of(path.stat), ALICE) == errno.EINVAL

@@ -20,11 +20,12 @@ from aifs.cli.dataset import dataset_group
 from aifs.client import data
 from aifs.client.data.rows.opened import joined
 from aifs.core.errors import DatasetError
-from aifs.datasets.order_files import thrift
 
 arrow = pytest.importorskip("pyarrow")
 import pyarrow.compute
 import pyarrow.parquet
+
+from tests.support import thrift  # noqa: E402
 
 
 def write_parquet(path: Path, rows: range) -> None:
@@ -271,18 +272,18 @@ def footer_changed(path: Path, change: Callable[[list[bytes]], None]) -> None:
     """``change`` gets the columns of the last row group, as thrift has them."""
 
     def of_group(reader: thrift.StructReader, kind: int) -> bytes:
-        columns = [reader.rewrite({}) for _ in range(reader.elements(kind)[1])]
+        columns = [reader.rewrite({}) for _ in range(reader.elements()[1])]
         change(columns)
         return thrift.list_of(columns)
 
     def of_file(reader: thrift.StructReader, kind: int) -> bytes:
-        _, count = reader.elements(kind)
+        _, count = reader.elements()
         groups = [reader.rewrite({}) for _ in range(count - 1)]
         return thrift.list_of([*groups, reader.rewrite({1: of_group})])
 
     content = path.read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
-    reader = thrift.StructReader(content[-8 - length : -8], 10_000)
+    reader = thrift.StructReader(content[-8 - length : -8])
     footer = reader.rewrite({4: of_file})
     end = footer + len(footer).to_bytes(4, "little") + b"PAR1"
     path.write_bytes(content[: -8 - length] + end)

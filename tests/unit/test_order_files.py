@@ -1,33 +1,25 @@
 """The order of an epoch as a file, of each format: its bytes against the formats' own readers."""
 
+import gzip
 import io
 import json
 import os
-import pickle
 import random
 import struct
 import tarfile
-import tracemalloc
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
 pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as pq  # noqa: E402
 
 from aifs.client import data  # noqa: E402
 from aifs.core.errors import DatasetError  # noqa: E402
 from aifs.datasets.disk import DiskFile  # noqa: E402
-from aifs.datasets.formats.arrow import has_dictionaries  # noqa: E402
-from aifs.datasets.formats.reading import InMemory  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402
-from aifs.datasets.order_files import parquet, thrift  # noqa: E402
 from aifs.datasets.order_files.making import order_bytes  # noqa: E402
 from aifs.datasets.order_files.names import OrderName, parsed  # noqa: E402
 from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange, cut  # noqa: E402
@@ -40,19 +32,6 @@ def table(file: int) -> Any:
     numbers = range(file * ROWS, (file + 1) * ROWS)
     texts = [f"row {number}" * (number % 7) for number in numbers]
     return pa.table({"n": numbers, "text": texts, "list": [[number] for number in numbers]})
-
-
-def write_parquet(directory: Path) -> None:
-    for file in range(FILES):
-        path = directory / f"{file}.parquet"
-        options: dict[str, Any] = {"row_group_size": 300 + file, "write_page_index": file == 1}
-        pq.write_table(table(file), path, **options)
-
-
-def write_arrow(directory: Path) -> None:
-    for file, make in enumerate([pa.ipc.new_stream, pa.ipc.new_file, pa.ipc.new_stream]):
-        with make(str(directory / f"{file}.arrow"), table(file).schema) as writer:
-            writer.write_table(table(file), max_chunksize=300 + file)
 
 
 def write_jsonl(directory: Path) -> None:
@@ -118,8 +97,6 @@ class Format:
 
 
 FORMATS = {
-    "parquet": Format(write_parquet, ".parquet", as_it_is),
-    "arrow": Format(write_arrow, ".arrows", as_it_is),
     "jsonl": Format(write_jsonl, ".jsonl", as_it_is),
     "tar": Format(write_tar, ".tar", as_json),
     "records": Format(write_records, ".rec", as_it_is, format="records", record_bytes=16),
@@ -139,9 +116,6 @@ class Sources:
 
     def beside(self, file: int) -> int:
         return len(self._paths) + file
-
-    def apart(self, function: Callable[[Any], bytes], value: Any) -> bytes:
-        return pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(value)))))
 
     def read(self, joined: Joined, offset: int = 0, length: int = 1 << 40) -> bytes:
         parts = []
@@ -205,7 +179,7 @@ def test_it_holds_the_blocks_in_their_order(tmp_path: Path, format: Format) -> N
     assert rows == [row for block in blocks for row in block]
 
 
-@pytest.mark.parametrize("suffix", [".idx", ".parquet", ".arrows", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".idx", ".tar", ".jsonl"])
 def test_any_range_is_that_of_the_whole(tmp_path: Path, suffix: str) -> None:
     by_suffix = {format.suffix: format for format in FORMATS.values()}
     format = FORMATS["megatron"] if suffix == ".idx" else by_suffix[suffix]
@@ -217,25 +191,6 @@ def test_any_range_is_that_of_the_whole(tmp_path: Path, suffix: str) -> None:
         offset, length = rng.randrange(len(whole)), rng.choice([1, 7, 8, 9, 5000, 100_000])
         assert sources.read(joined, offset, length) == whole[offset : offset + length]
     assert sources.read(joined, len(whole), 1) == b""
-
-
-def test_as_pyarrow_reads_it(tmp_path: Path) -> None:
-    wanted = sorted(range(FILES * ROWS))
-    for kind in ("parquet", "arrow"):
-        format = FORMATS[kind]
-        content, *_ = made(tmp_path / kind, format, format.name())
-        if kind == "parquet":
-            file = pq.ParquetFile(io.BytesIO(content))
-            assert file.metadata.num_rows == FILES * ROWS
-            assert file.schema_arrow == table(0).schema
-            column = file.read(use_threads=False)["n"]
-            first = file.metadata.row_group(0).column(0)
-            assert first.statistics.has_min_max and not first.has_offset_index
-        else:
-            stream = pa.ipc.open_stream(content)
-            assert stream.schema == table(0).schema
-            column = stream.read_all()["n"]
-        assert sorted(column.to_pylist()) == wanted != column.to_pylist()
 
 
 def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
@@ -255,11 +210,7 @@ def test_more_ranks_than_blocks(tmp_path: Path, format: Format) -> None:
     sources = Sources(directory, index)
     smallest = min((order_bytes(index, name, sources) for name in names), key=lambda one: one.size)
     target.write_bytes(sources.read(smallest))
-    if format.suffix == ".parquet":
-        assert pq.read_table(target).num_rows == 0
-    elif format.suffix == ".arrows":
-        assert pa.ipc.open_stream(target.read_bytes()).read_all().num_rows == 0
-    elif format.suffix == ".tar":
+    if format.suffix == ".tar":
         with tarfile.open(target) as archive:
             assert archive.getnames() == []
     else:
@@ -270,6 +221,7 @@ def test_more_ranks_than_blocks(tmp_path: Path, format: Format) -> None:
     "name, says",
     [
         ("seed=1.zip", "ends with one of"),
+        ("seed=1.parquet", "Parquet and Arrow have no order files"),
         ("seed=x.tar", "'x' is no number"),
         ("seed=01.tar", "'01' is no number"),
         ("epoch=1.tar", "'' is no number"),
@@ -287,53 +239,12 @@ def test_names_that_are_none(name: str, says: str) -> None:
         parsed(os.fsencode(name))
 
 
-def test_what_cannot_be_put_into_an_order_is_named(tmp_path: Path) -> None:
-    def refused(kind: str, write: Callable[[Path], None]) -> str:
-        format = Format(write, FORMATS[kind].suffix, as_it_is)
-        directory = tmp_path / str(len(os.listdir(tmp_path)))
-        with pytest.raises(DatasetError) as caught:
-            made(directory, format, format.name())
-        return str(caught.value)
-
-    def two_schemas(directory: Path) -> None:
-        for file, column in enumerate("nm"):
-            pq.write_table(pa.table({column: [1, 2]}), directory / f"{file}.parquet")
-            with pa.ipc.new_stream(directory / f"{file}.arrow", pa.schema([(column, "i8")])) as out:
-                out.write_table(pa.table({column: pa.array([1], "i8")}))
-
-    def dictionaries(directory: Path) -> None:
-        values = pa.array([[{"a": "x"}]]).cast(
-            pa.list_(pa.struct([("a", pa.dictionary(pa.int8(), pa.string()))]))
-        )
-        columns = pa.table({"n": [1], "deep": values})
-        with pa.ipc.new_file(directory / "0.arrow", columns.schema) as out:
-            out.write_table(columns)
-
-    def compressed(directory: Path) -> None:
-        import gzip
-
+def test_compressed_lines_cannot_be_put_into_an_order(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
         (directory / "0.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
 
-    assert refused("parquet", two_schemas) == "1.parquet: its schema is not that of the other files"
-    assert refused("jsonl", compressed).startswith("0.jsonl.gz: compressed lines")
-    says = "0.arrow: columns with dictionaries cannot be put into another order"
-    assert refused("arrow", dictionaries) == says
-    (tmp_path / "arrows").mkdir()
-    two_schemas(tmp_path / "arrows")
-    for path in (tmp_path / "arrows").glob("*.parquet"):
-        path.unlink()
-    with pytest.raises(DatasetError, match="1.arrow: its schema is not that"):
-        made(tmp_path / "arrows", FORMATS["arrow"], FORMATS["arrow"].name())
-
-
-def test_too_many_footers_are_refused_before_any_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decoding took a minute, and then the last one was too many."""
-    format = FORMATS["parquet"]
-    monkeypatch.setattr(parquet, "FOOTERS_MAX", 1000)
-    monkeypatch.setattr(parquet, "footer_of", lambda files: pytest.fail("one was looked into"))
-    with pytest.raises(DatasetError, match="more than 1000 bytes of footers"):
+    format = Format(write, ".jsonl", as_it_is)
+    with pytest.raises(DatasetError, match=r"^0\.jsonl\.gz: compressed lines"):
         made(tmp_path / "set", format, format.name())
 
 
@@ -361,63 +272,6 @@ NAMES = (
 )
 
 
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Parquet file of several row groups, in a directory of its own."""
-    path = tmp_path_factory.mktemp("grouped") / "0.parquet"
-    pq.write_table(table(0), path, row_group_size=500, write_page_index=True)
-    return path
-
-
-def footer_of(content: bytes) -> bytes:
-    length = int.from_bytes(content[-8:-4], "little")
-    return content[-8 - length : -8]
-
-
-def test_thrift_is_written_as_it_was_read(grouped: Path) -> None:
-    footer = footer_of(grouped.read_bytes())
-    assert thrift.StructReader(footer, 10_000).rewrite({}) == footer
-    with pytest.raises(DatasetError, match="nested without an end"):
-        thrift.StructReader(b"\x19" * 100_000, 1 << 20).rewrite({})
-
-
-@pytest.mark.parametrize("head", [b"", b"\x49\xfc\x80\x80\x10"])
-def test_fields_of_a_footer_are_bounded_and_not_kept(
-    monkeypatch: pytest.MonkeyPatch, head: bytes
-) -> None:
-    """20 MiB of the smallest ones took 2.5 GB and 150 s of the daemon. Here: booleans, and row
-    groups without anything."""
-    monkeypatch.setattr(parquet, "FIELDS_MAX", 1 << 13)
-    damaged = head + (bytes(1 << 18) if head else b"\xf1" * (1 << 18))
-    tracemalloc.start()
-    try:
-        with pytest.raises(DatasetError, match="a.parquet: .* too many fields"):
-            parquet.footer_of([parquet.FileFooter("a.parquet", damaged, {})])
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=5))
-@settings(max_examples=200)
-def test_damaged_footers(grouped: Path, changes: list[tuple[float, int]]) -> None:
-    """They are refused with the file's name, or pass, and nothing else."""
-    content = grouped.read_bytes()
-    broken = bytearray(footer_of(content))
-    for place, byte in changes:
-        broken[int(place * len(broken))] = byte
-    index = data.open(grouped.parent).index
-
-    class Broken(Sources):
-        def open(self, source: int) -> Any:
-            return InMemory(content[: -8 - len(broken)] + broken + content[-8:])
-
-    try:
-        order_bytes(index, FORMATS["parquet"].name(), Broken(grouped.parent, index))
-    except DatasetError as error:
-        assert str(error).startswith("0.parquet: ")
-
-
 def test_numbers_are_shifted() -> None:
     rng = random.Random(2)
     numbers = [rng.randrange(1 << 40, 1 << 62) for _ in range(3000)]
@@ -435,23 +289,3 @@ def test_numbers_are_shifted() -> None:
                 _, offset, size = each.numbers
                 bytes_ = each.shifted(source[offset : offset + size])
                 assert bytes_ == whole[at : at + each.length]
-
-
-def test_fields_of_an_arrow_schema_are_bounded_and_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A schema is anybody's: all fields that it names were held before one was looked at."""
-    count = 1 << 15
-    at = 44 + 4 * count  # of the only field, which each entry of the list leads to
-    head = struct.pack("<I5H2xiI", 16, 10, 8, 0, 0, 4, 12, 12)  # the message
-    monkeypatch.setattr("aifs.datasets.formats.arrow._FIELDS_MAX", 4096)
-    head += struct.pack("<4HiII", 8, 8, 0, 4, 8, 4, count)  # the schema, and its list
-    entries = array("I", range(at + 4 - 44, at + 4 - 44 - 4 * count, -4)).tobytes()
-    message = head + entries + struct.pack("<HHi", 4, 4, 4)
-    tracemalloc.start()
-    try:
-        with pytest.raises(DatasetError, match="a schema of more than 4096 fields"):
-            has_dictionaries(bytes(4) + message)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()

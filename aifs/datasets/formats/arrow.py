@@ -20,7 +20,6 @@ MAGIC = b"ARROW1"
 CONTINUED = b"\xff\xff\xff\xff"
 
 _METADATA_MAX = 256 << 20
-_FIELDS_MAX = 1 << 16
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
 
@@ -63,14 +62,6 @@ class _Table:
 
     def has(self, field: int) -> bool:
         return self._place(field) != 0
-
-    def tables(self, field: int) -> Iterator["_Table"]:
-        """Of a vector of tables."""
-        if not self._place(field):
-            return
-        start = self._target(field)
-        for at in range(start + 4, start + 4 + 4 * _unpack("<I", self._data, start), 4):
-            yield _Table(self._data, at + _unpack("<I", self._data, at))
 
     def structs(self, field: int, kind: struct.Struct) -> Iterator[tuple[int, ...]]:
         """Of a vector of structs."""
@@ -122,34 +113,13 @@ def parts(file: FileBytes) -> ArrowParts:
     return _of_stream(window)
 
 
-def schema_span(window: SmallReads, bytes_max: int = _METADATA_MAX) -> Span:
-    """Where the schema lies. Raises DatasetError if this is neither a file nor a stream, or the
-    schema is longer."""
+def schema_span(window: SmallReads) -> Span:
+    """Where the schema lies. Raises DatasetError if this is neither a file nor a stream."""
     at = 8 if window.at(0, len(MAGIC)) == MAGIC else 0
-    message = _message(window, at, bytes_max)
+    message = _message(window, at)
     if message is None or message.kind != _SCHEMA:
         raise DatasetError(f"neither an Arrow file nor a stream: no schema at byte {at}")
     return Span(at, message.end - at)
-
-
-def has_dictionaries(schema: bytes) -> bool:
-    """Whether a schema, of which this is the message, has columns that are encoded by dictionaries,
-    at any depth. Raises DatasetError."""
-    start = 8 if schema.startswith(CONTINUED) else 4
-    levels = [_Table.root(schema[start:]).table(2).tables(1)]
-    left = _FIELDS_MAX  # damaged ones may contain themselves
-    while levels:
-        field = next(levels[-1], None)
-        if field is None:
-            levels.pop()
-            continue
-        if field.has(4):
-            return True
-        left -= 1
-        if not left:
-            raise DatasetError(f"a schema of more than {_FIELDS_MAX} fields")
-        levels.append(field.tables(5))
-    return False
 
 
 def decoded_bytes(message: bytes | memoryview) -> int:
@@ -222,7 +192,7 @@ def _block_of(window: SmallReads, kind: int, block: tuple[int, ...]) -> RowBlock
     return RowBlock(offset, message.end - offset, message.rows)
 
 
-def _message(window: SmallReads, at: int, bytes_max: int = _METADATA_MAX) -> _Message | None:
+def _message(window: SmallReads, at: int) -> _Message | None:
     """None at the mark of the end."""
     prefix = window.at(at, 4)
     start = at
@@ -233,7 +203,7 @@ def _message(window: SmallReads, at: int, bytes_max: int = _METADATA_MAX) -> _Me
     length = int.from_bytes(prefix, "little", signed=True)
     if length == 0:
         return None
-    if not 0 < length <= min(window.size - at, bytes_max):
+    if not 0 < length <= min(window.size - at, _METADATA_MAX):
         raise DatasetError(
             f"no message at byte {start}, or a torn one: metadata of {length} bytes in a file of"
             f" {window.size}"

@@ -2,17 +2,15 @@
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.index import FileBytes, Index, RowBlock
 from aifs.datasets.order_files.names import OrderName
 from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
-
-T = TypeVar("T")
 
 BLOCKS_MAX = 1 << 19
 """Of a dataset whose order is made a file: 2 TiB of 4 MiB. Without numpy each takes 15 us."""
@@ -31,11 +29,6 @@ class OrderSources(Protocol):
     def beside(self, file: int) -> int:
         """The number, as a source, of what belongs to a file: the .idx of a .bin. Raises
         DatasetError."""
-        ...
-
-    def apart(self, function: Callable[[T], bytes], value: T) -> bytes:
-        """``function(value)``, which takes long for what users may have written: where it keeps
-        nobody else from working. Both, and errors, can be pickled."""
         ...
 
 

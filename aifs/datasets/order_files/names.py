@@ -9,14 +9,13 @@ FORMATS = {
     b".tar": "tar",
     b".jsonl": "jsonl",
     b".txt": "text",
-    b".arrows": "arrow",
-    b".parquet": "parquet",
     b".bin": "megatron",
     b".idx": "megatron",
     b".rec": "records",
 }
 """By suffix."""
 
+_BY_READER = (b".parquet", b".arrow", b".arrows")
 _EXAMPLE = "seed=7,epoch=0,rank=0-of-8.tar"
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
 _WORLD_MAX = 1 << 20
@@ -43,6 +42,10 @@ def parsed(name: bytes) -> OrderName:
     """What ``name`` asks for: ``seed``; perhaps ``epoch`` (else 0), ``rank`` (else 0-of-1);
     ``record_bytes`` of records. Raises DatasetError for what is no name of an order."""
     stem, dot, suffix = name.rpartition(b".")
+    if dot + suffix in _BY_READER:
+        raise DatasetError(
+            "Parquet and Arrow have no order files: read the dataset with aifs.client.data"
+        )
     if dot + suffix not in FORMATS:
         known = " ".join(map(bytes.decode, FORMATS))
         raise DatasetError(f"an order file's name ends with one of {known}, as {_EXAMPLE}")

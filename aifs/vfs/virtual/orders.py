@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import trio
 
@@ -51,8 +50,6 @@ _SOURCE_BYTES = 250
 """That are kept of a file of a dataset, with its name."""
 
 _MAKE_ONE = "run `aifs dataset index` on the directory"
-
-T = TypeVar("T")
 
 _Made = tuple[VirtualBytes, Callable[[int], Source], int]
 """The bytes, the source of a number, and how many bytes are kept."""
@@ -155,9 +152,6 @@ class _Sources:
         if file not in self._beside:
             raise DatasetError("its .idx is missing")
         return self._beside[file]
-
-    def apart(self, function: Callable[[T], bytes], value: T) -> bytes:
-        return trio.from_thread.run(self._io.waited_for.call, function, value)
 
 
 class _SourceBytes:
