@@ -1,8 +1,6 @@
 """Pages that explain what lies beside them name all of it."""
 
 import ast
-import builtins
-import importlib
 import re
 from pathlib import Path
 
@@ -15,27 +13,6 @@ def test_the_page_of_the_test_helpers_names_each_of_them() -> None:
     there = {path.name for path in SUPPORT.glob("*.py")} - {"__init__.py"}
     assert named >= there, f"not explained: {there - named}"
     assert all((SUPPORT / name).exists() for name in named if name != "conftest.py")
-
-
-def test_the_blocks_of_python_in_the_readme_say_where_all_names_come_from() -> None:
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert len(blocks) > 2
-    for block in blocks:
-        nodes = list(ast.walk(ast.parse(block)))
-        known = set(dir(builtins))
-        for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                known |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aifs"):
-                module = importlib.import_module(str(node.module))
-                for alias in node.names:
-                    assert hasattr(module, alias.name) or importlib.import_module(
-                        f"{node.module}.{alias.name}"
-                    )
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        known |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-        assert {name.id for name in names} <= known, block
 
 
 _LOCKS = {"Lock", "CapacityLimiter", "ParkingLot", "Gate", "Limiter"}
