@@ -2,41 +2,30 @@
 containers.
 """
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from aifs.check import repair
-from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject, View, read_record
+from aifs.check.findings import RECORDS, RECOVERY
+from aifs.check.records import Records
 from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
 from aifs.meta import chunk_lists, chunks, keys, namespace
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.chunks import Container
-from aifs.meta.degraded import find_unread, put_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
-
-Report = Callable[[str, Subject, str, Fix | None, int], None]
-"""Kind, subject, detail, what mends it, and when."""
 
 
 class ContainerRecords:
     """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l``
-    records; then ``conclude``, and ``references`` for all ``h`` records again.
+    records; then ``conclude``, which reads the ``h`` records again.
 
-    Memory: a few numbers for each container, and what shared chunks take (``SharedCheck``).
+    Memory: a few numbers for each container, and those of all shared chunks (``SharedCheck``).
     """
 
-    def __init__(
-        self, view: View, servers: Collection[int], report: Report, in_use: Callable[[int], None]
-    ) -> None:
-        """``in_use``: told of all ids."""
-        self._view = view
-        self._servers = servers
-        self._report = report
-        self._in_use = in_use
+    def __init__(self, records: Records) -> None:
+        self._records = records
         self._table: dict[int, Container] = {}
         """By id, the containers whose records can be read."""
         self._live: dict[int, int] = {}
@@ -45,7 +34,7 @@ class ContainerRecords:
         """Ids of containers whose records cannot be read."""
         self._loose: set[int] = set()
         """Oids of lists that are no file's and are about to be dropped."""
-        self._shared = SharedCheck(report, self._misplaced)
+        self._shared = SharedCheck(records, self._misplaced)
         self._walk = _Walk()
         self._complete = True
         """All chunk lists could be read, and lack nothing."""
@@ -53,53 +42,24 @@ class ContainerRecords:
     async def container(self, key: bytes, value: bytes) -> None:
         number = keys.number(key)
         where = f"container {number}"
-        self._in_use(number)
+        self._records.in_use(number)
         try:
             record = chunks.decode_container(value)
         except FsError as error:
             self._undecoded.add(number)
-            self._report("unreadable-record", where, str(error), None, RECORDS)
+            self._records.problem("unreadable-record", where, str(error))
             return
         self._table[number] = record
-        await self._judge_servers(number, record)
         garbage = keys.garbage(number)
-        if await self._view(read_record, garbage) is not None:
-            fix = partial(repair.delete, key=garbage)
-            self._report("garbage-in-use", where, "the container would be deleted", fix, RECOVERY)
+        if await self._records.get(garbage) is not None:
+            detail = "the container would be deleted"
+            self._records.drop("garbage-in-use", where, detail, garbage, RECOVERY)
 
-    async def _judge_servers(self, number: int, record: Container) -> None:
-        layout = record.layout
-        unknown = [
-            column for column, server in enumerate(layout.servers) if server not in self._servers
-        ]
-        if not unknown:
-            return
-        try:
-            known = await self._view(find_unread, number)
-        except FsError:
-            known = 0  # named where the records of degraded objects are looked at
-        mask = sum(1 << column for column in unknown) & ~known
-        if mask:
-            numbers = ", ".join(str(layout.servers[column]) for column in unknown)
-            fix = (
-                partial(put_unread, oid=number, ino=0, mask=mask)
-                if layout.survives(mask | known)
-                else None
-            )
-            self._report(
-                "unknown-server",
-                f"container {number}",
-                f"it lies on data server {numbers}",
-                fix,
-                RECORDS,
-            )
-
-    async def open_mark(self, key: bytes, value: bytes) -> None:
+    def open_mark(self, key: bytes) -> None:
         number = keys.number(key)
         if number not in self._table and number not in self._undecoded:
-            fix = partial(repair.delete, key=key)
             detail = "mark of a container that does not exist"
-            self._report("stray-record", f"container {number}", detail, fix, RECOVERY)
+            self._records.drop("stray-record", f"container {number}", detail, key, RECOVERY)
 
     def loose_list(self, oid: int) -> None:
         """No file has this list; what is left of it counts until it is dropped."""
@@ -110,13 +70,12 @@ class ContainerRecords:
         unreadable.
         """
         oid, first = keys.chunk_list_parts(key)
-        self._in_use(oid)
-        user = None if ino is None else await self._view(_find, ino)
+        self._records.in_use(oid)
+        user = None if ino is None else await self._records.view(_find, ino)
         if user is not None and (user.chunks is None or user.oid != oid):
             user = None
         if user is None and certain and oid not in self._loose:
-            fix = partial(repair.delete, key=key)
-            self._report("stray-record", f"chunk list {oid}", "no file has it", fix, RECORDS)
+            self._records.drop("stray-record", f"chunk list {oid}", "no file has it", key)
             return
         try:
             start, extents = _decode(value)
@@ -126,7 +85,7 @@ class ContainerRecords:
                 self._walk_of(user).is_broken = True
             subject = f"chunk list {oid}" if user is None else user.ino
             detail = f"chunk list {oid} from chunk {first} on: {error}"
-            self._report("unreadable-record", subject, detail, None, RECORDS)
+            self._records.problem("unreadable-record", subject, detail)
             return
         wrong = self._count(extents, first)
         if user is None:
@@ -138,7 +97,7 @@ class ContainerRecords:
         else:
             self._judge(user, first, extents, wrong)
 
-    async def shared(self, key: bytes, value: bytes) -> None:
+    def shared(self, key: bytes, value: bytes) -> None:
         place = self._shared.record(key, value)
         if place is not None:
             self._count_live(place)
@@ -223,7 +182,7 @@ class ContainerRecords:
         layout = _chunks_of(inode)
         count = min(inode.size, 1) if layout.variable else layout.count(inode.size)
         for first in range(0, count, CHUNKS_PER_RECORD):
-            if await self._view(read_record, keys.chunk_list(inode.oid, first)) is None:
+            if await self._records.get(keys.chunk_list(inode.oid, first)) is None:
                 self._lost(inode, first, self._lacking("the list has no record for them"))
 
     def _lacking(self, why: str) -> str:
@@ -234,7 +193,7 @@ class ContainerRecords:
         which = f"chunks {first} to {first + max(_expected(inode, first), 1) - 1}"
         if inode.lists_extents:
             which = f"extents from {first} on"
-        self._report("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}", None, RECORDS)
+        self._records.problem("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}")
 
     def may_hold_chunks(self, number: int) -> bool:
         """Whether some file may lie in this container, whatever the table says. All handlers have
@@ -248,7 +207,7 @@ class ContainerRecords:
         complete = self._complete and not self._shared.hides_places
         for number, record in self._table.items():
             counted = self._live.get(number, 0)
-            is_open = await self._view(read_record, keys.open_container(number)) is not None
+            is_open = await self._records.get(keys.open_container(number)) is not None
             if counted != record.live or (not counted and not is_open):
                 # Relative: recovery takes from both. Too small a count would cost bytes, when it
                 # deletes files.
@@ -256,11 +215,9 @@ class ContainerRecords:
                 fix = adjust if complete or counted > record.live else None
                 stage = RECOVERY if counted > record.live else RECORDS
                 detail = f"counts {record.live} bytes in use, chunk lists name {counted}"
-                self._report("wrong-live-bytes", f"container {number}", detail, fix, stage)
-
-    async def references(self, key: bytes, value: bytes) -> None:
-        """Compare how often a shared chunk is named with what its record counts."""
-        self._shared.references(key, value, self._complete)
+                self._records.problem("wrong-live-bytes", f"container {number}", detail, fix, stage)
+        references = partial(self._shared.references, complete=self._complete)
+        await self._records.for_each(*keys.all_of(b"h"), references)
 
 
 @dataclass(slots=True)

@@ -5,22 +5,12 @@ inode. The record of a mirror and that of the copy that it is of name each other
 without checksums, so all of them go where one cannot be right.
 """
 
-from collections.abc import Callable, Collection
 from functools import partial
 
 from aifs.burst.transfer import HASHED
 from aifs.check import repair
-from aifs.check.findings import (
-    RECORDS,
-    RECOVERY,
-    SILENT,
-    Fix,
-    Problem,
-    Subject,
-    View,
-    read_record,
-)
-from aifs.check.table import NONE, UNREADABLE, InodeTable
+from aifs.check.findings import RECORDS, RECOVERY, SILENT
+from aifs.check.records import Records
 from aifs.core.errors import FsError
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys, namespace
@@ -33,31 +23,13 @@ _NOBODY = BurstRecord(0, BURST_FIRST, False, False, 0)
 
 class CopyCheck:
     """To be called in order: ``inode`` for all that can be read, ``record`` for all, ``conclude``;
-    and, at any time after the inodes, ``checksums``. ``servers``: the ids of all data servers and
-    burst directories.
-    """
+    and, at any time after the inodes, ``checksums``."""
 
-    def __init__(
-        self,
-        view: View,
-        table: InodeTable,
-        problems: list[Problem],
-        servers: Collection[int],
-        in_use: Callable[[int], None],
-    ) -> None:
-        self._view = view
-        self._table = table
-        self._problems = problems
-        self._servers = servers
-        self._in_use = in_use
+    def __init__(self, records: Records) -> None:
+        self._records = records
         self._users: dict[int, int] = {}  # id of a copy -> inode
         self._unrecorded: set[int] = set()  # ids of copies whose records have not been met
         self._stale: set[int] = set()  # object ids whose checksums are named already
-
-    def _problem(
-        self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
-    ) -> None:
-        self._problems.append(Problem(kind, subject, detail, fix, stage))
 
     # --- burst copies ---
 
@@ -69,17 +41,17 @@ class CopyCheck:
         ino, copy = inode.ino, inode.copy
         if copy is None:
             return
-        self._in_use(copy.id)
-        if copy.server not in self._servers or copy.server < BURST_FIRST:
+        self._records.in_use(copy.id)
+        if copy.server not in self._records.servers or copy.server < BURST_FIRST:
             drop = None if inode.in_burst else partial(repair.forget_copy, ino=ino)
             detail = (
                 f"inode {ino}: its burst copy is on burst directory {copy.server - BURST_FIRST}"
             )
-            self._problem("unknown-server", ino, detail, drop, RECOVERY)
+            self._records.problem("unknown-server", ino, detail, drop, RECOVERY)
         if copy.id in self._users:
             first, second = sorted((ino, self._users[copy.id]))
             detail = f"inode {second}: has the burst copy {copy.id} of inode {first}"
-            self._problem("shared-objects", second, detail)
+            self._records.problem("shared-objects", second, detail)
             return
         self._users[copy.id] = ino
         self._unrecorded.add(copy.id)
@@ -87,7 +59,7 @@ class CopyCheck:
     async def record(self, key: bytes, value: bytes) -> None:
         copy_id = keys.number(key)
         where = f"record of burst copy {copy_id}"
-        self._in_use(copy_id)
+        self._records.in_use(copy_id)
         self._unrecorded.discard(copy_id)
         ino = self._users.get(copy_id)
         try:
@@ -98,29 +70,25 @@ class CopyCheck:
             await self._unreadable(copy_id, ino, str(error))
             return
         if record.of is not None:
-            home = await self._view(_find_record, record.of.id)
+            home = await self._records.view(_find_record, record.of.id)
             if home is None or home.mirror != (record.server, copy_id):
                 detail = f"the burst copy {record.of.id} does not have this mirror"
-                self._problem("stray-record", where, detail, partial(repair.delete, key=key))
+                self._records.drop("stray-record", where, detail, key)
             return
         if record.mirror is not None:
-            mirror = await self._view(_find_record, record.mirror.id)
+            mirror = await self._records.view(_find_record, record.mirror.id)
             if mirror is None or mirror.of is None or mirror.of.id != copy_id:
                 detail = f"inode {record.ino}: its burst copy {copy_id} has no such mirror"
                 self._rewrite("copy-record", record.ino, detail)
         if ino is not None:
-            inode = await self._view(namespace.get_inode, ino)
+            inode = await self._records.view(namespace.get_inode, ino)
             told = (record.ino, record.server, record.undrained)
             if told != (ino, inode.copy.server, inode.in_burst):
                 detail = f"inode {ino}: the record of its burst copy {copy_id} says something else"
                 self._rewrite("copy-record", ino, detail)
-        elif not self._is_unreadable(record.ino):
-            self._problem(
-                "stray-record",
-                where,
-                f"inode {record.ino} does not have this copy",
-                partial(repair.delete, key=key),
-            )
+        elif not self._records.is_unreadable(record.ino):
+            detail = f"inode {record.ino} does not have this copy"
+            self._records.drop("stray-record", where, detail, key)
 
     async def _unreadable(self, copy_id: int, ino: int | None, reason: str) -> None:
         if ino is not None:
@@ -130,15 +98,11 @@ class CopyCheck:
         # leftover.
         key, where = keys.burst_copy(copy_id), f"record of burst copy {copy_id}"
         keep = partial(repair.put, key=key, value=_NOBODY.encode())
-        self._problem("unreadable-record", where, reason, keep, RECOVERY)
-        self._problem(SILENT, where, "", partial(repair.delete, key=key))
+        self._records.problem("unreadable-record", where, reason, keep, RECOVERY)
+        self._records.drop(SILENT, where, "", key)
 
     def _rewrite(self, kind: str, ino: int, detail: str) -> None:
-        self._problem(kind, ino, detail, partial(repair.record_copy, ino=ino), RECOVERY)
-
-    def _is_unreadable(self, ino: int) -> bool:
-        row = self._table.find(ino)
-        return row != NONE and bool(self._table.flags[row] & UNREADABLE)
+        self._records.problem(kind, ino, detail, partial(repair.record_copy, ino=ino), RECOVERY)
 
     def conclude(self) -> None:
         for copy_id in sorted(self._unrecorded):
@@ -154,20 +118,18 @@ class CopyCheck:
         oid, first = keys.entry_numbers(key)
         if oid in self._stale:
             return
-        reason = await self._view(_nonsense, ino, oid, first, value)
+        reason = await self._records.view(_nonsense, ino, oid, first, value)
         if reason:
             self._stale.add(oid)
-            self._in_use(oid)
+            self._records.in_use(oid)
             subject = f"checksums of objects {oid}" if ino is None else ino
             # Recovery would take the dirty mark away, and then nobody could tell.
-            stage = (
-                RECOVERY
-                if ino is not None and await self._view(read_record, keys.dirty(ino)) is not None
-                else RECORDS
+            is_dirty = ino is not None and await self._records.get(keys.dirty(ino)) is not None
+            fix, stage = (
+                partial(namespace.drop_checksums, oid=oid),
+                RECOVERY if is_dirty else RECORDS,
             )
-            self._problem(
-                "stray-record", subject, reason, partial(namespace.drop_checksums, oid=oid), stage
-            )
+            self._records.problem("stray-record", subject, reason, fix, stage)
 
 
 def _find_record(tx: ReadTransaction, copy_id: int) -> BurstRecord | None:

@@ -15,9 +15,8 @@ import trio
 from aifs.burst.making import MakingTools
 from aifs.burst.transfer import Limiter, Mover
 from aifs.check import repair
-from aifs.check.findings import Problem, Progress, Subject, read_record
-from aifs.check.scan import for_each
-from aifs.check.table import NONE, UNREADABLE, InodeTable
+from aifs.check.findings import Problem, Progress, Subject
+from aifs.check.records import Records
 from aifs.core.errors import FsError, Unavailable
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGESTS_AT_ONCE, HASHED
@@ -63,14 +62,15 @@ class _Objects(NamedTuple):
 class DeepCheck:
     """Reads everything once, several object sets at the same time. Changes nothing."""
 
-    def __init__(self, store: Store, table: InodeTable, progress: Progress) -> None:
+    def __init__(self, store: Store, records: Records, progress: Progress) -> None:
         self._engine = store.engine
         self._view = store.engine.view
         self._servers = store.servers
         tools = MakingTools(store.servers, Mover(store.servers.budget, Limiter(0), "none"))
         self._movers = Movers(tools)
         self._buffers = tools.buffers
-        self._table = table
+        self._records = records
+        self._table = records.table
         self._progress = progress
         self._waiting: list[_Objects] = []
         """Object sets that are still to be read; the last one is next."""
@@ -91,8 +91,8 @@ class DeepCheck:
         """What is found; ``damaged``: inode numbers of files that lack bytes, and paths of objects
         of containers.
         """
-        await for_each(self._engine, *keys.all_of(b"t"), self._expect_container, lambda count: None)
-        await for_each(self._engine, *keys.all_of(b"i"), self._expect_file, lambda count: None)
+        await self._records.for_each(*keys.all_of(b"t"), self._expect_container)
+        await self._records.for_each(*keys.all_of(b"i"), self._expect_file)
         self._waiting = [
             objects
             for objects in reversed(self._waiting)
@@ -123,12 +123,11 @@ class DeepCheck:
         if len(key) != len(keys.inode(0)):
             return  # named as damaged already
         ino = keys.number(key)
-        row = self._table.find(ino)
-        if row == NONE or self._table.flags[row] & UNREADABLE:
+        if not self._records.is_readable(ino):
             return
         inode = decode_inode(ino, value)
         layout = inode.objects
-        has_checksums = await self._view(read_record, keys.checksums(inode.oid, 0)) is not None
+        has_checksums = await self._records.get(keys.checksums(inode.oid, 0)) is not None
         first = await self._view(sharing.users, inode.oid, 1) if inode.named else [ino]
         if layout is not None and (layout.is_protected or has_checksums) and first == [ino]:
             self._waiting.append(_Objects(inode.named_by, inode.oid, inode.size))

@@ -2,11 +2,10 @@
 alone.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.kv import Transaction
 
 KINDS = {
     "bad-cache": "a burst copy that is not what the file holds; the file is whole without it",
@@ -65,9 +64,6 @@ KINDS = {
 
 SILENT = ""
 """The kind of what has to change only because something else is mended; not reported."""
-
-View = Callable[..., Awaitable[Any]]
-"""``Engine.view``."""
 
 Fix = Callable[[Transaction], object]
 """A transaction function that mends one problem. It looks at the records as they are when it runs.
@@ -134,11 +130,6 @@ Progress = Callable[[str, int, int], None]
 """Called now and then with what is being checked, how much is done, and how much there is
 (estimated).
 """
-
-
-def read_record(tx: ReadTransaction, key: bytes) -> bytes | None:
-    """The record of ``key``."""
-    return tx.get(key)
 
 
 def printable(name: bytes) -> str:

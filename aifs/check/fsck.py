@@ -11,21 +11,24 @@
 """
 
 import dataclasses
+from functools import partial
 
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.check.damage import find_damaged, is_whole
+from aifs.check import repair
 from aifs.check.deep import DeepCheck
 from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, FsckReport, Problem, Progress
 from aifs.check.objects import ObjectCheck
+from aifs.check.records import KINDS
 from aifs.check.scan import MetadataScan
 from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.upkeep import Upkeep
 from aifs.files.collector import Collector
 from aifs.files.needs import Needs
-from aifs.meta.kv import Engine
+from aifs.meta import keys
+from aifs.meta.kv import DamagedRecord, Engine, ReadTransaction
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store, open_store, set_clean
@@ -33,6 +36,9 @@ from aifs.upkeep import scrub_state
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.strays import Strays
 from aifs.vfs.recovery import Recovered, load_copies, recover
+
+_BATCH = 2048
+_LAST = b"\xff" * 512
 
 
 def check(
@@ -82,11 +88,11 @@ async def _check(
 async def _check_store(
     store: Store, repair: bool, deep: bool, progress: Progress, report: FsckReport
 ) -> None:
-    damaged = await find_damaged(store.engine)
+    damaged = await _find_damaged(store.engine)
     store.engine.read_damaged_as(b"")
     scan = MetadataScan(store.engine, [*store.servers, *store.servers.elsewhere], progress)
     await scan.run()
-    problems = [*damaged.values(), *scan.problems]
+    problems = [*damaged.values(), *scan.records.problems]
     if repair:
         await _mend(store.engine, problems, RECOVERY)
     if all(problem.repaired for problem in problems if problem.stage == RECOVERY):
@@ -98,7 +104,7 @@ async def _check_store(
     await objects.run()
     late = list(objects.problems)
     if deep:
-        late += await DeepCheck(store, scan.table, progress).run(
+        late += await DeepCheck(store, scan.records, progress).run(
             {problem.subject for problem in late}
         )
     found = [*problems, *late]
@@ -107,7 +113,7 @@ async def _check_store(
         await objects.move_orphans_aside()
         store.engine.read_damaged_as(None)
         for key, problem in damaged.items():
-            problem.repaired = await store.engine.view(is_whole, key)
+            problem.repaired = await store.engine.view(_is_whole, key)
         await store.engine.barrier()
     report.findings = [problem.finding() for problem in found if problem.kind != SILENT]
     report.counts = objects.counts | report.counts
@@ -156,3 +162,51 @@ async def _mend(engine: Engine, problems: list[Problem], stage: int) -> None:
             problem.repaired = True
         except FsError as error:
             problem.detail += f"; cannot be repaired: {error}"
+
+
+# --- damaged records: those whose check values are wrong ------------------------------------------
+
+
+async def _find_damaged(engine: Engine) -> dict[bytes, Problem]:
+    """The problems by key. Reads all records; an engine that reads damaged ones as something else
+    finds none."""
+    found: dict[bytes, Problem] = {}
+    start = b"\0"
+    while True:
+        last, detail = await engine.view(_read, start)
+        if last is None:
+            return found
+        if detail:
+            found[last] = _problem(last, detail)
+        start = last + b"\0"
+        await trio.lowlevel.checkpoint()
+
+
+def _read(tx: ReadTransaction, start: bytes) -> tuple[bytes | None, str]:
+    """The last key of a batch, None at the end; and what is wrong with the record there."""
+    key = None
+    try:
+        for key, _ in tx.range(start, _LAST, _BATCH):
+            pass
+    except DamagedRecord as error:
+        return error.key, str(error)
+    return key, ""
+
+
+def _problem(key: bytes, detail: str) -> Problem:
+    fix, stage = None, RECORDS  # the check of its kind knows what may take its place
+    if any(kind.letter == key[:1] and kind.is_mark for kind in KINDS):
+        fix, stage = partial(repair.put, key=key, value=b""), RECOVERY
+    elif key[:1] == b"x":
+        fix = partial(repair.delete, key=key)
+    where = f"record {keys.describe(key)}"
+    return Problem("damaged-record", where, detail, fix, stage, where)
+
+
+def _is_whole(tx: ReadTransaction, key: bytes) -> bool:
+    """Whether the record can be read by now, or is gone."""
+    try:
+        tx.get(key)
+    except DamagedRecord:
+        return False
+    return True

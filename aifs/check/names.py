@@ -6,22 +6,11 @@ count.
 """
 
 from array import array
-from collections.abc import Callable
 from functools import partial
 
 from aifs.check import repair
-from aifs.check.findings import (
-    NAMELESS,
-    RECORDS,
-    RECOVERY,
-    SILENT,
-    Fix,
-    Problem,
-    Subject,
-    View,
-    printable,
-    read_record,
-)
+from aifs.check.findings import NAMELESS, RECORDS, RECOVERY, SILENT, Problem, printable
+from aifs.check.records import Records
 from aifs.check.table import (
     DIRECTORY,
     DOOMED,
@@ -33,7 +22,6 @@ from aifs.check.table import (
     ORPHAN,
     TRASHED,
     UNREADABLE,
-    InodeTable,
     find_dentry,
 )
 from aifs.core.errors import FsError
@@ -47,23 +35,12 @@ class NameCheck:
     ``conclude``.
     """
 
-    def __init__(
-        self, view: View, table: InodeTable, problems: list[Problem], in_use: Callable[[int], None]
-    ) -> None:
-        self._view = view
-        self._table = table
-        self._problems = problems
-        self._in_use = in_use
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._table = records.table
         self._dangling: list[tuple[int, bytes, Dentry]] = []
         self._unreadable: dict[bytes, Problem] = {}  # dentries, by key
-        self._rewritten: set[bytes] = (
-            set()
-        )  # keys of entries that the repair of a dentry puts right
-
-    def _problem(
-        self, kind: str, subject: Subject, detail: str, fix: Fix | None = None, stage: int = RECORDS
-    ) -> None:
-        self._problems.append(Problem(kind, subject, detail, fix, stage))
+        self._rewritten = set[bytes]()  # keys of entries that the repair of a dentry puts right
 
     # --- dentries ---
 
@@ -73,33 +50,34 @@ class NameCheck:
         try:
             dentry = decode_dentry(value)
         except FsError as error:
-            problem = Problem(
-                "unreadable-record", (parent, name), str(error), partial(repair.delete, key=key)
+            forget = partial(repair.delete, key=key)
+            self._unreadable[key] = self._records.problem(
+                "unreadable-record", (parent, name), str(error), forget
             )
-            self._unreadable[key] = problem
-            self._problems.append(problem)
             return
         table = self._table
         directory = table.find(parent)
         if (
             directory == NONE
-            and await self._view(read_record, keys.entry(parent, dentry.cookie)) is not None
+            and await self._records.get(keys.entry(parent, dentry.cookie)) is not None
         ):
             # Two records speak of it: there was such a directory.
             directory = table.add(parent, DIRECTORY, MISSING)
-            self._in_use(parent)
+            self._records.in_use(parent)
         if directory == NONE or not table.may_hold_names(directory):
-            self._problem(
+            self._records.problem(
                 "misplaced-dentry", (parent, name), f"inode {parent} is not a directory", remove
             )
             self._will_lose_name(dentry, NONE)
             return
         table.flags[directory] |= HAS_NAMES
         if not is_name(name):
-            self._problem("bad-name", (parent, name), f"leads to inode {dentry.ino}", remove)
+            self._records.problem(
+                "bad-name", (parent, name), f"leads to inode {dentry.ino}", remove
+            )
             self._will_lose_name(dentry, directory)
         elif dentry.ino == keys.ROOT_INO:
-            self._problem("loop", (parent, name), "leads to the root", remove)
+            self._records.problem("loop", (parent, name), "leads to the root", remove)
             table.removed[directory] += dentry.type == DIRECTORY
         elif table.find(dentry.ino) == NONE:
             self._dangling.append((parent, name, dentry))  # it may be a directory without an inode
@@ -113,12 +91,9 @@ class NameCheck:
                 await self._check_index(parent, name, dentry)
                 await self._add_name(parent, name, dentry)
                 continue
-            self._problem(
-                "dangling-dentry",
-                (parent, name),
-                f"inode {dentry.ino} does not exist",
-                partial(repair.remove_name, parent=parent, name=name),
-            )
+            remove = partial(repair.remove_name, parent=parent, name=name)
+            detail = f"inode {dentry.ino} does not exist"
+            self._records.problem("dangling-dentry", (parent, name), detail, remove)
             self._table.removed[self._table.find(parent)] += dentry.type == DIRECTORY
 
     def _type_of(self, row: int, told: int) -> int:
@@ -137,28 +112,21 @@ class NameCheck:
     async def _check_index(self, parent: int, name: bytes, dentry: Dentry) -> None:
         type_ = self._type_of(self._table.find(dentry.ino), dentry.type)
         key = keys.entry(parent, dentry.cookie)
-        record = await self._view(read_record, key)
+        record = await self._records.get(key)
         matches = dentry.cookie and record == encode_entry(dentry.ino, type_, name)
         if matches:
-            self._in_use(dentry.cookie)
+            self._records.in_use(dentry.cookie)
         if matches and dentry.type == type_:
             return
         fix = partial(repair.rewrite_name, parent=parent, name=name, type_=type_)
-        if record is not None and not await self._view(
+        if record is not None and not await self._records.view(
             repair.is_taken, parent, dentry.cookie, name
         ):
             self._rewritten.add(key)
+        kind, detail = "name-index", "is not listed, or listed as something else"
         if dentry.type != type_:
-            self._problem(
-                "wrong-type",
-                (parent, name),
-                f"says {dentry.type}, inode {dentry.ino} has {type_}",
-                fix,
-            )
-        else:
-            self._problem(
-                "name-index", (parent, name), "is not listed, or listed as something else", fix
-            )
+            kind, detail = "wrong-type", f"says {dentry.type}, inode {dentry.ino} has {type_}"
+        self._records.problem(kind, (parent, name), detail, fix)
 
     async def _add_name(self, parent: int, name: bytes, dentry: Dentry) -> None:
         table = self._table
@@ -169,7 +137,7 @@ class NameCheck:
             if table.names[row]:
                 loser = (parent, name)
                 if table.parent[row] == parent != table.at[row]:
-                    loser = await self._view(table.place, dentry.ino) or loser
+                    loser = await self._records.view(table.place, dentry.ino) or loser
                     lost_by = table.find(table.at[row])
                     table.subdirs[lost_by] -= 1
                     table.subdirs[directory] += 1
@@ -177,12 +145,9 @@ class NameCheck:
                 else:
                     lost_by = directory
                 table.removed[lost_by] += 1
-                self._problem(
-                    "second-name",
-                    loser,
-                    f"directory {dentry.ino} has another name",
-                    partial(repair.remove_name, parent=loser[0], name=loser[1]),
-                )
+                remove = partial(repair.remove_name, parent=loser[0], name=loser[1])
+                detail = f"directory {dentry.ino} has another name"
+                self._records.problem("second-name", loser, detail, remove)
                 return
             table.names[row] = 1
             table.subdirs[directory] += 1
@@ -195,24 +160,21 @@ class NameCheck:
         if key in self._rewritten:
             return
         parent, cookie = keys.entry_numbers(key)
-        remove = partial(repair.delete, key=key)
         try:
             ino, type_, name = decode_entry(value)
         except FsError as error:
-            self._problem(
-                "unreadable-record", f"entry {cookie} of directory {parent}", str(error), remove
-            )
+            where = f"entry {cookie} of directory {parent}"
+            self._records.drop("unreadable-record", where, str(error), key)
             return
-        dentry = await self._view(find_dentry, parent, name)
+        dentry = await self._records.view(find_dentry, parent, name)
         if dentry is not None and dentry.cookie == cookie:
             return  # whether they match was seen from the dentry
         lone = Dentry(ino, cookie, type_)
         if dentry is None and self._may_restore(parent, name, lone):
             await self._restore(parent, name, lone)
         else:
-            self._problem(
-                "name-index", (parent, name), f"is listed at {cookie}, where it is not", remove
-            )
+            detail = f"is listed at {cookie}, where it is not"
+            self._records.drop("name-index", (parent, name), detail, key)
 
     def _may_restore(self, parent: int, name: bytes, dentry: Dentry) -> bool:
         """Whether the inode lacks just this name: then its dentry is what has been lost."""
@@ -232,7 +194,7 @@ class NameCheck:
         if unreadable is not None:
             unreadable.fix = fix
         else:
-            self._problem("name-index", (parent, name), "is listed, but is not a name", fix)
+            self._records.problem("name-index", (parent, name), "is listed, but is not a name", fix)
         await self._add_name(parent, name, dentry)
         changed = table.find(parent if dentry.type == DIRECTORY else dentry.ino)
         table.removed[changed] -= 1
@@ -265,13 +227,10 @@ class NameCheck:
     async def _cut_loop(self, row: int) -> None:
         table = self._table
         ino = table.ino[row]
-        parent, name = await self._view(table.place, ino) or (table.at[row], b"")
-        self._problem(
-            "loop",
-            ino,
-            f"lies below itself, as {printable(name)} in directory {parent}",
-            partial(repair.remove_name, parent=parent, name=name),
-        )
+        parent, name = await self._records.view(table.place, ino) or (table.at[row], b"")
+        remove = partial(repair.remove_name, parent=parent, name=name)
+        detail = f"lies below itself, as {printable(name)} in directory {parent}"
+        self._records.problem("loop", ino, detail, remove)
         above = table.find(parent)
         table.subdirs[above] -= 1
         table.removed[above] += 1
@@ -295,66 +254,38 @@ class NameCheck:
         if flags & ORPHAN:
             if not has_name and not table.links[row] and not flags & HAS_NAMES:
                 return  # deleted; it waits for the collector
-            self._problem(
-                "stray-record",
-                ino,
-                f"inode {ino} has an orphan record, but is not deleted",
-                partial(repair.delete, key=keys.orphan(ino)),
-                RECOVERY,
-            )
+            detail = f"inode {ino} has an orphan record, but is not deleted"
+            self._records.drop("stray-record", ino, detail, keys.orphan(ino), RECOVERY)
         if flags & DOOMED:
             if is_dir and not has_name and not table.links[row]:
                 return  # it waits for being emptied
-            self._problem(
-                "stray-record",
-                ino,
-                f"inode {ino} has a record of the doomed, but is not removed",
-                partial(repair.delete, key=keys.doomed(ino)),
-                RECOVERY,
-            )
+            detail = f"inode {ino} has a record of the doomed, but is not removed"
+            self._records.drop("stray-record", ino, detail, keys.doomed(ino), RECOVERY)
         if flags & TRASHED:
             if has_name:
-                self._problem(
-                    "stray-record",
-                    ino,
-                    f"inode {ino} says that it is in the trash, but has a name",
-                    partial(repair.clear_trashed, ino=ino),
-                )
+                detail = f"inode {ino} says that it is in the trash, but has a name"
+                clear = partial(repair.clear_trashed, ino=ino)
+                self._records.problem("stray-record", ino, detail, clear)
             elif flags & KEPT:
                 links, has_name = max(links, 1), True
         if not has_name:
             kind = SILENT if flags & LOSES_NAME else "orphan-inode"
-            self._problem(
-                kind,
-                ino,
-                f"inode {ino} has no name",
-                partial(repair.attach, ino=ino, links=max(links, 1)),
-                NAMELESS,
-            )
+            attach = partial(repair.attach, ino=ino, links=max(links, 1))
+            self._records.problem(kind, ino, f"inode {ino} has no name", attach, NAMELESS)
             return
         at = keys.ROOT_INO if is_root else table.at[row]
         if is_dir and table.parent[row] != at and not flags & KEPT:
-            self._problem(
-                "wrong-parent",
-                ino,
-                f"says that it lies in {table.parent[row]}, not in {at}",
-                partial(repair.change_inode, ino=ino, changes={"parent": at}),
-            )
+            fix = partial(repair.change_inode, ino=ino, changes={"parent": at})
+            detail = f"says that it lies in {table.parent[row]}, not in {at}"
+            self._records.problem("wrong-parent", ino, detail, fix)
         if table.links[row] != links:
             told = table.links[row] == links + table.removed[row]
-            self._problem(
-                SILENT if told else "wrong-link-count",
-                ino,
-                f"inode {ino}: {table.links[row]} links, but {links} are right",
-                partial(repair.change_inode, ino=ino, changes={"nlink": links}),
-            )
+            fix = partial(repair.change_inode, ino=ino, changes={"nlink": links})
+            detail = f"inode {ino}: {table.links[row]} links, but {links} are right"
+            self._records.problem(SILENT if told else "wrong-link-count", ino, detail, fix)
 
     def _missing_directory(self, ino: int, at: int, links: int) -> None:
         parent = keys.ROOT_INO if ino == keys.ROOT_INO else at
-        self._problem(
-            "missing-directory",
-            ino,
-            f"inode {ino} does not exist",
-            partial(repair.restore_directory, ino=ino, parent=parent, links=links),
-            RECORDS if parent else NAMELESS,
-        )
+        fix = partial(repair.restore_directory, ino=ino, parent=parent, links=links)
+        detail, stage = f"inode {ino} does not exist", RECORDS if parent else NAMELESS
+        self._records.problem("missing-directory", ino, detail, fix, stage)

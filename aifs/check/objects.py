@@ -6,21 +6,25 @@ docs/design/metadata.md), and objects may be longer than the file calls for (I4)
 in the servers' workers.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 from aifs.check import repair
-from aifs.check.columns import Lack, expected_columns, judge, lost_bytes, lost_columns
-from aifs.check.container_objects import ContainerObjects
-from aifs.check.findings import Fix, Problem, Progress, read_record
-from aifs.check.scan import MetadataScan, for_each
+from aifs.check.findings import Fix, Problem, Progress
+from aifs.check.scan import MetadataScan
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core.errors import FsError
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
+from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.placement import LOST
-from aifs.meta import keys, sharing
+from aifs.layout.striped import Striped
+from aifs.meta import chunk_lists, chunks, keys, shared, sharing
+from aifs.meta.chunks import Container
+from aifs.meta.degraded import put_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
 from aifs.store.store import Store
@@ -28,16 +32,25 @@ from aifs.store.store import Store
 _BATCH = 2048
 
 
+class Lack(NamedTuple):
+    """A column of a protected file that is missing or too short."""
+
+    column: int
+    kind: str
+    what: str
+    length: int
+
+
 class ObjectCheck:
     """Used once: ``run``, then perhaps ``move_orphans_aside``."""
 
     def __init__(self, store: Store, scan: MetadataScan, progress: Progress) -> None:
-        self._engine = store.engine
-        self._view = store.engine.view
+        self._records = scan.records
+        self._view = scan.records.view
         self._servers = store.servers
         self._scan = scan
-        self._table = scan.table
-        self._containers = ContainerObjects(store.engine, store.servers, scan.user)
+        self._table = scan.records.table
+        self._containers = _ContainerObjects(store, scan)
         self._progress = progress
         self._orphans: list[tuple[DataServer, Problem, Key]] = []
         """Objects that nothing refers to: server, problem, and (inode, oid)."""
@@ -50,7 +63,7 @@ class ObjectCheck:
         """Of what has been looked at, by kind; complete when ``run`` returns."""
 
     async def run(self) -> None:
-        await for_each(self._engine, *keys.all_of(b"i"), self._expect, lambda count: None)
+        await self._records.for_each(*keys.all_of(b"i"), self._expect)
         await self._containers.expect()
         listed: set[int] = set()
         for server in list(self._servers.values()):
@@ -89,7 +102,7 @@ class ObjectCheck:
         self.counts["files"] += inode.is_file
         count = int(inode.copy is not None)
         if inode.objects is not None and await self._view(_first_user, inode) == ino:
-            known = await self._view(lost_columns, inode.oid)
+            known = await self._records.unread(inode.oid)
             count += len(list(expected_columns(inode.objects, inode.size, known)))
         self._table.objects[row] = count
         self._expected += count
@@ -127,7 +140,7 @@ class ObjectCheck:
             return
         if (
             not await self._view(_is_garbage, found)
-            and await self._view(read_record, keys.stray(found.oid, server.id)) is None
+            and await self._records.get(keys.stray(found.oid, server.id)) is None
         ):
             whose = f", once of inode {found.ino}" if found.ino else ""
             detail = f"{server.name}: {found.length} bytes{whose}"
@@ -149,7 +162,7 @@ class ObjectCheck:
             return False
         column = layout.servers.index(server.id)
         expected = layout.object_length(column, inode.size)
-        if await self._view(lost_columns, inode.oid) >> column & 1:
+        if await self._records.unread(inode.oid) >> column & 1:
             return True
         if expected:
             self._table.objects[row] -= 1
@@ -192,7 +205,7 @@ class ObjectCheck:
         if inode is None or dirty:
             return
         if inode.objects is not None and await self._view(_first_user, inode) == ino:
-            known = await self._view(lost_columns, inode.oid)
+            known = await self._records.unread(inode.oid)
             for column, number in expected_columns(inode.objects, inode.size, known):
                 if await self._is_missing(number, inode.named_by, inode.oid):
                     lack = Lack(column, "missing-object", "is missing", 0)
@@ -238,7 +251,7 @@ class ObjectCheck:
         inode = await self._view(_read_inode, ino)
         assert inode is not None and inode.objects is not None
         servers = [self._servers[number] for number in inode.objects.servers]
-        known = await self._view(lost_columns, inode.oid)
+        known = await self._records.unread(inode.oid)
         for lack, kind, detail, fix in judge(inode, known, lacks):
             await self._of_file(kind, inode, servers[lack.column], detail, fix)
 
@@ -284,6 +297,192 @@ class ObjectCheck:
                 for problem in problems:
                     problem.detail += f"; moved to {server.address}/{ASIDE}"
                     problem.repaired = True
+
+
+class _ContainerObjects:
+    """Reads the table as it is when ``expect`` is called, which is after recovery and repairs."""
+
+    def __init__(self, store: Store, scan: MetadataScan) -> None:
+        self._servers = store.servers
+        self._records = scan.records
+        self._user_of = scan.user
+        self._table: dict[int, _Expected] = {}
+        self._ends: dict[int, _Cut] = {}
+        self._shared: dict[bytes, Location] = {}  # by digest, of those that are lost
+        self.problems: list[Problem] = []
+
+    async def expect(self) -> None:
+        """Read the table; before the servers are listed."""
+        await self._records.for_each(*keys.all_of(b"t"), self._remember)
+
+    async def _remember(self, key: bytes, value: bytes) -> None:
+        number = keys.number(key)
+        if len(key) != len(keys.container(0)):
+            return  # named by the check of the records
+        try:
+            record = chunks.decode_container(value)
+        except FsError:
+            return  # as well
+        self._table[number] = _Expected(record, await self._records.unread(number))
+
+    def matches(self, server: DataServer, found: StoredObject) -> bool:
+        """Whether an object with inode number 0 is a container's; takes note of its length."""
+        expected = self._table.get(found.oid)
+        if found.ino or expected is None or server.id not in expected.record.layout.servers:
+            return False
+        expected.lengths[expected.record.layout.servers.index(server.id)] = found.length
+        return True
+
+    async def conclude(self, listed: Collection[int]) -> None:
+        """Name what is missing or short on the servers ``listed``, and the files that have lost
+        bytes.
+        """
+        for number, expected in self._table.items():
+            self._judge(number, expected, listed)
+        if self._ends:
+            await self._records.for_each(*keys.all_of(b"h"), self._lost_shared)
+            await self._records.for_each(*keys.all_of(b"l"), self._losses)
+
+    def _judge(self, number: int, expected: "_Expected", listed: Collection[int]) -> None:
+        wrong: list[tuple[str, int, str]] = []
+        for column, name in enumerate(expected.record.layout.servers):
+            needed = expected.needed(column)
+            length = expected.lengths.get(column)
+            if length is None and needed and name in listed:
+                expected.lengths[column] = 0
+                wrong.append(("missing-container", column, "is missing"))
+            elif length is not None and length < needed:
+                wrong.append(("short-container", column, f"has {length} of {needed} bytes"))
+        if not wrong:
+            return
+        readable = expected.readable()
+        for kind, column, detail in wrong:
+            server = self._servers[expected.record.layout.servers[column]]
+            path, fix = server.where((0, number)), None
+            if readable == expected.record.length:
+                kind, fix = "degraded", partial(put_unread, oid=number, ino=0, mask=1 << column)
+            else:
+                self._ends[number] = _Cut(readable, path)
+            self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))
+
+    def _lost_shared(self, key: bytes, value: bytes) -> None:
+        digest = keys.shared_digest(key)
+        try:
+            place = shared.decode_shared(digest, value).place
+        except FsError:
+            return  # named already
+        if self._is_cut(place):
+            self._shared[digest] = place
+
+    def _losses(self, key: bytes, value: bytes) -> None:
+        oid, first = keys.chunk_list_parts(key)
+        ino = self._user_of(oid)
+        is_extents = chunk_lists.is_extents(value)
+        try:
+            if ino is None:
+                return
+            own = any(share[0] in self._ends for share in chunk_lists.decode_shares(value))
+            if not own and not (is_extents and self._shared):
+                return
+            if is_extents:
+                extents = chunk_lists.decode_extents(value)[1]
+                places = [self._shared.get(e.digest) if e.shared else e.place for e in extents]
+            else:
+                places = chunk_lists.decode_chunks(value)
+        except FsError:
+            return  # named already
+        lost = [
+            (index, self._ends[place.container].path)
+            for index, place in enumerate(places, first)
+            if place is not None and self._is_cut(place)
+        ]
+        if lost:
+            first, last = lost[0][0], lost[-1][0]
+            numbers = (
+                f"chunk {first}" if len(lost) == 1 else f"{len(lost)} chunks from {first} to {last}"
+            )
+            self.problems.append(
+                Problem("lost-chunk", ino, f"inode {ino}: {numbers} lay in {lost[0][1]}")
+            )
+
+    def _is_cut(self, place: Location) -> bool:
+        cut = self._ends.get(place.container)
+        return cut is not None and place.offset + HEADER_BYTES + place.stored > cut.length
+
+
+class _Expected:
+    """A container. ``unread``: mask of columns that nobody reads; ``lengths``: of the objects that
+    are there, by column.
+    """
+
+    def __init__(self, record: Container, unread: int) -> None:
+        self.record = record
+        self.unread = unread
+        self.lengths: dict[int, int] = {}
+
+    def needed(self, column: int, size: int | None = None) -> int:
+        """How long a column must be for the first ``size`` bytes to be read from it."""
+        if self.unread >> column & 1:
+            return 0
+        return self.record.layout.object_length(
+            column, self.record.length if size is None else size
+        )
+
+    def readable(self) -> int:
+        """How many of the first bytes can be told by what is there. Columns of which nothing is
+        known count as whole.
+        """
+
+        def is_lost(size: int) -> bool:
+            missing = self.unread
+            for column, length in self.lengths.items():
+                missing |= (length < self.needed(column, size)) << column
+            return not self.record.layout.survives(missing)
+
+        return bisect_left(range(self.record.length + 1), True, lo=1, key=is_lost) - 1
+
+
+class _Cut(NamedTuple):
+    """A container of which only the first ``length`` bytes can be told."""
+
+    length: int
+    path: str
+
+
+def expected_columns(layout: Striped, size: int, unread: int) -> Iterator[tuple[int, int]]:
+    """Column and server of each object that a striped file must have."""
+    for column, number in enumerate(layout.servers):
+        if layout.object_length(column, size) and not unread >> column & 1:
+            yield column, number
+
+
+def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
+    """The bytes of a file that are lost when the object of a data column ends after ``length``
+    bytes, as text.
+    """
+    expected = layout.object_length(column, size)
+    first, last = layout.file_offset(column, length), layout.file_offset(column, expected - 1)
+    if last - first == expected - length - 1:
+        return f"bytes {first} to {last}"
+    return f"{expected - length} bytes between {first} and {last}"
+
+
+def judge(
+    inode: Inode, unread: int, lacks: list[Lack]
+) -> Iterator[tuple[Lack, str, str, Fix | None]]:
+    """What each lack means for a protected file: kind of finding, detail, what mends it."""
+    layout = inode.objects
+    assert layout is not None
+    mask = sum(1 << lack.column for lack in lacks)
+    for lack in sorted(lacks):
+        if layout.survives(unread | mask):
+            fix = partial(put_unread, oid=inode.oid, ino=inode.ino, mask=1 << lack.column)
+            yield lack, "degraded", lack.what, fix
+        elif layout.data_column(lack.column) is None:
+            yield lack, lack.kind, f"{lack.what}; it was parity", None
+        else:
+            bytes_ = lost_bytes(layout, lack.column, lack.length, inode.size)
+            yield lack, lack.kind, f"{lack.what}; lost: {bytes_}", None
 
 
 def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:

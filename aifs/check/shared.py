@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from aifs.check import repair
-from aifs.check.findings import RECORDS, RECOVERY, Fix, Subject
+from aifs.check.findings import RECORDS, RECOVERY
+from aifs.check.records import Records
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import Location
 from aifs.meta import keys, shared
@@ -20,17 +21,14 @@ DIGEST_BYTES = 32
 
 _NONE = -1
 
-Report = Callable[[str, Subject, str, Fix | None, int], None]
-"""Kind, subject, detail, what mends it, and when."""
-
 
 class SharedCheck:
     """To be called in order: ``record`` for all ``h`` records, ``name`` for all extents that name
     one, ``references`` for all records again."""
 
-    def __init__(self, report: Report, what_is_wrong: Callable[[Location], str]) -> None:
+    def __init__(self, records: Records, what_is_wrong: Callable[[Location], str]) -> None:
         """``what_is_wrong``: says why a chunk cannot lie in a place, or nothing."""
-        self._report = report
+        self._records = records
         self._what_is_wrong = what_is_wrong
         # Rows in order of digests, as the records are.
         self._beginnings = array("Q")
@@ -94,9 +92,8 @@ class SharedCheck:
         counted = self._counts[row]
         if digest in self._unreadable:
             forget = partial(repair.delete, key=key) if complete and not counted else None
-            self._report(
-                "unreadable-record", describe(digest), self._unreadable[digest], forget, RECORDS
-            )
+            reason = self._unreadable[digest]
+            self._records.problem("unreadable-record", describe(digest), reason, forget)
             return
         recorded = shared.decode_shared(digest, value).references
         if counted == recorded or (counted < recorded and not complete):
@@ -106,7 +103,7 @@ class SharedCheck:
         fix = partial(repair.shift_references, digest=digest, change=counted - recorded)
         detail = f"counts {recorded} references, extents of files name it {counted} times"
         stage = RECOVERY if counted > recorded else RECORDS
-        self._report("wrong-references", describe(digest), detail, fix, stage)
+        self._records.problem("wrong-references", describe(digest), detail, fix, stage)
 
     def _find(self, digest: bytes) -> int:
         beginning = _beginning(digest)
