@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from aifs.client import data
-from aifs.client.data.rows import files as file_rows
+from aifs.datasets.formats import files as file_rows
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 arrow = pytest.importorskip("pyarrow")

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 from aifs.cli.dataset import dataset_group
 from aifs.client import data
-from aifs.client.data.rows.opened import joined
 from aifs.core.errors import DatasetError
+from aifs.datasets.formats.columns import joined
 
 arrow = pytest.importorskip("pyarrow")
 import pyarrow.compute
@@ -327,7 +327,7 @@ def test_what_a_dictionary_stands_for_is_not_decoded_at_once(
     )
     dataset = data.open(tmp_path)
     before = arrow.total_allocated_bytes()
-    monkeypatch.setattr("aifs.client.data.rows.parquet._HELD", 1 << 20)
+    monkeypatch.setattr("aifs.datasets.formats.parquet._HELD", 1 << 20)
     block = dataset.open_block(0)
     assert block.take([rows - 1, 0, rows // 2]) == [{"word": word}] * 3
     assert arrow.total_allocated_bytes() - before < 64 << 20
@@ -338,7 +338,7 @@ def test_what_a_dictionary_stands_for_is_not_decoded_at_once(
 def test_batches_that_decompress_to_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.client.data.rows.arrow.ROW_BYTES_MAX", 10_000)
+    monkeypatch.setattr("aifs.datasets.formats.arrow.ROW_BYTES_MAX", 10_000)
     word = arrow.array(["x" * 10_000])
     tables = [
         arrow.table({"a": word}),

@@ -68,7 +68,7 @@ def blocks_of(format: str, file: Any, options: Mapping[str, Any] = {}) -> list[R
 
 def rows_of(format: str, file: Any, options: Mapping[str, Any] = {}) -> list[Any]:
     """All rows, in order; batches have as many."""
-    opened = import_module(f"aifs.client.data.rows.{format}").open_file(file, options)
+    opened = import_module(f"aifs.datasets.formats.{format}").open_file(file, options)
     rows = []
     for number, block in enumerate(blocks_of(format, file, options)):
         in_block = opened.open_block(number, block)
@@ -138,7 +138,7 @@ def a_megatron(path: Path, lengths: list[int], code: int = 8, size: int = 2) -> 
 
 @pytest.mark.parametrize("held", [1 << 30, 0], ids=["held", "streamed"])
 def test_parquet(tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aifs.client.data.rows.parquet._HELD", held)
+    monkeypatch.setattr("aifs.datasets.formats.parquet._HELD", held)
     path = a_parquet(tmp_path / "a.parquet")
     assert rows_of("parquet", Disk(path)) == pq.read_table(path).to_pylist()
     some = rows_of("parquet", Disk(path), {"columns": ["text"]})
@@ -148,10 +148,10 @@ def test_parquet(tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_streamed_row_group_holds_what_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.client.data.rows.parquet._HELD", 0)
+    monkeypatch.setattr("aifs.datasets.formats.parquet._HELD", 0)
     file = Disk(a_parquet(tmp_path / "a.parquet", 20_000, 20_000))
     [block] = blocks_of("parquet", file)
-    opened = import_module("aifs.client.data.rows.parquet").open_file(file, {})
+    opened = import_module("aifs.datasets.formats.parquet").open_file(file, {})
     rows = opened.open_block(0, block)
     for first in (0, 3000, 3100, 19_990, 5):
         assert [row["number"] for row in rows.take([first + 3, first])] == [first + 3, first]
@@ -239,7 +239,7 @@ def test_arrow_of_types_that_cannot_be_taken_by_number(tmp_path: Path) -> None:
 
 
 def test_large_batches_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aifs.client.data.rows.arrow._MAPPED", 100)
+    monkeypatch.setattr("aifs.datasets.formats.arrow._MAPPED", 100)
     path = an_arrow(tmp_path / "a.arrow", stream=True)
     assert rows_of("arrow", Disk(path)) == a_table(2500).to_pylist()
 
@@ -291,7 +291,7 @@ def test_a_byte_order_mark_belongs_to_no_row(data: bytes) -> None:
 
 def test_jsonl_with_a_schema() -> None:
     data = b'{"a": 1, "b": "x"}\n{"b": "y"}\n'
-    opened = import_module("aifs.client.data.rows.jsonl").open_file
+    opened = import_module("aifs.datasets.formats.jsonl").open_file
     [block] = blocks_of("jsonl", Memory(data))
     schema = pa.schema({"b": pa.string()})
     batch = opened(Memory(data), {"schema": schema}).open_block(0, block).batch(0, 2)
@@ -397,7 +397,7 @@ def test_megatron_with_empty_and_long_documents(lengths: list[int]) -> None:
 def test_an_idx_that_shrinks_or_changes(tmp_path: Path) -> None:
     """Neither ends the process nor gives other rows."""
     path = a_megatron(tmp_path / "a.bin", [5] * 3000)
-    opened = import_module("aifs.client.data.rows.megatron").open_file(Disk(path), {})
+    opened = import_module("aifs.datasets.formats.megatron").open_file(Disk(path), {})
     blocks = blocks_of("megatron", Disk(path))
     assert len(opened.open_block(0, blocks[0]).take([0])[0]) == 5
     idx = path.with_suffix(".idx")
@@ -441,7 +441,7 @@ def test_files(tmp_path: Path) -> None:
 
     file = Memory(catalogue)
     file.path = str(tmp_path)
-    opened = import_module("aifs.client.data.rows.files").open_file(file, {})
+    opened = import_module("aifs.datasets.formats.files").open_file(file, {})
     rows = []
     for number, block in enumerate(blocks):
         rows += opened.open_block(number, block).take(range(block.rows))
@@ -555,7 +555,7 @@ def test_foreign_files(format: str, data: bytes, what: str) -> None:
 
 
 def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aifs.datasets.formats.lines.ROW_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("aifs.datasets.formats.text.ROW_BYTES_MAX", 1 << 20)
     with pytest.raises(DatasetError, match="when decompressed"):
         blocks_of("text", Memory(gzip.compress(bytes(2 << 20))))
 

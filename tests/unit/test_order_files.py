@@ -19,9 +19,9 @@ pa = pytest.importorskip("pyarrow")
 from aifs.client import data  # noqa: E402
 from aifs.core.errors import DatasetError  # noqa: E402
 from aifs.datasets.disk import DiskFile  # noqa: E402
+from aifs.datasets.formats.known import order_bytes  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402
-from aifs.datasets.order_files.making import order_bytes  # noqa: E402
-from aifs.datasets.order_files.names import OrderName, parsed  # noqa: E402
+from aifs.datasets.order import OrderName, parsed  # noqa: E402
 from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange, cut  # noqa: E402
 from aifs.layout.order import key_of, permuted  # noqa: E402
 

@@ -9,13 +9,13 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
-from aifs.client.data.rows import BlockRows, FileRows
 from aifs.datasets.disk import IndexedDiskFile
 from aifs.datasets.formats import files
+from aifs.datasets.formats.known import FORMATS
+from aifs.datasets.formats.reading import BlockRows, FileRows
 from aifs.datasets.index import Index, RowBlock
 
 MADE_EACH_TIME = (files.NAME,)
@@ -33,7 +33,6 @@ class Dataset:
         """Absolute."""
         self.index = index
         self._options = dict(options)
-        self._rows = import_module(f"aifs.client.data.rows.{index.format}")
         self._lock = threading.Lock()
         self._opened: OrderedDict[int, FileRows] = OrderedDict()  # the last used last
 
@@ -76,7 +75,7 @@ class Dataset:
             if number in self._opened:
                 self._opened.move_to_end(number)
                 return self._opened[number]
-        opened = self._rows.open_file(self._bytes_of(number), self._options)
+        opened = FORMATS[self.format].open_file(self._bytes_of(number), self._options)
         with self._lock:
             opened = self._opened.setdefault(number, opened)  # another thread may have been first
             while len(self._opened) > _OPEN_FILES:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aifs.client.data.announcing import Announcer
 from aifs.client.data.dataset import Dataset
 from aifs.client.data.progress import Progress, counts_in, order_in, state_of
-from aifs.client.data.rows import BlockRows
-from aifs.client.data.rows.opened import joined
 from aifs.datasets.arrays import ArrayArithmetic, all_permuted
+from aifs.datasets.formats.columns import joined
+from aifs.datasets.formats.reading import BlockRows
 from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, shares_of
 
 if TYPE_CHECKING:

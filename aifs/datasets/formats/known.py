@@ -1,4 +1,4 @@
-"""Which formats there are, and which one a directory's files have."""
+"""Which formats there are, which one a directory's files have, and the order files of each."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -6,8 +6,10 @@ from types import ModuleType
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats import arrow, files, jsonl, megatron, parquet, records, tar, text
-from aifs.datasets.formats.lines import BOM, is_compressed
-from aifs.datasets.index import FileBytes
+from aifs.datasets.formats.text import BOM, is_compressed
+from aifs.datasets.index import FileBytes, Index
+from aifs.datasets.order import OrderName, OrderSources, chosen_of
+from aifs.datasets.virtual import Joined
 
 FORMATS: dict[str, ModuleType] = {
     module.NAME: module for module in (parquet, arrow, tar, megatron, jsonl, text, records, files)
@@ -60,3 +62,12 @@ def format_of_bytes(file: FileBytes) -> str | None:
     if head and not is_compressed(head) and b"\0" not in head:
         return text.NAME
     return None
+
+
+def order_bytes(index: Index, name: OrderName, sources: OrderSources) -> Joined:
+    """What the order file ``name`` of a dataset holds. Blocks: its files' headers are read.
+    Raises DatasetError for a dataset that cannot be put into an order: why."""
+    blocks = chosen_of(index, name)
+    if name.suffix == b".idx":
+        return megatron.order_idx(blocks, sources)
+    return FORMATS[name.format].order(blocks, sources)

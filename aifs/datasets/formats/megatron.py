@@ -1,5 +1,5 @@
 """Megatron's pair of files: a ``.bin`` of tokens, and an ``.idx`` that says where its documents
-begin. A row is a document.
+begin. A row is a document: a numpy array of tokens (Arrow: a column ``tokens`` of lists).
 
 The .idx (little-endian): ``MMIDIDX\\0\\0``, version 1 (u64), a code for the type of tokens (u8),
 how many sequences (u64) and document bounds (u64); the tokens of each sequence (i32), where each
@@ -7,13 +7,23 @@ begins in the .bin (i64), the first sequence of each document and the end (i64);
 """
 
 import bisect
+import os
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aifs.core.errors import DatasetError
-from aifs.datasets.formats.reading import row_bytes_checked
+from aifs.datasets.disk import IndexedDiskFile, version_of
+from aifs.datasets.formats.columns import naming
+from aifs.datasets.formats.reading import Clipped, DatasetFile, row_bytes_checked
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
+from aifs.datasets.order import ChosenBlocks, OrderSources, in_order
+from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange
+
+if TYPE_CHECKING:
+    import numpy
+    import pyarrow
 
 NAME = "megatron"
 SUFFIXES: tuple[str, ...] = (".bin",)
@@ -139,3 +149,142 @@ def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
             row_bytes_checked(start, end - start)
         yield RowBlock(start, end - start, last - first)
         first, start = last, end
+
+
+class _Block:
+    def __init__(self, tokens: "numpy.ndarray", bounds: "numpy.ndarray") -> None:
+        """``bounds``: where each document begins, in tokens; and the end."""
+        self._tokens = tokens
+        self._bounds = bounds
+
+    def take(self, rows: Sequence[int]) -> list["numpy.ndarray"]:
+        # Copies: a row that somebody keeps must not keep its block.
+        bounds = self._bounds
+        return [self._tokens[bounds[row] : bounds[row + 1]].copy() for row in rows]
+
+    def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
+        import pyarrow
+
+        offsets = pyarrow.array(self._bounds[first : first + rows + 1], pyarrow.int64())
+        lists = pyarrow.LargeListArray.from_arrays(offsets, pyarrow.array(self._tokens))
+        return pyarrow.record_batch([lists], names=["tokens"])
+
+
+class _File:
+    """The .idx is read where it is needed, never mapped: one that shrinks would end the process."""
+
+    def __init__(self, file: DatasetFile) -> None:
+        self._file = file
+        path = os.path.splitext(file.path)[0] + ".idx"
+        self._idx = Clipped(IndexedDiskFile(path, version_of(os.stat(path))))
+        with naming(file.path, 0):
+            self._documents = Documents(self._idx, file.size)
+
+    def open_block(self, number: int, block: RowBlock) -> _Block:
+        import numpy
+
+        documents, size = self._documents, self._documents.itemsize
+        with naming(self._file.path, block.offset):
+            first = documents.at(block.offset)
+            sequences = self._numbers("<i8", documents.bounds_at, first, block.rows + 1)
+            low, high = int(sequences[0]), int(sequences[-1])
+            if not 0 <= low <= high <= documents.sequences:
+                raise DatasetError(f"document {first} has sequences {low} to {high} in its .idx")
+            starts = self._numbers("<i8", documents.pointers_at, low, high - low)
+            pointers = numpy.append(starts, block.offset + block.length)
+            lengths = self._numbers("<i4", documents.lengths_at, low, high - low).astype("i8")
+            follow = numpy.array_equal(pointers[:-1] + lengths * size, pointers[1:])
+            if (
+                (numpy.diff(sequences) < 0).any()
+                or pointers[0] != block.offset
+                or (lengths < 0).any()
+                or not follow
+            ):
+                raise DatasetError(
+                    f"the sequences of the block at byte {block.offset} do not follow one another"
+                    " in its .idx"
+                )
+        data = self._file.read(block.offset, block.length)
+        bounds = (pointers[sequences - low] - block.offset) // size
+        return _Block(numpy.frombuffer(data, numpy.dtype(documents.dtype)), bounds)
+
+    def _numbers(self, kind: str, at: int, first: int, count: int) -> "numpy.ndarray":
+        """``count`` numbers of the list that begins at byte ``at``, from its ``first`` on."""
+        import numpy
+
+        each = numpy.dtype(kind).itemsize
+        found = numpy.frombuffer(self._idx.read(at + each * first, each * count), kind)
+        if len(found) != count:
+            raise DatasetError("its .idx ends too early: make the dataset's index again")
+        return found
+
+
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
+    return _File(file)
+
+
+def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
+    """The .bin: documents."""
+    return in_order(blocks)
+
+
+class _Run(NamedTuple):
+    """What an .idx says of a block."""
+
+    source: int
+    documents: Documents
+    block: RowBlock
+    first: int  # document
+    low: int  # the first sequence
+    high: int  # after the last one
+
+
+def order_idx(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
+    """The .idx to the .bin of ``order``: the lists of the files' own .idx, block by block, in which
+    positions are shifted. Two reads of an .idx for each block."""
+    runs = list(_runs(blocks, sources))
+    sequences = sum(run.high - run.low for run in runs)
+    documents = sum(run.block.rows for run in runs)
+    codes = {run.documents.code for run in runs} or {1}
+    if len(codes) > 1:
+        raise DatasetError("the tokens of the dataset's files are of several types")
+    found = Joined()
+    found.add(HEADER.pack(MAGIC, VERSION, codes.pop(), sequences, documents + 1))
+    for run in runs:
+        at = run.documents.lengths_at + 4 * run.low
+        found.add(SourceRange(run.source, at, 4 * (run.high - run.low)))
+    start = 0
+    for run in runs:
+        at = run.documents.pointers_at + 8 * run.low
+        length = 8 * (run.high - run.low)
+        found.add(ShiftedNumbers(run.source, at, length, start - run.block.offset))
+        start += run.block.length
+    start = 0
+    for run in runs:
+        at = run.documents.bounds_at + 8 * run.first
+        found.add(ShiftedNumbers(run.source, at, 8 * run.block.rows, start - run.low))
+        start += run.high - run.low
+    found.add(sequences.to_bytes(8, "little"))
+    return found
+
+
+def _runs(blocks: ChosenBlocks, sources: OrderSources) -> Iterator[_Run]:
+    index = blocks.index
+    files: dict[int, tuple[int, Documents, list[int]]] = {}
+    for file in blocks.files():
+        with blocks.naming(file):
+            source = sources.beside(file)
+            documents = Documents(sources.open(source), index.sizes[file])
+        of_blocks = (index.rows[number] for number in index.blocks_of(file))
+        files[file] = source, documents, list(accumulate(of_blocks, initial=0))
+    for place, number in enumerate(blocks.numbers):
+        file, block = blocks.file(place), blocks.block(place)
+        source, documents, firsts = files[file]
+        first = firsts[number - index.first_blocks[file]]
+        with blocks.naming(file):
+            if first + block.rows > documents.count:
+                raise DatasetError("its documents are not those of the index: make that again")
+            low, high = documents.bound(first), documents.bound(first + block.rows)
+            if not 0 <= low <= high <= documents.sequences:
+                raise DatasetError(f"document {first} has sequences {low} to {high}")
+        yield _Run(source, documents, block, first, low, high)

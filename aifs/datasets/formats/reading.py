@@ -1,15 +1,60 @@
-"""What formats share: small reads at rising offsets by few calls, and runs of rows as blocks."""
+"""What formats share: the interfaces of files and their rows, reads of bytes, rows as blocks."""
 
-from collections.abc import Iterable, Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ROW_BYTES_MAX = 1 << 30
 """A row is held in memory: a longer one is a mistake, or an attack."""
 
 _NEAR = 4 << 10
 _FAR = 64 << 10
+
+
+class DatasetFile(Protocol):
+    """One open file of a dataset, as it was when it was indexed."""
+
+    @property
+    def path(self) -> str:
+        """Where it is: to be named in errors, and for libraries that open files themselves."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """All of these ``length`` bytes. Raises OSError ESTALE, with the file's name, if the file
+        is not the one that was indexed any more. Blocks; holds no lock.
+        """
+        ...
+
+
+class BlockRows(Protocol):
+    """The rows of one block, in memory; not yet decoded where the format allows it."""
+
+    def take(self, rows: Sequence[int]) -> list[Any]:
+        """These rows, by their numbers in the block, in this order, as users get them."""
+        ...
+
+    def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
+        """``rows`` rows from ``first`` on, without decoding them to Python objects. All batches of
+        a dataset have one schema.
+        """
+        ...
+
+
+class FileRows(Protocol):
+    """One file of a dataset, ready to give its blocks (its footer or header has been read)."""
+
+    def open_block(self, number: int, block: RowBlock) -> BlockRows:
+        """Read the block with this number within the file (from 0). Blocks."""
+        ...
 
 
 class SmallReads:
@@ -69,6 +114,55 @@ class InMemory:
         raise FileNotFoundError(suffix)
 
 
+class Clipped:
+    """A ``FileBytes`` of an open file."""
+
+    def __init__(self, file: DatasetFile) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def read(self, offset: int, length: int) -> bytes:
+        length = min(length, self.size - offset)
+        return self._file.read(offset, length) if length > 0 else b""
+
+    def beside(self, suffix: str) -> FileBytes:
+        raise FileNotFoundError(suffix)
+
+
+class Seekable(io.RawIOBase):
+    """A Python file with its own position, of ``size`` bytes that ``fetch`` reads."""
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        super().__init__()
+        self._size = size
+        self._fetch = fetch
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, length: int | None = -1) -> bytes:
+        if length is None or length < 0:
+            length = self._size
+        data = self._fetch(self._at, length)
+        self._at += len(data)
+        return data
+
+
 def row_bytes_checked(offset: int, length: int) -> int:
     """``length``. Raises DatasetError if no row can have so many bytes."""
     if length > ROW_BYTES_MAX:
@@ -93,3 +187,12 @@ def in_blocks(rows: Iterable[tuple[int, int]]) -> Iterator[RowBlock]:
         count += 1
     if count:
         yield RowBlock(first, last - first, count)
+
+
+def require_rows(path: str, offset: int, found: int, rows: int) -> None:
+    """Raises DatasetError if a block has not as many rows as the index says."""
+    if found != rows:
+        raise DatasetError(
+            f"{path}: {found} rows in the block at byte {offset}, where the index has {rows}: make"
+            " the index again"
+        )

@@ -1,10 +1,17 @@
-"""Records of a fixed size, which only the user knows (``record_bytes``)."""
+"""Records of a fixed size, which only the user knows (``record_bytes``): each is ``bytes``
+(Arrow: one column ``record``)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from aifs.core.errors import DatasetError
+from aifs.datasets.formats.reading import DatasetFile
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
+from aifs.datasets.order import ChosenBlocks, OrderSources, in_order
+from aifs.datasets.virtual import Joined
+
+if TYPE_CHECKING:
+    import pyarrow
 
 NAME = "records"
 SUFFIXES: tuple[str, ...] = ()
@@ -26,3 +33,39 @@ def blocks_of(size: int, record_bytes: int) -> Iterator[RowBlock]:
     for first in range(0, size // record_bytes, block_rows):
         rows = min(block_rows, size // record_bytes - first)
         yield RowBlock(first * record_bytes, rows * record_bytes, rows)
+
+
+class _Block:
+    def __init__(self, data: bytes, record_bytes: int) -> None:
+        self._data = data
+        self._record_bytes = record_bytes
+
+    def take(self, rows: Sequence[int]) -> list[bytes]:
+        data, length = self._data, self._record_bytes
+        return [data[row * length : (row + 1) * length] for row in rows]
+
+    def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
+        import pyarrow
+
+        kind = pyarrow.binary(self._record_bytes)
+        column = pyarrow.Array.from_buffers(
+            kind, rows, [None, pyarrow.py_buffer(self._data)], offset=first
+        )
+        return pyarrow.record_batch([column], names=["record"])
+
+
+class _File:
+    def __init__(self, file: DatasetFile) -> None:
+        self._file = file
+
+    def open_block(self, number: int, block: RowBlock) -> _Block:
+        return _Block(self._file.read(block.offset, block.length), block.length // block.rows)
+
+
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
+    return _File(file)
+
+
+def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
+    """Records."""
+    return in_order(blocks)

@@ -24,7 +24,7 @@ from aifs.core.errors import (
 )
 from aifs.core.tasks import run_all
 from aifs.data.servers import Servers
-from aifs.datasets.order_files.names import parsed
+from aifs.datasets.order import parsed
 from aifs.datasets.virtual import ShiftedNumbers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import HANDLE_MAX

@@ -1,5 +1,5 @@
 """``order/seed=7,epoch=0,rank=0-of-8.tar``: the order of an epoch as a file (aifs/datasets/
-order_files), of the dataset that lies in a directory.
+order.py), of the dataset that lies in a directory.
 
 Where its blocks lie is said by the index that ``aifs dataset index`` keeps there; headers and
 footers are read, and no rows. A directory of small files, and fixed-size records, need no index.
@@ -15,7 +15,7 @@ import trio
 from aifs.core.errors import DatasetError, Invalid
 from aifs.datasets.archive import Archive
 from aifs.datasets.formats import files, megatron, records, tar
-from aifs.datasets.formats.known import is_of
+from aifs.datasets.formats.known import is_of, order_bytes
 from aifs.datasets.formats.reading import in_blocks
 from aifs.datasets.index import (
     INDEX_NAME,
@@ -26,9 +26,7 @@ from aifs.datasets.index import (
     decode,
     index_of,
 )
-from aifs.datasets.order_files.chosen import chosen_of
-from aifs.datasets.order_files.making import order_bytes
-from aifs.datasets.order_files.names import OrderName
+from aifs.datasets.order import OrderName, chosen_of
 from aifs.datasets.virtual import VirtualBytes
 from aifs.files.file_io import FileIO
 from aifs.files.settled import Source
