@@ -88,7 +88,7 @@ class Scrub:
         movers = io.sets.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
         pace = self._throttle, self._piece
         give_way = upkeep.share.give_way
-        self._scrubber = Scrubber(engine, servers, movers, *pace, rebuild.request, give_way)
+        self._scrubber = Scrubber(engine, servers, movers, *pace, give_way, rebuild.request)
         self._from_copies = from_copies
         self._copies = CopyScrubber(engine, movers, evictor, *pace, give_way)
         self._findings = findings

@@ -62,6 +62,8 @@ class Lost(NamedTuple):
     """Why they are not repaired, for people."""
     for_good: bool = True
     """They cannot be."""
+    could_be_read: bool = True
+    """They are there, and other bytes than they should be."""
 
 
 @dataclass(slots=True)
@@ -74,12 +76,16 @@ class ScrubResult:
     repaired: int = 0
     rebuilding: int = 0
     lost: list[Lost] = field(default_factory=list)
+    wrong: list[tuple[int, int, int]] = field(default_factory=list)
+    """Inode number, oid and column of objects that are left as they are, though the others of their
+    set have the right bytes."""
 
     def add(self, other: "ScrubResult") -> None:
         self.flaws += other.flaws
         self.repaired += other.repaired
         self.rebuilding += other.rebuilding
         self.lost += other.lost
+        self.wrong += other.wrong
 
 
 class _Changed(Exception):
@@ -98,11 +104,12 @@ class Scrubber:
         movers: Movers,
         throttle: Callable[[int], Awaitable[None]],
         piece: Callable[[], int],
-        request: Callable[[int, int, Iterable[int]], Awaitable[bool]],
         give_way: Callable[[], Awaitable[None]],
+        request: Callable[[int, int, Iterable[int]], Awaitable[bool]] | None = None,
     ) -> None:
         """``throttle`` is awaited with the bytes of each piece that has been read; ``piece``: how
-        many bytes to look at together now; ``request``: see Rebuild; ``give_way``: see LoopShare.
+        many bytes to look at together now; ``give_way``: see LoopShare; ``request``: see Rebuild,
+        needed for repair.
         """
         self.engine = engine
         self.servers = servers
@@ -272,18 +279,10 @@ class _Scrub:
         if self._repair and self._to_rebuild:
             await self._hand_on()
         elif self._wrong:
-            reason = "can be repaired from the file's other objects"
-            self.found.lost.append(
-                Lost(
-                    self._ino,
-                    self._oid,
-                    0,
-                    self._size,
-                    self._on(self._wrong),
-                    reason,
-                    for_good=False,
-                )
-            )
+            self.found.wrong += [(self._ino, self._oid, column) for column in sorted(self._wrong)]
+            servers, reason = self._on(self._wrong), "can be repaired from the file's other objects"
+            lost = Lost(self._ino, self._oid, 0, self._size, servers, reason, for_good=False)
+            self.found.lost.append(lost)
 
     async def _range(self, at: int, known: Known) -> ObjectRange:
         """What is looked at next: from ``at`` on."""
@@ -313,8 +312,10 @@ class _Scrub:
             verdict = await self._verdict(at)
         at = verdict.next
         if not verdict.is_right:
+            short = {flaw.column for flaw in verdict.flaws if flaw.kind is not WRONG}
+            short |= self._inspection.failed
             for loss in verdict.losses:
-                at = max(at, await self._note_loss(loss))
+                at = max(at, await self._note_loss(loss, short.isdisjoint(loss.columns)))
             await self._deal_with(verdict.flaws)
         return at
 
@@ -414,27 +415,24 @@ class _Scrub:
         return is_right
 
     async def _hand_on(self) -> None:
-        if await self._scrubber.request(self._oid, self._ino, self._to_rebuild):
+        request = self._scrubber.request
+        assert request is not None
+        if await request(self._oid, self._ino, self._to_rebuild):
             self.found.rebuilding += len(self._to_rebuild)
             return
         await self._confirm()
-        await self._lose(
-            0,
-            self._size,
-            self._on(self._to_rebuild),
-            "more objects are lost than the others can replace",
-        )
+        reason = "more objects are lost than the others can replace"
+        await self._lose(Lost(0, 0, 0, self._size, self._on(self._to_rebuild), reason))
 
     def _on(self, columns: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._layout.servers[column] for column in columns}))
 
     # --- what is lost ---
 
-    async def _note_loss(self, loss: Loss) -> int:
-        """Returns where to go on, if nobody knew where what is lost ends."""
+    async def _note_loss(self, loss: Loss, could_be_read: bool) -> int:
+        """Returns where to go on, if nobody knew where the loss ends."""
         for column in loss.columns:
             await self._require_answers(column)
-        servers = self._on(loss.columns)
         reason = "the bytes do not have their checksum, and nothing tells what they were"
         if not loss.certain:
             reason = (
@@ -445,7 +443,8 @@ class _Scrub:
         if end < 0:
             users = await self._load_users()
             end = min((user.start for user in users if user.start > loss.start), default=self._size)
-        await self._lose(loss.start, end, servers, reason)
+        servers = self._on(loss.columns)
+        await self._lose(Lost(0, 0, loss.start, end, servers, reason, could_be_read=could_be_read))
         return end
 
     async def _load_users(self) -> list[User]:
@@ -453,14 +452,14 @@ class _Scrub:
             self._users = await users_of(self._engine, self._oid)
         return self._users
 
-    async def _lose(self, start: int, end: int, servers: tuple[int, ...], reason: str) -> None:
+    async def _lose(self, lost: Lost) -> None:
+        """Note a range of the object set as lost, by the files that have it."""
         if self._ino:
             users = await self._engine.view(sharing.users, self._oid)
             for ino in users or [self._ino]:
-                self.found.lost.append(Lost(ino, self._oid, start, end, servers, reason))
+                self.found.lost.append(lost._replace(ino=ino, oid=self._oid))
             return
-        for user in await self._load_users():  # what is dead is no loss
-            if user.start < end and start < user.end:
-                self.found.lost.append(
-                    Lost(user.ino, user.oid, user.first, user.last + 1, servers, reason)
-                )
+        for user in await self._load_users():  # dead chunks are no loss
+            if user.start < lost.end and lost.start < user.end:
+                of_file = lost._replace(ino=user.ino, oid=user.oid)
+                self.found.lost.append(of_file._replace(start=user.first, end=user.last + 1))
