@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=not config.getoption("--long"),
+        max_examples=100 if config.getoption("--all") or config.getoption("--long") else 40,
     )
     settings.load_profile("aifs")
     config.pluginmanager.register(tiers.Tiers(config))

@@ -9,6 +9,7 @@ import difflib
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 import yaml
@@ -281,7 +282,7 @@ def suggestion(word: str, valid: list[str], what: str) -> str:
 
 def known_keys() -> list[str]:
     """Every dotted key, in the order of the documentation."""
-    return list(_read_file(DEFAULTS_FILE, known=None))
+    return list(_defaults())
 
 
 def is_directory_source(source: str) -> bool:
@@ -296,7 +297,7 @@ def load(source: str, overrides: Mapping[str, str]) -> Config:
     ConfigError.
     """
     source = os.path.abspath(source)
-    defaults = _read_file(DEFAULTS_FILE, known=None)
+    defaults = _defaults()
     known = list(defaults)
     settings = {key: Setting(item.value, "default", item.base) for key, item in defaults.items()}
     if is_directory_source(source):
@@ -427,6 +428,12 @@ def _refuse_open_metrics(config: Config) -> None:
             f"{config.origins['metrics.listen']}: metrics.listen: {listen} can be reached from "
             "other machines, which needs metrics.secret; 127.0.0.1:PORT does not"
         )
+
+
+@cache
+def _defaults() -> Mapping[str, Setting]:
+    """Of all keys, in the order of the documentation. The file is read once."""
+    return _read_file(DEFAULTS_FILE, known=None)
 
 
 def _read_file(path: str, known: list[str] | None) -> dict[str, Setting]:

@@ -187,6 +187,7 @@ def _rank(run: Path, rank: int, timeout_s: float) -> None:
 
 
 @STRIDES
+@pytest.mark.sweep("victim")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_save_of_two_ranks(tmp_path: Path, victim: int, stride: int) -> None:
     """One is killed at each of its operations, is started anew, and both end with the checkpoint;

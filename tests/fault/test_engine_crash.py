@@ -550,6 +550,7 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     assert "No space" not in caplog.text
 
 
+@pytest.mark.sweep("remount")
 @pytest.mark.parametrize("remount", [False, True])
 def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypatch, remount):
     """LMDB's file does not shrink: its free pages are the room, though the disk stays full."""

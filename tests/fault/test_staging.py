@@ -158,6 +158,7 @@ async def test_a_cold_file_is_read_once_from_its_servers(
             assert await read_file(fs, ino) == data
 
 
+@pytest.mark.sweep
 async def test_many_cold_files_at_once_are_read_once(directory: Path) -> None:
     size, count = 4 << 20, 40
     data = [os.urandom(size) for _ in range(count)]

@@ -313,6 +313,7 @@ def test_a_fake_mount_checks_only(place: Place) -> None:
     assert place.mounts() == []
 
 
+@pytest.mark.sweep("number")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_unmount_cleanly(place: Place, number: int) -> None:
     place.mount()
@@ -374,6 +375,7 @@ def test_a_lazy_umount_does_not_wait(place: Place) -> None:
     assert (place.path / "file").read_text() == "kept"
 
 
+@pytest.mark.sweep
 def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> None:
     place.mount()
     os.setxattr(place.path, "user.aifs.tier", b"capacity")
@@ -436,6 +438,7 @@ def test_status_is_shown_as_a_table(place: Place) -> None:
         )
 
 
+@pytest.mark.sweep
 def test_a_server_is_added_while_mounted(place: Place) -> None:
     disk = place.directory / "disk"
     disk.mkdir()

@@ -125,6 +125,7 @@ def test_a_rank_that_had_committed_itself_begins_anew(left: Path) -> None:
     check_files(left / "new")
 
 
+@pytest.mark.sweep("when")
 @pytest.mark.parametrize("when", ["is_deserted", "_give_up_left_over", "_wait_until"])
 def test_who_comes_before_a_rank_that_had_committed_goes_on_with_it(
     left: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -242,6 +243,7 @@ def test_other_mounts(
         test(place)
 
 
+@pytest.mark.sweep("options")
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["bridge", "no-bridge"])
 def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
     mount_store: Callable[..., Mounted], options: tuple[str, ...]

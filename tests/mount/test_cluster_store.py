@@ -105,6 +105,7 @@ def test_a_store_is_made_in_a_database_and_two_hosts_join(
     assert sorted(os.listdir(mounts(alpha) / "renamed")) == ["file", "other"]
 
 
+@pytest.mark.sweep
 def test_a_store_in_a_database_is_not_overwritten_by_mistake(
     host: Host, mounts: Callable[[Path], Path], scratch: Path
 ) -> None:
@@ -249,6 +250,7 @@ def test_doctor_says_what_is_wrong_with_a_host_of_many(
     assert "refuses the secret" in str(checks(alpha)["database"]["why"])
 
 
+@pytest.mark.sweep
 def test_a_cluster_is_not_restored_nor_erased_behind_its_hosts(
     host: Host, mounts: Callable[[Path], Path], a_postgres: Postgres, scratch: Path
 ) -> None:
@@ -273,6 +275,7 @@ def test_a_cluster_is_not_restored_nor_erased_behind_its_hosts(
     assert (path / "kept").read_bytes() == bytes(range(256)) * 8192
 
 
+@pytest.mark.sweep
 def test_sessions_go_on_counting_where_a_store_is_made_anew(
     host: Host, mounts: Callable[[Path], Path], database: TestDatabase
 ) -> None:
@@ -291,6 +294,7 @@ def test_sessions_go_on_counting_where_a_store_is_made_anew(
     assert session() > last
 
 
+@pytest.mark.sweep
 def test_a_burst_directory_belongs_to_one_host(
     host: Host, mounts: Callable[[Path], Path], scratch: Path
 ) -> None:

@@ -247,6 +247,7 @@ def many_records(directory: Path) -> None:
         (directory / f"{part:02}.rec").write_bytes(b"".join(b"%08d" % row + noise for row in rows))
 
 
+@pytest.mark.sweep
 def test_a_reader_goes_on_after_the_daemon_was_killed_while_it_read_ahead(mounted: Mounted):
     """What it was bringing is as if it had never been begun; what it had brought is there."""
     options = {"format": "records", "record_bytes": 4096}
@@ -276,6 +277,7 @@ def test_a_reader_goes_on_after_the_daemon_was_killed_while_it_read_ahead(mounte
         assert sorted(reader) == list(range(ROWS))
 
 
+@pytest.mark.sweep
 def test_workers_say_what_they_read_and_others_go_on(mounted: Mounted):
     """Each worker for itself, in the order of the whole job."""
     pytest.importorskip("torch")

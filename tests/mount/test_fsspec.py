@@ -42,11 +42,11 @@ class TestCopy(abstract.AbstractCopyTests, Fixtures):
 
 
 class TestGet(abstract.AbstractGetTests, Fixtures):
-    pass
+    test_get_glob_edge_cases = pytest.mark.sweep(abstract.AbstractGetTests.test_get_glob_edge_cases)
 
 
 class TestPut(abstract.AbstractPutTests, Fixtures):
-    pass
+    test_put_glob_edge_cases = pytest.mark.sweep(abstract.AbstractPutTests.test_put_glob_edge_cases)
 
 
 class TestOpen(abstract.AbstractOpenTests, Fixtures):

@@ -253,6 +253,7 @@ def test_thrash_one_file(mounted: Mounted, unit: int, largest: int) -> None:
     _thrash(mounted, unit, largest, seed=unit, rounds=4, count=400)
 
 
+@pytest.mark.sweep
 def test_thrash_one_file_without_inline_bytes(mount_store: MountStore) -> None:
     _thrash(
         mount_store("layout.inline_limit=0", "layout.count=2"),
@@ -264,6 +265,7 @@ def test_thrash_one_file_without_inline_bytes(mount_store: MountStore) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
     """Neither closed nor synced: a write that has returned survives the daemon's death."""
     os.setxattr(mounted.path, "user.aifs.layout", b"unit=4KiB")

@@ -24,7 +24,7 @@ from tests.support.group_ranks import Rank
 from tests.support.hosts import Both, Cluster, Host, until
 from tests.support.mounts import TIMEOUT_S, aifs
 
-ROUNDS = 40
+ROUNDS = 14
 
 
 def run(*command: object, **others: object) -> str:

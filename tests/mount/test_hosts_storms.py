@@ -98,6 +98,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sweep("number")
 @pytest.mark.parametrize("number", [0, 1])
 def test_random_system_calls_while_the_other_host_looks(
     two: Cluster, both: Both, reference: Path, number: int
@@ -151,6 +152,7 @@ def storm(
     require_manifests(stormers, places)
 
 
+@pytest.mark.sweep
 def test_a_storm_in_one_directory(two: Cluster, both: Both) -> None:
     storm(two, list(both), 1, 40)
 

@@ -295,7 +295,7 @@ def _kill_again_and_again(store: Mounted, scratch: Path, rounds: int) -> None:
 
 
 def test_everything_acknowledged_survives_kills(store: Mounted, scratch: Path) -> None:
-    _kill_again_and_again(store, scratch, rounds=3)
+    _kill_again_and_again(store, scratch, rounds=2)
 
 
 @pytest.mark.long

@@ -159,6 +159,7 @@ def test_one_who_died_while_it_was_made_leaves_nothing(
     assert served.end(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.sweep
 def test_wrong_input_is_one_line_and_changes_nothing(
     serve: Callable[..., Served], place: Path
 ) -> None:

@@ -144,6 +144,7 @@ def own_system(tmp_path: Path) -> Iterator[System]:
         yield made
 
 
+@pytest.mark.sweep
 def test_the_namespace_does_not_keep_mounts_of_other_tests_alive(
     mounted: Mounted, own_system: System
 ) -> None:
@@ -188,6 +189,7 @@ def test_mount_8_passes_options_on_and_shows_our_error(system: System, form: str
     assert system.daemons() == []
 
 
+@pytest.mark.sweep
 def test_mount_8_remounts(system: System) -> None:
     system.run("mount", "-t", "aifs", system.source, system.path)
     system.run("mount", "-o", "remount,ro,noatime", system.path)
@@ -232,6 +234,7 @@ def test_umount_8_of_a_busy_mount_says_who_uses_it(system: System) -> None:
     assert system.mounts() == []
 
 
+@pytest.mark.sweep("what")
 @pytest.mark.parametrize("what", ["root", "directory", "file"])
 def test_umount_8_of_a_bind_mount_leaves_the_mount(system: System, what: str) -> None:
     system.run("mount", "-t", "aifs", system.source, system.path)

@@ -95,6 +95,10 @@ def reads(path: str) -> str:
 
 
 def test_an_acl_decides_who_may(alike: Alike) -> None:
+    def rights() -> list[Any]:
+        may_write = outcome(os.open, "file", os.O_WRONLY) != "EACCES"
+        return [outcome(reads, "file"), may_write, os.access("file", os.R_OK)]
+
     def scenario() -> Any:
         Path("file").write_text("content")
         os.chmod("file", 0o640)
@@ -102,11 +106,7 @@ def test_an_acl_decides_who_may(alike: Alike) -> None:
         for change in ("true", "chmod 600 file", "chmod 660 file", f"setfacl -x u:{USER} file"):
             said.append(shell(change))
             for uid in (USER, 1001, 1002, 1003):
-                said.append(in_process(lambda: outcome(reads, "file"), uid))
-                said.append(
-                    in_process(lambda: outcome(os.open, "file", os.O_WRONLY) != "EACCES", uid)
-                )
-                said.append(in_process(lambda: os.access("file", os.R_OK), uid))
+                said += in_process(rights, uid)
             said.append(acl_of("file"))
         said.append(shell("setfacl -b file"))
         return *said, acl_of("file"), os.listxattr("file")

@@ -63,6 +63,7 @@ def test_what_writes_by_a_mapping_or_allocates(team: Path) -> None:
         assert used(team) == (MIB, 2)
 
 
+@pytest.mark.sweep
 def test_four_writers(team: Path) -> None:
     """More than fits, in files and appended to one, at a time."""
     limit(team, "--size", "8MiB", "--files", "120")
@@ -189,6 +190,7 @@ def test_kill_and_count_on(mounted: Mounted) -> None:
     assert dd(team / "more", 8).returncode == 1
 
 
+@pytest.mark.sweep
 def test_both_hosts_of_a_cluster(both: Both) -> None:
     here, there = both
     limit(here, "--size", "4MiB", "--files", "10")

@@ -92,6 +92,7 @@ def test_opening_for_reading_shows_a_newer_atime_at_once(mounted: Mounted) -> No
     assert path.stat().st_atime_ns > 10**9 and path.stat().st_mtime_ns == 2 * 10**9
 
 
+@pytest.mark.sweep
 def test_a_directory_read_in_pieces_is_complete(on_mount: Path) -> None:
     names = {f"{number:04}-{'x' * (number % 200)}" for number in range(1500)}
     for name in names:

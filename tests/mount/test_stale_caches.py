@@ -7,9 +7,12 @@ import os
 import stat
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import Mounted
 
 
+@pytest.mark.sweep
 def test_a_listing_in_progress_brings_nothing_back(mounted: Mounted) -> None:
     directory = mounted.path / "d"
     directory.mkdir()

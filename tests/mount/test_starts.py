@@ -130,6 +130,7 @@ def test_files_of_the_burst_tier_are_judged_by_what_is_in_memory(
     assert [*shown(store)] == [f"/package/{name}" for name in ("__init__.py", "part.py", "table")]
 
 
+@pytest.mark.sweep
 def test_what_has_changed_since_is_left_out(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store(*SLOW)
     package = store.path / "package"
@@ -143,6 +144,7 @@ def test_what_has_changed_since_is_left_out(mount_store: Callable[..., Mounted])
     assert said.endswith(" of 1 file; changed since, or out of reach: 2\n")
 
 
+@pytest.mark.sweep
 def test_a_record_that_is_torn_is_ignored(mounted: Mounted) -> None:
     make_package(mounted.path / "package")
     start(mounted)
@@ -224,6 +226,7 @@ def test_the_command_is_as_if_it_ran_alone(mounted: Mounted, tmp_path: Path) -> 
         assert running.wait(TIMEOUT_S) == 9
 
 
+@pytest.mark.sweep
 def test_a_job_runs_where_nothing_can_be_recorded(mounted: Mounted, tmp_path: Path) -> None:
     """Elsewhere, under a wrong name, in a directory of somebody else, and when the mount dies."""
     for options, why in (

@@ -59,6 +59,7 @@ def test_save_rename_load(mounted: Mounted, state: dict) -> None:
         assert _same(torch.load(final / f"rank{rank}.pt"), state)
 
 
+@pytest.mark.sweep
 def test_load_by_mapping(mounted: Mounted, state: dict) -> None:
     os.setxattr(mounted.path, "user.aifs.layout", b"unit=64KiB")
     path = mounted.path / "state.pt"

@@ -180,6 +180,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.sweep("burst")
 @pytest.mark.parametrize("burst", [True, False], ids=["burst", "no burst"])
+@pytest.mark.sweep
 def test_writers_go_on_as_the_trash_gives_way(small: Path, tmp_path: Path, burst: bool) -> None:
     """Twice as much is written, and nearly all of it removed, as the data servers hold."""
     source = tmp_path / "store"

@@ -273,6 +273,7 @@ class GroupContract:
         with pytest.raises(GroupError, match="rank 0 has committed already"):
             group_putfile("more", b"", group)
 
+    @pytest.mark.sweep("victim")
     @pytest.mark.parametrize("phase", PHASES[1:-1])
     @pytest.mark.parametrize("victim", [0, 3])
     def test_a_rank_that_dies_is_named_at_once(self, place: Path, phase: str, victim: int) -> None:
@@ -328,6 +329,7 @@ class GroupContract:
         assert outcomes([*rest, *start([3], save, place, options)]) == ["saved"] * WORLD
         check_files(place / "final")
 
+    @pytest.mark.sweep("committed")
     @pytest.mark.parametrize("committed", [[], [0, 1], [1, 2, 3]])
     def test_a_job_that_was_killed_is_run_again(self, place: Path, committed: list[int]) -> None:
         """Whatever it has left: its ranks begin anew, in any order."""

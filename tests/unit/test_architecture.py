@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 PACKAGE = Path(__file__).resolve().parents[2] / "aifs"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -120,6 +120,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 # --- save -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep("method")
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
 @pytest.mark.parametrize("name", ["model.pt", "noext", "a.b.c"])
 @pytest.mark.parametrize("crc", [True, False])
@@ -208,6 +209,7 @@ def test_sizes_and_offsets_beyond_32_bits() -> None:
     assert length == ours.position == archive.length_of(image)
 
 
+@pytest.mark.sweep("method")
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
 @settings(max_examples=12, deadline=None)
 @given(
@@ -246,6 +248,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
+@pytest.mark.sweep("method")
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
 def test_a_full_device(small: Path, method: str) -> None:
     (small / "x.pt").write_text("old")
@@ -546,6 +549,7 @@ def test_safetensors_files_are_those_of_the_package(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_the_example_of_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).resolve().parents[2] / "scripts" / "examples" / "training.py"
     runpy.run_path(str(path))["main"](tmp_path)
