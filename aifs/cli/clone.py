@@ -28,15 +28,13 @@ def clone_command(source: str, new: str) -> None:
     clone(source, new)
 
 
-def clone(source: str, new: str, flags: int = 0) -> None:
-    """``flags``: see AIFS_IOC_CLONE. Raises MountError, OSError."""
-    import fcntl
+def clone(source: str, new: str, snapshot: bool = False) -> None:
+    """Raises MountError, OSError."""
     import os
 
     from aifs.cli.mounts import require_inside
+    from aifs.core import ioctl
     from aifs.core.errors import MountError
-    from aifs.core.ioctl import AIFS_IOC_CLONE as command
-    from aifs.core.refusals import explained
 
     status = require_inside(source, follow=False)
     parent, name = os.path.split(new.rstrip("/"))
@@ -46,11 +44,10 @@ def clone(source: str, new: str, flags: int = 0) -> None:
     above, own_name = os.path.split(source.rstrip("/"))
     if own_name in ("", ".", "..") or os.path.ismount(source):
         above, own_name = source, "."
-    names = os.fsencode(own_name), os.fsencode(name)
+    wanted = {"name": own_name, "parent": place.st_ino, "clone": name, "snapshot": snapshot}
     fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with explained(fd, command.name, new):
-            fcntl.ioctl(fd, command.request, command.argument.pack(flags, 0, place.st_ino, *names))
+        ioctl.call(fd, "clone", new, **wanted)
     except OSError as error:
         raise OSError(error.errno, error.strerror, new) from None
     finally:

@@ -8,33 +8,11 @@ from typing import Any
 
 import click
 
+from aifs.cli import hints
 from aifs.cli.arguments import PATH
 
-_MEANINGS = {
-    "layout": "how new bytes lie: kind=, unit=, count=, servers=, replicas=, ec=, compress=",
-    "tier": "where new bytes go: burst, capacity, pinned, or default (burst, evicted at need)",
-    "expected_size": "how large new files become: room is kept in the burst tier",
-    "publish": "where bytes must be before a rename shows them: burst, capacity",
-    "mirror": "1: another host keeps a copy of what is fsynced, until it is drained",
-    "keep": "which checkpoints in it remain: last=3,every=1000,age=7d,bytes=2TiB",
-    "shown": "when a publish or a rename has shown it as a whole: seconds since 1970",
-    "age": "what becomes of files below that nobody uses for so long: 30d:cold,compress=zstd:3",
-    "trash": "how long what is removed below is kept, to be restored: 7d, or off",
-    "quota": "how much may lie below, and does (aifs quota): size=1TiB,files=1M",
-    "pending": "a checkpoint that is being saved, by whom: ranks=8,step=100",
-    "group": "files that are written together: name=step,ranks=8",
-    "state": "where the bytes are: dirty, draining, clean, cached",
-    "sharing": "bytes that nobody else has, and others; of a directory: aifs info --tree",
-    "drain": "what is not on the data servers; set it to '' to drain that first",
-    "start": "which start of a job is recorded in it, and how it goes: record=RUN, stop",
-    "order": "epochs of the dataset in it that are read, and what is there ahead of the readers",
-    "refused": "the last request here that you were refused, and why",
-}
-"""The hints that say something of a file or directory, and not of the mount. What is set once
-(stage, evict, commit, remove, publish-as) has commands of its own."""
-
-_WALKED = "sharing"
-"""What takes a walk through all files below a directory, and is no hint."""
+_ELSEWHERE = ("info", "why", "hints", "places.N")
+"""``aifs info`` and ``aifs why`` show them; all the others are in this table, or for the client."""
 
 
 @click.command(
@@ -53,14 +31,16 @@ def hints_command(path: str, as_json: bool) -> None:
     from aifs.cli.output import print_json, print_table
 
     require_inside(path)
-    values = {
-        name: None if name == _WALKED and os.path.isdir(path) else _value(path, f"user.aifs.{name}")
-        for name in _MEANINGS
-    }
+    found = {}
+    for row in hints.read(path, hints.HINTS)["hints"]:
+        name = row["name"].partition("[")[0]
+        if row["get"] and row["where"] != "root" and name not in _ELSEWHERE:
+            is_walk = row["is_costly"] and os.path.isdir(path)
+            found[name] = None if is_walk else _value(path, f"user.aifs.{name}"), row["help"]
     if as_json:
-        print_json({name: value for name, value in values.items() if value is not None})
+        print_json({name: value for name, (value, _) in found.items() if value is not None})
         return
-    rows = [(f"user.aifs.{name}", _short(values[name]), _MEANINGS[name]) for name in _MEANINGS]
+    rows = [(f"user.aifs.{name}", _short(value), help) for name, (value, help) in found.items()]
     print_table(("hint", "value", "meaning"), rows)
 
 

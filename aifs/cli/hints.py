@@ -16,6 +16,7 @@ DRAIN = "user.aifs.drain"
 EVICT = "user.aifs.evict"
 FENCE = "user.aifs.fence"
 GROUP = "user.aifs.group"
+HINTS = "user.aifs.hints"
 HOSTS = "user.aifs.hosts"
 LAYOUT = "user.aifs.layout"
 NONE = "user.aifs"  # which nothing has

@@ -1,7 +1,6 @@
 """``aifs rm``: remove files, and whole trees at one stroke."""
 
 import errno
-import fcntl
 import os
 import stat
 from contextlib import suppress
@@ -85,14 +84,12 @@ def remove_tree(parent: str, name: str) -> None:
     """By ioctl, which needs no right to change attributes of the parent; by extended attribute
     where there is none.
     """
-    from aifs.core.ioctl import AIFS_IOC_REMOVE_TREE as command
-    from aifs.core.refusals import explained
+    from aifs.core import ioctl
 
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with explained(fd, command.name, parent):
-                fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, os.fsencode(name)))
+            ioctl.call(fd, "remove", parent, name=name)
         finally:
             os.close(fd)
     except OSError as error:

@@ -54,7 +54,6 @@ def make_command(directory: str, name: str) -> None:
     """Make the snapshot NAME of the directory DIR."""
     from aifs.cli.clone import clone
     from aifs.cli.mounts import require_inside
-    from aifs.core.ioctl import SNAPSHOT
 
     if "/" in name or name in ("", ".", ".."):
         raise click.UsageError(f"{name!r} is not the name of a snapshot")
@@ -62,7 +61,7 @@ def make_command(directory: str, name: str) -> None:
     place = os.path.join(directory, DIRECTORY)
     with suppress(FileExistsError):
         os.mkdir(place)
-    clone(directory, os.path.join(place, name), SNAPSHOT)
+    clone(directory, os.path.join(place, name), snapshot=True)
 
 
 @snapshot_group.command("ls", epilog=EPILOG)

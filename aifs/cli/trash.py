@@ -1,18 +1,16 @@
 """``aifs trash``: what was removed and is kept, to have it back, or to be rid of it."""
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from aifs.cli import hints
 from aifs.cli.arguments import PATH
 
-if TYPE_CHECKING:
-    from aifs.core.ioctl import Command
+_EMPTIED_AT_ONCE = 256
 
 
 @click.group("trash", short_help="List, restore and empty what was removed and is kept.")
@@ -108,17 +106,13 @@ def empty_command(paths: tuple[str, ...], number: int, as_json: bool) -> None:
     """Have what of yours was removed at PATH, or below, go for good; space comes back in the
     background."""
     from aifs.cli.output import print_json
-    from aifs.core.ioctl import AIFS_IOC_EMPTY_TRASH as command
-    from aifs.core.ioctl import EMPTIED_AT_ONCE
 
     emptied = 0
     for path in paths:
         found = [number] if number else [one["id"] for one in _entries(path)]
         place = _existing(path)[0]
-        for first in range(0, len(found), EMPTIED_AT_ONCE):
-            some = found[first : first + EMPTIED_AT_ONCE]
-            more = [0] * (EMPTIED_AT_ONCE - len(some))
-            _call(command, place, len(some), 0, *some, *more)
+        for first in range(0, len(found), _EMPTIED_AT_ONCE):
+            _call("trash.empty", place, ids=found[first : first + _EMPTIED_AT_ONCE])
         emptied += len(found)
     if as_json:
         print_json({"emptied": emptied})
@@ -128,7 +122,6 @@ def empty_command(paths: tuple[str, ...], number: int, as_json: bool) -> None:
 
 def _restore(path: str, to: str | None, number: int) -> str:
     """Where it is now."""
-    from aifs.core import ioctl
     from aifs.core.errors import MountError
 
     place, rest = _existing(path)
@@ -141,8 +134,9 @@ def _restore(path: str, to: str | None, number: int) -> str:
         if found.st_dev != os.stat(place).st_dev:
             raise MountError(f"{to}: does not lie in the mount of {path}; mv copies it there")
         parent = found.st_ino
-    wanted = (number, parent, os.fsencode(name), b"" if number else os.fsencode(rest))
-    ino, home, *_ = _call(ioctl.AIFS_IOC_RESTORE, place, *wanted, path=path)
+    wanted = {"id": number, "parent": parent, "name": name, "path": "" if number else rest}
+    restored = _call("restore", place, path, **wanted)
+    ino, home = restored["id"], restored["parent"]
     if to is not None:
         return to if name else os.path.join(to, _name_of(to, ino))
     above = os.path.dirname(path.rstrip("/")) or "."
@@ -158,18 +152,17 @@ def _name_of(directory: str, ino: int) -> str:
         return next((entry.name for entry in entries if entry.inode() == ino), f"inode {ino}")
 
 
-def _call(command: "Command", place: str, *values: Any, path: str = "") -> tuple[Any, ...]:
-    """What an ioctl on a directory says. Raises OSError, which says why the mount refuses it."""
+def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str, Any]:
+    """The answer of a call on the directory *place*. Raises OSError about *shown*, with the reason
+    of the mount.
+    """
+    from aifs.core import ioctl
     from aifs.core.errors import MountError
-    from aifs.core.refusals import explained
 
-    path = path or place
+    path = shown or place
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with explained(fd, command.name, path):
-            argument = bytearray(command.argument.pack(*values))
-            fcntl.ioctl(fd, command.request, argument)
-            return command.argument.unpack(argument)
+        return ioctl.call(fd, name, path, **fields)
     except OSError as error:
         if error.errno == errno.ENOTTY:
             raise MountError(f"{path}: the mount is without its bridge (aifs doctor)") from None

@@ -5,7 +5,6 @@ death before the time is over.
 """
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -25,9 +24,8 @@ from aifs.client.coordination import (
     name_missing,
 )
 from aifs.core import files, ioctl
-from aifs.core.refusals import explained
 
-_REASON_MAX, _FILE_MAX = 127, 256  # bytes
+_REASON_MAX = 127
 _SLICE_S = 0.5  # of waiting: a process that ends waits until its calls have been answered
 _NO_IOCTL = (errno.ENOTTY, errno.ENOSYS)
 _GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ENXIO)
@@ -63,29 +61,24 @@ class MountedGroup:
         _joined.add(self._key)
 
     def _asks_by_ioctl(self) -> bool:
-        command = ioctl.AIFS_IOC_VERSION
         try:
-            (version,) = self._call(command, 0)
+            version = self._call("version")["version"]
         except OSError as error:
             if error.errno not in _NO_IOCTL:
                 raise
             return False
         if version != ioctl.VERSION:
             raise GroupError(
-                f"{self._options}: mounted by another version of AIFS (its ioctls are {version}, "
+                f"{self._options}: mounted by another version of AIFS (its calls are {version}, "
                 f"not {ioctl.VERSION}); unmount, and mount anew"
             )
         return True
 
-    def _call(self, command: ioctl.Command, *fields: Any) -> tuple[Any, ...]:
+    def _call(self, call: str, **fields: Any) -> dict[str, Any]:
         """Raises OSError."""
-        argument = command.argument.pack(*fields)
         while True:
-            with (
-                suppress(InterruptedError),
-                explained(self._fd, command.name, self._options.directory),
-            ):
-                return command.argument.unpack(fcntl.ioctl(self._fd, command.request, argument))
+            with suppress(InterruptedError):
+                return ioctl.call(self._fd, call, self._options.directory, **fields)
 
     def _told(self, number: int = 0) -> dict[str, Any]:
         """What the daemon says of the directory's group, or of the one with this id; {} if there is
@@ -114,7 +107,7 @@ class MountedGroup:
                 if self.is_deserted(found) and self._give_up_left_over(self._told(found)):
                     continue
                 if self._has_ioctl:
-                    self._call(ioctl.AIFS_IOC_GROUP_JOIN, self._options.rank, 0, found)
+                    self._call("group.join", rank=self._options.rank, id=found)
                 return found
             except OSError as error:
                 told = self._told()
@@ -139,22 +132,26 @@ class MountedGroup:
             text += f",job={options.job}" if options.job else ""
             attributes.put(options.directory, attributes.GROUP, text)
             return self._told()["id"]
-        flags = ioctl.GROUP_EXPLICIT | (ioctl.GROUP_SAME_SIZE if options.same_size else 0)
-        times = int(options.timeout_s * 1000), int(options.grace_s * 1000)
-        names = [os.fsencode(name) for name in (options.name, options.publish, options.job)]
-        fields = self._call(
-            ioctl.AIFS_IOC_GROUP_CREATE, options.world, flags, options.chunk, *times, 0, *names
+        answer = self._call(
+            "group",
+            name=options.name,
+            ranks=options.world,
+            chunk=options.chunk,
+            explicit=True,
+            timeout_ms=int(options.timeout_s * 1000),
+            grace_ms=int(options.grace_s * 1000),
+            publish=options.publish,
+            same_size=options.same_size,
+            job=options.job,
         )
-        return fields[5]
+        return answer["id"]
 
     def is_deserted(self, number: int) -> bool:
         """Whether ranks have committed and none that has joined lives; True where nobody knows."""
         if not self._has_ioctl:
             return True
-        query = ioctl.AIFS_IOC_GROUP_QUERY
-        empty = query.argument.unpack(bytes(query.argument.size))
-        _, _, _, joined, committed, *_ = self._call(query, number, *empty[1:])
-        return committed > 0 and joined == 0
+        state = self._call("group.state", id=number)
+        return state["committed"] > 0 and state["joined"] == 0
 
     def _give_up_left_over(self, told: dict[str, Any]) -> bool:
         """Whether the group is to be looked for once more: ranks had committed to it, and nobody of
@@ -207,8 +204,7 @@ class MountedGroup:
     def commit(self, file: str, size: int) -> None:
         try:
             if self._has_ioctl:
-                name = os.fsencode(file) if len(os.fsencode(file)) < _FILE_MAX else b""
-                self._call(ioctl.AIFS_IOC_GROUP_COMMIT, self._options.rank, 0, self._id, name)
+                self._call("group.commit", rank=self._options.rank, id=self._id, file=file)
             else:
                 text = f"{self._options.rank} {file}".rstrip()
                 attributes.put(self._options.directory, attributes.GROUP_COMMIT, text)
@@ -238,8 +234,7 @@ class MountedGroup:
 
     def _cancel(self, number: int, reason: str) -> None:
         if self._has_ioctl:
-            text = os.fsencode(reason)[:_REASON_MAX].decode(errors="ignore").encode()
-            self._call(ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, number, text)
+            self._call("group.cancel", id=number, reason=reason[:_REASON_MAX].replace("\0", " "))
         elif self._told().get("id") == number:
             attributes.remove(self._options.directory, attributes.GROUP)
 
@@ -259,13 +254,7 @@ class MountedGroup:
     def _wait_by_ioctl(self) -> None:
         while True:
             try:
-                self._call(
-                    ioctl.AIFS_IOC_GROUP_WAIT,
-                    ioctl.GROUP_WAIT_DURABLE,
-                    0,
-                    self._id,
-                    int(_SLICE_S * 1000),
-                )
+                self._call("group.wait", id=self._id, timeout_ms=int(_SLICE_S * 1000))
                 return
             except OSError as error:
                 if error.errno != errno.ETIMEDOUT:

@@ -8,8 +8,7 @@ import os
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pyfuse3
 import trio
@@ -17,7 +16,6 @@ import trio
 from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
-from aifs.core.ioctl import Command
 from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
 from aifs.files.types import WRITABLE, Caller
@@ -25,11 +23,8 @@ from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.keys import entry_numbers
-from aifs.meta.publishing import Publication
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, SNAPSHOT, TRASHED
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_text import Wanted, make_options
-from aifs.vfs.trash_requests import Restoring
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 (
@@ -104,11 +99,8 @@ _COPIED_MAX = (
 
 
 _MAY_BE_AT_ONCE = {SETLK: "setlk", SETLKW: "setlkw", FLUSH: "flush"}
-_ASKING = (ioctl.AIFS_IOC_GROUP_WAIT, ioctl.AIFS_IOC_GROUP_QUERY)
-"""They refuse nothing: an error tells what has become of the group."""
-
 _MAY_BE_INTERRUPTED = frozenset((FALLOCATE, SETLKW, FLUSH))
-"""A signal ends these, and our ioctls, with EINTR, also where a handler is installed with
+"""A signal ends these, and our ioctl, with EINTR, also where a handler is installed with
 SA_RESTART, because the kernel takes no ERESTARTSYS of us. A program that has been killed waits for
 the others.
 
@@ -136,13 +128,8 @@ Handler = Callable[[int, bytes, Caller], Awaitable[bytes]]
 def _may_be_interrupted(opcode: int, body: bytes) -> bool:
     if opcode == IOCTL:
         _, _, request, *_ = _IOCTL.unpack_from(body)
-        return request in ioctl.COMMANDS
+        return request in ioctl.REQUESTS
     return opcode in _MAY_BE_INTERRUPTED
-
-
-def _refuse_unknown(flags: int) -> None:
-    if flags:
-        raise Invalid("unknown flags")
 
 
 Reply = Callable[[int, int, bytes], None]
@@ -179,22 +166,6 @@ class HandedOver:
             SETLKW: self.setlkw,
             FLUSH: self.flush,
             RELEASE: self.release,
-        }
-        self._ioctls = {
-            ioctl.AIFS_IOC_DRAIN: self._wait_drained,
-            ioctl.AIFS_IOC_REMOVE_TREE: self._remove_tree,
-            ioctl.AIFS_IOC_PUBLISH: self._publish,
-            ioctl.AIFS_IOC_COMMIT: self._commit,
-            ioctl.AIFS_IOC_GROUP_CREATE: self._begin_group,
-            ioctl.AIFS_IOC_GROUP_JOIN: self._join_group,
-            ioctl.AIFS_IOC_GROUP_COMMIT: self._commit_group,
-            ioctl.AIFS_IOC_GROUP_WAIT: self._wait_group,
-            ioctl.AIFS_IOC_GROUP_CANCEL: self._cancel_group,
-            ioctl.AIFS_IOC_GROUP_QUERY: self._query_group,
-            ioctl.AIFS_IOC_ORDER: self._order,
-            ioctl.AIFS_IOC_CLONE: self._clone,
-            ioctl.AIFS_IOC_RESTORE: self._restore,
-            ioctl.AIFS_IOC_EMPTY_TRASH: self._empty_trash,
         }
 
     def serve_in(self, nursery: trio.Nursery) -> None:
@@ -266,15 +237,13 @@ class HandedOver:
         _, _, request, _, in_size, out_size = _IOCTL.unpack_from(body)
         if request in (_GETFLAGS, _SETFLAGS, _FSGETXATTR, _FSSETXATTR):
             return _IOCTL_REPLY.pack(0, 0, 0, 0) + await self._flags(nodeid, request, body)
-        command = ioctl.COMMANDS.get(request)
-        if command is None:
+        if request not in ioctl.REQUESTS:
             raise NoSuchIoctl()
-        if command is ioctl.AIFS_IOC_VERSION:
-            data = command.argument.pack(ioctl.VERSION)
-        else:
-            argument = command.unpack(body[_IOCTL.size :][:in_size])
-            with self._noted(command, nodeid, caller):
-                data = await self._ioctls[command](nodeid, argument, caller)
+        argument = ioctl.unpack(body[_IOCTL.size :][:in_size])
+        if argument.version != ioctl.VERSION and argument.name != "version":
+            raise Invalid(f"version {argument.version}, but the daemon has {ioctl.VERSION}")
+        answer = await self._fs.call(nodeid, argument.name, argument.text, caller)
+        data = ioctl.pack(argument.name, answer)
         if len(data) > out_size:
             raise Invalid("no room for the result")
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
@@ -301,133 +270,6 @@ class HandedOver:
             flags = sum(flag for flag, xflag in _XFLAGS.items() if wanted & xflag)
         await self._fs.set_flags(ino, flags, project)
         return b""
-
-    def _noted(self, command: Command, ino: int, caller: Caller) -> AbstractContextManager[None]:
-        if command in _ASKING:
-            return nullcontext()
-        return self._fs.refusals.noted(ino, caller, command.name)
-
-    async def _wait_drained(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, reserved, timeout_ms = argument
-        _refuse_unknown(flags | reserved)
-        await self._fs.wait_drained(ino, timeout_ms / 1000 if timeout_ms else None, caller)
-        return b""
-
-    async def _order(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, reserved, order = argument
-        _refuse_unknown(flags | reserved)
-        await self._fs.order(ino, ioctl.text(order), caller)
-        return b""
-
-    async def _remove_tree(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, reserved, name = argument
-        _refuse_unknown(flags | reserved)
-        await self._fs.remove_tree(ino, ioctl.text(name), caller)
-        return b""
-
-    async def _restore(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        number, parent, name, path = argument
-        wanted = Restoring(ino, ioctl.text(path), number, parent, ioctl.text(name))
-        inode = await self._fs.restore(wanted, caller)
-        return ioctl.AIFS_IOC_RESTORE.argument.pack(inode.ino, inode.parent, name, path)
-
-    async def _empty_trash(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        count, flags, *inos = argument
-        _refuse_unknown(flags)
-        if count > len(inos):
-            raise Invalid("there are fewer ids")
-        await self._fs.empty_trash(inos[:count], caller)
-        return b""
-
-    async def _publish(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, length, parent, final, latest, tracker, content, manifest = argument
-        _refuse_unknown(flags & ~(ioctl.REPLACE | ioctl.EXCLUSIVE))
-        if length > len(content):
-            raise Invalid("the content is longer than its field")
-        what = Publication(
-            ino,
-            parent,
-            ioctl.text(final),
-            bool(flags & ioctl.REPLACE),
-            bool(flags & ioctl.EXCLUSIVE),
-            ioctl.text(latest),
-            ioctl.text(tracker),
-            content[:length],
-            ioctl.text(manifest),
-        )
-        await self._fs.publish(what, caller)
-        return b""
-
-    async def _clone(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, reserved, parent, name, clone = argument
-        _refuse_unknown(flags & ~ioctl.SNAPSHOT | reserved)
-        names = ioctl.text(name), parent, ioctl.text(clone)
-        await self._fs.clone(ino, *names, caller, bool(flags & ioctl.SNAPSHOT))
-        return b""
-
-    async def _commit(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        rank, flags, listing = argument
-        _refuse_unknown(flags & ~ioctl.AGAIN)
-        await self._fs.commit(ino, rank, ioctl.text(listing), bool(flags & ioctl.AGAIN), caller)
-        return b""
-
-    async def _begin_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        ranks, flags, chunk, timeout_ms, grace_ms, _, name, publish, job = argument
-        explicit, pending = flags & ioctl.GROUP_EXPLICIT, flags & ioctl.GROUP_PENDING
-        anew, same_size = flags & ioctl.GROUP_ANEW, flags & ioctl.GROUP_SAME_SIZE
-        _refuse_unknown(flags & ~(explicit | pending | anew | same_size))
-        if (pending and not explicit) or (anew and not pending):
-            raise Invalid(
-                "AIFS_GROUP_PENDING needs AIFS_GROUP_EXPLICIT, AIFS_GROUP_ANEW needs both"
-            )
-        options = make_options(
-            ioctl.text(name),
-            ranks,
-            chunk,
-            bool(explicit),
-            timeout_ms,
-            grace_ms,
-            ioctl.text(publish),
-            bool(same_size),
-            ioctl.text(job),
-        )
-        mark = (None, options.job) if pending else None
-        number = await self._fs.begin_group(ino, Wanted(options, mark, bool(anew)), caller)
-        return ioctl.AIFS_IOC_GROUP_CREATE.argument.pack(*argument[:5], number, name, publish, job)
-
-    async def _join_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        rank, flags, number = argument
-        _refuse_unknown(flags)
-        await self._fs.join_group(ino, number, rank, caller)
-        return b""
-
-    async def _commit_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        rank, flags, number, file = argument
-        _refuse_unknown(flags)
-        await self._fs.commit_group(ino, number, rank, caller, ioctl.text(file))
-        return b""
-
-    async def _wait_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        what, flags, number, timeout_ms = argument
-        _refuse_unknown(flags)
-        if what not in (ioctl.GROUP_WAIT_BUFFERED, ioctl.GROUP_WAIT_DURABLE):
-            raise Invalid(f"there is nothing called {what} to wait for")
-        timeout_s = timeout_ms / 1000 if timeout_ms else None
-        await self._fs.wait_group(ino, number, what == ioctl.GROUP_WAIT_DURABLE, timeout_s)
-        return b""
-
-    async def _cancel_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        flags, reserved, number, reason = argument
-        _refuse_unknown(flags | reserved)
-        await self._fs.cancel_group(
-            ino, number, ioctl.text(reason).decode(errors="replace"), caller
-        )
-        return b""
-
-    async def _query_group(self, ino: int, argument: tuple[Any, ...], caller: Caller) -> bytes:
-        return ioctl.AIFS_IOC_GROUP_QUERY.argument.pack(
-            *await self._fs.query_group(ino, argument[0])
-        )
 
     @answers
     async def fallocate(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -34,7 +34,7 @@ from aifs.fuse.bridge import HANDLE_BITS, PREFERRED_IO
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
-from aifs.vfs import operation_log, why
+from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.operation_log import Request
 from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
@@ -117,7 +117,7 @@ def asked(operation: str, parameters: Sequence[str] | None, *args: Any) -> Reque
     uid, pid = caller.uid, caller.pid
     if "parent" in arguments:
         return Request(operation, ino, name, b"", uid, pid)
-    if name.startswith((operation_log.ATTRIBUTE, why.ATTRIBUTE)):
+    if name.startswith((b"user.aifs.trace", b"user.aifs.why")):
         return None
     return Request(operation, ino, b"", name, uid, pid)
 

@@ -27,6 +27,7 @@ from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.files.lock_homes import LockHosts
+from aifs.files.rights import sees_all
 from aifs.files.types import Caller
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
@@ -39,7 +40,6 @@ from aifs.store.right import StoreRight
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem
-from aifs.vfs.rights import sees_all
 from aifs.vfs.why import watch_slow
 from aifs.watch.server import WatchServer
 

@@ -27,6 +27,8 @@ from aifs.core.errors import FsError, Invalid, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
@@ -111,6 +113,19 @@ class Aging:
     async def rule_of(self, ino: int) -> str:
         """The rule of the directory itself, '' if it has none."""
         return (await self._engine.view(_get_rule, ino)).decode()
+
+    HINTS = (
+        Hint(
+            "age",
+            DIRECTORY,
+            "what becomes of files below that nobody uses for so long: 30d:cold,compress=zstd:3",
+            rights.reader,
+            rights.owner,
+            get=lambda aging, ask: aging.rule_of(ask.ino),
+            set=lambda aging, ask: aging.set_rule(ask.ino, ask.text),
+            remove="",
+        ),
+    )
 
     # --- in the background ---
 

@@ -5,6 +5,8 @@ knows it: a removal costs nothing where there is no trash.
 from aifs.core.errors import Invalid
 from aifs.core.units import format_duration, parse_duration
 from aifs.core.upkeep import Upkeep, Work
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.types import CallerLike
 from aifs.meta import namespace, trash
 from aifs.meta.keys import ROOT_INO
@@ -59,6 +61,19 @@ class TrashRules:
         if period_ns is None:
             return ""
         return format_duration(period_ns / 1e9) if period_ns else OFF
+
+    HINTS = (
+        Hint(
+            "trash",
+            DIRECTORY,
+            "how long what is removed below is kept, to be restored: 7d, or off",
+            rights.reader,
+            rights.owner,
+            get=lambda rules, ask: rules.text_of(ask.ino),
+            set=lambda rules, ask: rules.set(ask.ino, ask.text),
+            remove="",
+        ),
+    )
 
     @property
     def are_some(self) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from aifs.core.names import NAME_MAX
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.servers import Servers
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
 from aifs.files.quotas import Quotas
 from aifs.files.types import BLOCK_SIZE, CallerLike, SetAttr, StatFs
@@ -70,6 +72,22 @@ class Attributes:
                 await self._io.table.told.settled(ino)
             return self._io.inodes.attributes(file)
         return self._io.inodes.current(await self._engine.view(namespace.get_inode, ino))
+
+    HINTS = (
+        Hint(
+            "shown",
+            DIRECTORY,
+            "when a publish or a rename has shown it as a whole: seconds since 1970",
+            rights.reader,
+            get=lambda attributes, ask: attributes.shown(ask.ino),
+        ),
+    )
+
+    async def shown(self, ino: int) -> str:
+        """When a directory was shown as a whole, in seconds since the epoch; ''."""
+        shown_ns = (await self.getattr(ino)).shown_ns
+        seconds, rest = divmod(shown_ns, 10**9)
+        return f"{seconds}.{rest:09}" if shown_ns else ""
 
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None

@@ -1,9 +1,8 @@
-"""What programs ask of the burst tier by hints: where the bytes of a file or a tree are, and to
-drain, stage, evict.
+"""Hints of the burst tier: where the bytes of a file or a tree are, and to drain, stage, evict.
 
-Setting a hint returns at once, because the kernel holds the inode's lock meanwhile: nobody could
-write to the file, or look up a name in the directory. Whoever wants to know the end of it asks for
-``state`` or ``drain``.
+Setting a hint returns at once, because the kernel holds the inode's lock meanwhile: no program
+could write to the file, or look up a name in the directory. ``state`` and ``drain`` report how far
+it is, and the call ``drain`` waits.
 """
 
 import math
@@ -16,13 +15,16 @@ import trio
 
 from aifs.burst.remote import EVICT, Homes
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, Invalid, NoAttribute, NotSupported, TimedOut
+from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut
 from aifs.core.tasks import run_all
+from aifs.files import rights
+from aifs.files.asks import BOTH, FILE, Hint, HintCall, bare
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
+from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
@@ -104,10 +106,8 @@ class BurstHints:
         """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state;
         for a file also whether it has a burst copy, is open, pinned, being staged, and whether
         eviction found the copy needed (see Evictor). Files with several names below a directory
-        count once. Raises NoAttribute."""
+        count once."""
         inode = await self._attributes.getattr(ino)
-        if not inode.is_dir and not inode.is_file:
-            raise NoAttribute()
         files, sizes, since_ns = Counter[str](), Counter[str](), 0
         async for place in self._files_below(inode):
             name = state_of(place.inode, self._io.table.open.get(place.inode.ino))
@@ -133,10 +133,8 @@ class BurstHints:
         """How many bytes of a file, or of all files below a directory, nobody else has:
         ``unique_bytes`` would come back if it were removed, ``shared_bytes`` would not, as clones
         elsewhere have them. What several files of a tree share counts once. Of a directory also
-        ``files``, and their ``bytes`` as ls(1) adds them up. Raises NoAttribute."""
+        ``files``, and their ``bytes`` as ls(1) adds them up."""
         inode = await self._attributes.getattr(ino)
-        if not inode.is_dir and not inode.is_file:
-            raise NoAttribute()
         files = size = unique = shared = 0
         elsewhere: dict[int, int] = {}  # oid -> how many of those who share it we have not met
         async for place in self._files_below(inode):
@@ -209,7 +207,7 @@ class BurstHints:
         home, writers = self._homes.of(inode.copy.server), 0 if file is None else file.writers
         return Undrained(inode.ino, since_ns, inode.size, writers, home)
 
-    async def progress(self, ino: int) -> dict[str, Any]:
+    async def progress(self, ino: int, caller: CallerLike) -> dict[str, Any]:
         """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
         drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
         request need not be waited for. ``error``: why draining has to wait, anywhere in the store,
@@ -218,7 +216,7 @@ class BurstHints:
         elsewhere = Counter[int]()
         for file in undrained:
             elsewhere[file.home] += file.size if file.home else 0
-        return {
+        told = {
             "hosts": {await self._homes.name_of(it): elsewhere[it] for it in elsewhere if it},
             "files": len(undrained),
             "bytes": sum(file.size for file in undrained),
@@ -226,6 +224,7 @@ class BurstHints:
             "oldest_since_ns": min((file.since_ns for file in undrained), default=None),
             "error": self._drain.obstacle,
         }
+        return rights.without_reason(told, caller)
 
     async def request_drain(self, ino: int) -> dict[int, list[int]]:
         """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers by the
@@ -252,7 +251,7 @@ class BurstHints:
         found = await self.request_drain(ino)
         await run_all(*(partial(wait, host, inos) for host, inos in found.items()))
 
-    async def wait_drained(self, ino: int, timeout_s: float | None) -> None:
+    async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
         """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
         returns. Raises TimedOut.
 
@@ -313,6 +312,56 @@ class BurstHints:
         if not inode.is_file:
             raise Invalid("only regular files can be moved between the tiers")
         return inode
+
+    HINTS = (
+        Hint(
+            "state",
+            BOTH,
+            "where the bytes are: dirty, draining, clean, cached",
+            rights.reader,
+            get=lambda burst, ask: burst.state(ask.ino),
+        ),
+        Hint(
+            "sharing",
+            BOTH,
+            "bytes that nobody else has, and others; of a directory: aifs info --tree",
+            rights.reader,
+            get=lambda burst, ask: burst.sharing(ask.ino),
+            is_costly=True,
+        ),
+        Hint(
+            "drain",
+            BOTH,
+            "what is not on the data servers; set it to '' to drain that first",
+            rights.reader,
+            rights.writer,
+            get=lambda burst, ask: burst.progress(ask.ino, ask.caller),
+            set=bare(lambda burst, ask: burst.request_drain(ask.ino)),
+            call=HintCall(
+                rights.writer,
+                lambda burst, ask: burst.wait_drained(ask.ino, ask.timeout_s()),
+                {"timeout_ms": int},
+                "Returns when the bytes of the file, or of all files below the directory, that "
+                "have been acknowledged are on the capacity tier. timeout_ms 0: none. ETIMEDOUT.",
+                where=BOTH,
+                changes=False,
+            ),
+        ),
+        Hint(
+            "stage",
+            FILE,
+            "set it to '' to bring the file into the burst tier",
+            change=rights.owner,
+            set=bare(lambda burst, ask: burst.stage(ask.ino)),
+        ),
+        Hint(
+            "evict",
+            FILE,
+            "set it to '' to give up the copy in the burst tier",
+            change=rights.owner,
+            set=bare(lambda burst, ask: burst.evict(ask.ino)),
+        ),
+    )
 
 
 def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:

@@ -1,4 +1,4 @@
-"""Clones of files and trees: what programs ask for by AIFS_IOC_CLONE. How records are copied, and
+"""Clones of files and trees: the call ``clone`` of the ioctl. How records are copied, and
 bytes shared, is meta/clones.py's business.
 
 The bytes of a file are as of one moment, which lies between the call and its return; those of the
@@ -22,7 +22,8 @@ from aifs.core.errors import (
     NotFound,
     Stale,
 )
-from aifs.files import permissions, ranges
+from aifs.files import permissions, ranges, rights
+from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
@@ -120,6 +121,32 @@ class Clones:
         await self._kernel.look_up_anew([(parent, new_name)])
         await self._engine.barrier()
         await self._engine.shown()
+
+    HINTS = (
+        Hint(
+            "clone",
+            DIRECTORY,
+            "makes a clone of a file or a tree",
+            call=HintCall(
+                rights.anybody,  # except for files below that the caller may not read
+                lambda clones, ask: clones.clone(
+                    ask.ino,
+                    ask.path("name"),
+                    ask.fields.get("parent", ask.ino),
+                    ask.path("clone"),
+                    ask.caller,
+                    ask.fields.get("snapshot", False),
+                ),
+                {"name": str, "parent": int, "clone": str, "snapshot": bool},
+                "Makes a clone of what has the name in it (. is the directory itself), with all "
+                "that lies below, under the name clone in the directory parent, by inode number. "
+                "It appears when it is complete, and is durable on return; no bytes are copied "
+                "except of files that are open for writing. snapshot, of a directory: it stays as "
+                "it is, and can only be removed as a whole. EACCES: not all may be read, or no "
+                "name made there; EEXIST; EBUSY: a single file is open for writing.",
+            ),
+        ),
+    )
 
     async def _clone_file(
         self,

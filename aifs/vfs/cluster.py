@@ -1,8 +1,4 @@
-"""What a mount tells of the hosts of its store, and orders concerning them.
-
-user.aifs.hosts   root: JSON, the hosts that have the store mounted
-user.aifs.fence   root, set: the name of a host, whose session ends
-"""
+"""The hosts of the store: their states, and the order that ends a session."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, NotSupported
 from aifs.core.tasks import run_all
+from aifs.files import rights
+from aifs.files.asks import ROOT, Hint
 from aifs.meta import delegations
 from aifs.meta.kv import Engine
 from aifs.peers.transport import Answer, Body, Peer
@@ -109,6 +107,23 @@ class Cluster:
         hosts = self._require()
         own = next((one.name for one in hosts.members if one.session == hosts.session), "another")
         await hosts.fence(name, f"fenced by order, on host {own}")
+
+    HINTS = (
+        Hint(
+            "hosts",
+            ROOT,
+            "the hosts that have the store mounted",
+            rights.reader,
+            get=lambda cluster, ask: cluster.tell(),
+        ),
+        Hint(
+            "fence",
+            ROOT,
+            "the name of a host, whose session ends",
+            change=rights.root,
+            set=lambda cluster, ask: cluster.fence(ask.text),
+        ),
+    )
 
     def _require(self) -> "Hosts":
         if self._hosts is None:

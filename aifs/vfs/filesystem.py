@@ -67,7 +67,6 @@ from aifs.vfs.groups.parts import Parts
 from aifs.vfs.groups.protocol import Groups
 from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.hints import Hints
-from aifs.vfs.ioctls import Ioctls
 from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
@@ -82,11 +81,13 @@ from aifs.vfs.recovery import Recovered
 from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
 from aifs.vfs.serve_options import ServeOptions
+from aifs.vfs.server_hints import ServerOrders
 from aifs.vfs.settings import Settings, set_log_level
 from aifs.vfs.starts.recording import StartRecordings
 from aifs.vfs.starts.starts import Starts
 from aifs.vfs.trash_requests import TrashRequests
 from aifs.vfs.virtual.files import VirtualFiles
+from aifs.vfs.why import Why
 from aifs.vfs.xattrs import ExtendedAttributes
 
 _DEAD_WHILE_OPEN = 32
@@ -359,6 +360,7 @@ class Filesystem:
         self.status = MountStatus(
             store,
             io,
+            attributes,
             collector,
             kernel,
             options,
@@ -421,35 +423,36 @@ class Filesystem:
                 "log.level": set_log_level,
             },
         )
-        self.hints = Hints(
-            store,
-            io,
+        self.hints = hints = Hints(
+            engine,
             attributes,
-            names,
-            publishing,
-            policies,
-            burst_hints,
-            groups,
-            GroupHints(engine, table, groups, closing, refusals, attributes, options),
-            retention,
-            quota_trees,
-            aging,
-            rules,
-            trash_requests,
-            backup,
-            scrub,
-            server_admin,
-            starts,
-            epochs,
-            cluster,
-            self.status,
             refusals,
-            operation_log,
-            settings,
             options,
+            [
+                aging,
+                attributes,
+                burst_hints,
+                clones,
+                cluster,
+                epochs,
+                files,
+                GroupHints(engine, table, groups, closing, refusals, attributes, options),
+                names,
+                policies,
+                publishing,
+                quota_trees,
+                refusals,
+                retention,
+                rules,
+                ServerOrders(server_admin, scrub, backup, options),
+                settings,
+                starts,
+                self.status,
+                trash_requests,
+                Why(operation_log, engine),
+            ],
         )
-        xattrs = ExtendedAttributes(engine, io, attributes, self.hints)
-        ioctls = Ioctls(engine, burst_hints, table, groups, epochs, options)
+        xattrs = ExtendedAttributes(engine, io, attributes, hints)
 
         # The table of operations.
         self.lookup = names.lookup
@@ -493,15 +496,8 @@ class Filesystem:
         self.told_size = io.table.told.size
         self.sync = files.sync
         self.statfs = attributes.statfs
-        self.wait_drained = ioctls.wait_drained
-        self.begin_group = ioctls.begin_group
-        self.join_group = ioctls.join_group
-        self.commit = ioctls.commit
-        self.commit_group = ioctls.commit_group
-        self.wait_group = ioctls.wait_group
-        self.cancel_group = ioctls.cancel_group
-        self.query_group = ioctls.query_group
-        self.order = ioctls.order
+        self.call = hints.call
+        self.wait_drained = burst_hints.wait_drained
         self.restore = trash_requests.restore
         self.empty_trash = trash_requests.empty
 

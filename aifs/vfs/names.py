@@ -10,6 +10,8 @@ from aifs.burst.tier import BurstTier
 from aifs.core import clock
 from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
 from aifs.core.names import VIRTUAL
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
@@ -264,6 +266,24 @@ class Names:
         else:
             await self._kernel.forget_names([(parent, name)])
         await self._engine.shown()
+
+    HINTS = (
+        Hint(
+            "remove",
+            DIRECTORY,
+            "the name of a directory in it, to be removed with all that lies below",
+            change=rights.writer,  # and permissions.require_may_remove_tree
+            set=lambda names, ask: names.remove_tree(ask.ino, ask.value, ask.caller, locked=True),
+            call=HintCall(
+                rights.anybody,  # except for permissions.require_may_remove_tree
+                lambda names, ask: names.remove_tree(ask.ino, ask.path("name"), ask.caller),
+                {"name": str},
+                "Removes that directory in it with all that lies below. Returns at once; space "
+                "comes back in the background. ENOTDIR, ENOENT, EACCES, EPERM as rmdir(2); EPERM "
+                "also unless the caller owns the directory that is removed.",
+            ),
+        ),
+    )
 
     async def readlink(self, ino: int) -> bytes:
         inode = await self._engine.view(namespace.get_inode, ino)

@@ -12,15 +12,17 @@ import trio
 
 from aifs.burst.tier import BurstTier
 from aifs.core import clock
-from aifs.core.errors import NotFound, NotPermitted, NotSupported, Stale
-from aifs.files import ranges
+from aifs.core.errors import Invalid, NotFound, NotPermitted, NotSupported, Stale
+from aifs.files import ranges, rights
+from aifs.files.asks import ROOT as AT_ROOT
+from aifs.files.asks import Hint
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.quotas import Quotas
-from aifs.files.types import AHEAD, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
+from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
@@ -130,6 +132,23 @@ class OpenFiles:
             file.opening -= opening
             await self.give_up(file, written=writing)
             raise
+
+    def set_atime(self, text: str) -> None:
+        """Choose the rule by which opening a file is an access. Raises Invalid."""
+        if text not in ATIMES:
+            raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
+        self._options.atime = text
+        self._io.table.recall_all()
+
+    HINTS = (
+        Hint(
+            "atime",
+            AT_ROOT,
+            "noatime, relatime or strictatime: when opening for reading is an access",
+            change=rights.root,
+            set=lambda files, ask: files.set_atime(ask.text),
+        ),
+    )
 
     async def _hold(self, ino: int) -> None:
         """This host holds a file without names, which another one may have unlinked after the

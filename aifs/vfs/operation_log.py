@@ -19,8 +19,6 @@ from aifs.core.waiting import Activity, Request
 from aifs.meta import paths
 from aifs.meta.kv import Engine, ReadTransaction
 
-ATTRIBUTE = b"user.aifs.trace"
-
 _RECORDS = 1 << 16
 _KEPT_S = 5.0
 """How long after the last reader records are kept."""

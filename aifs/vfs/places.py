@@ -26,8 +26,6 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode
 
-ATTRIBUTE = b"user.aifs.places"
-
 NEXT = struct.Struct("<Q")
 FILE = struct.Struct("<QQqQQ")
 

@@ -2,13 +2,16 @@
 publishes. They are stored in the inode, and what is made in a directory inherits its.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aifs.burst.tier import BurstTier
 from aifs.core import clock
-from aifs.core.errors import Invalid, NoAttribute
+from aifs.core.errors import Invalid
 from aifs.core.units import format_size, parse_size
 from aifs.data.servers import Servers
+from aifs.files import rights
+from aifs.files.asks import BOTH, Hint
 from aifs.files.types import SIZE_MAX
 from aifs.layout.hint import (
     DEFAULT_POLICY,
@@ -25,48 +28,33 @@ from aifs.vfs.attributes import Attributes
 
 DEFAULT_TIER = "default"
 DEFAULT_PUBLISH = "burst"
-DEFAULT_MIRROR = "0"
 
-DEFAULTS = {
-    b"user.aifs.layout": "count=0",
-    b"user.aifs.tier": DEFAULT_TIER,
-    b"user.aifs.expected_size": "0",
-    b"user.aifs.publish": DEFAULT_PUBLISH,
-    b"user.aifs.mirror": DEFAULT_MIRROR,
-}
-"""What each of these hints is where nothing has been said."""
+
+def _policy(name: str, help: str, default: str, put: Callable[..., Awaitable[None]]) -> Hint:
+    """``default``: what the hint is where nothing has been said."""
+    return Hint(
+        name,
+        BOTH,
+        help,
+        rights.reader,
+        rights.owner,
+        get=lambda policies, ask: policies.get(ask.ino, name),
+        set=lambda policies, ask: put(policies, ask.ino, ask.text),
+        remove=default,
+    )
 
 
 class PolicyHints:
-    """The hints in DEFAULTS."""
+    """Layout, tier, expected size, publish and mirror."""
 
     def __init__(self, servers: Servers, tier: BurstTier, attributes: Attributes) -> None:
         self._servers = servers
         self._tier = tier
         self._attributes = attributes
-        self._setters = {
-            b"user.aifs.layout": self._set_layout,
-            b"user.aifs.tier": self._set_tier,
-            b"user.aifs.expected_size": self._set_expected_size,
-            b"user.aifs.publish": self._set_publish,
-            b"user.aifs.mirror": self._set_mirror,
-        }
 
-    async def get(self, ino: int, name: bytes) -> str:
-        """Raises NoAttribute where nothing has been said, or is known here."""
-        text = _text(await self._attributes.getattr(ino), name)
-        if not text:
-            raise NoAttribute()
-        return text
-
-    async def put(self, ino: int, name: bytes, text: str) -> None:
-        """Raises Invalid."""
-        await self._setters[name](ino, text)
-
-    async def remove(self, ino: int, name: bytes) -> None:
-        """Raises NoAttribute where nothing has been said."""
-        await self.get(ino, name)
-        await self.put(ino, name, DEFAULTS[name])
+    async def get(self, ino: int, name: str) -> str:
+        """'' where nothing has been said, or the inode has no such policy."""
+        return _text(await self._attributes.getattr(ino), name)
 
     async def _set_layout(self, ino: int, text: str) -> None:
         policy = parse_layout_hint(text)
@@ -119,20 +107,53 @@ class PolicyHints:
             raise Invalid(f"no file can have {text}; at most {format_size(SIZE_MAX)}")
         await self._attributes.change(ino, _change_policy_of_new, {"expected": size})
 
+    HINTS = (
+        _policy(
+            "layout",
+            "how new bytes lie: kind=, unit=, count=, servers=, replicas=, ec=, compress=",
+            "count=0",
+            _set_layout,
+        ),
+        _policy(
+            "tier",
+            "where new bytes go: burst, capacity, pinned, or default (burst, evicted at need)",
+            DEFAULT_TIER,
+            _set_tier,
+        ),
+        _policy(
+            "expected_size",
+            "how large new files become: room is kept in the burst tier",
+            "0",
+            _set_expected_size,
+        ),
+        _policy(
+            "publish",
+            "where bytes must be before a rename shows them: burst, capacity",
+            DEFAULT_PUBLISH,
+            _set_publish,
+        ),
+        _policy(
+            "mirror",
+            "1: another host keeps a copy of what is fsynced, until it is drained",
+            "0",
+            _set_mirror,
+        ),
+    )
 
-def _text(inode: Inode, name: bytes) -> str:
+
+def _text(inode: Inode, name: str) -> str:
     if not inode.is_dir and not inode.is_file:
         return ""
     policy = inode.policy or DEFAULT_POLICY
-    if name == b"user.aifs.tier":
+    if name == "tier":
         return policy.tier or DEFAULT_TIER
-    if name == b"user.aifs.expected_size" and policy.expected:
+    if name == "expected_size" and policy.expected:
         return format_size(policy.expected)
-    if name == b"user.aifs.mirror":
+    if name == "mirror":
         return str(policy.mirror)
-    if name == b"user.aifs.publish" and inode.is_dir:
+    if name == "publish" and inode.is_dir:
         return policy.publish or DEFAULT_PUBLISH
-    if name == b"user.aifs.layout":
+    if name == "layout":
         if inode.layout is not None:
             return format_layout_hint(policy_of(inode.layout))
         if policy._replace(tier="", expected=0, publish="", mirror=0) != DEFAULT_POLICY:

@@ -8,10 +8,12 @@ from typing import Any
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import AccessDenied, Invalid, NoAttribute
+from aifs.core.errors import AccessDenied, Invalid
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import parse_count, parse_size
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.files import rights
+from aifs.files.asks import BOTH, ROOT, Hint
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, may_find, require_may
 from aifs.files.quotas import QuotaRoom, Quotas
@@ -122,13 +124,11 @@ class QuotaTrees:
     # --- what is told ---
 
     async def tell(self, ino: int) -> dict[str, Any]:
-        """The innermost quota that counts a file or directory, and those that it lies in. Raises
-        NoAttribute if there is none."""
+        """The innermost quota that counts a file or directory, and those that it lies in; {} if
+        there is none."""
         inode = await self._attributes.getattr(ino)
         found = [_told(room) for room in await self._rooms.over(inode.project)]
-        if not found:
-            raise NoAttribute()
-        return {**found[0], "within": found[1:]}
+        return {**found[0], "within": found[1:]} if found else {}
 
     async def list_all(self, caller: CallerLike, after: int = 0) -> dict[str, Any]:
         """Up to PAGE quotas behind the project ``after``, with their paths: those of directories
@@ -141,6 +141,26 @@ class QuotaTrees:
             if path is not None:
                 told.append({"path": path, **_told(rooms[project])})
         return {"quotas": told, "next": projects[-1] if len(projects) == PAGE else 0}
+
+    HINTS = (
+        Hint(
+            "quota",
+            BOTH,
+            "how much may lie below, and does (aifs quota): size=1TiB,files=1M",
+            rights.reader,
+            rights.root,
+            get=lambda quotas, ask: quotas.tell(ask.ino),
+            set=lambda quotas, ask: quotas.set(ask.ino, ask.text),
+            remove=lambda quotas, ask: quotas.remove(ask.ino),
+        ),
+        Hint(
+            "quotas[.N]",
+            ROOT,
+            "the quotas of directories that the caller may read, behind project N",
+            rights.reader,
+            get=lambda quotas, ask: quotas.list_all(ask.caller, ask.number or 0),
+        ),
+    )
 
 
 def _parse(text: str) -> tuple[int | None, int | None]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from aifs.core.errors import Busy, FsError, Invalid
 from aifs.core.log import logger
+from aifs.files import rights
+from aifs.files.asks import ANY, Hint
 from aifs.files.types import CallerLike
 
 _log = logger(__name__)
@@ -69,6 +71,16 @@ class Refusals:
         is known.
         """
         return self._of.get(caller.uid, {}).get(ino)
+
+    HINTS = (
+        Hint(
+            "refused",
+            ANY,
+            "the last request here that you were refused, and why",
+            rights.anybody,
+            get=lambda refusals, ask: refusals.find(ask.ino, ask.caller),
+        ),
+    )
 
     def last(self, ino: int, since_s: float) -> str:
         """What was wrong with the last request about this inode that was, since then, whoever

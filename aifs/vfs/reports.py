@@ -11,10 +11,13 @@ from typing import Any
 
 from aifs.core import files
 from aifs.data.servers import Servers
+from aifs.files import asks, rights
+from aifs.files.asks import ANY, DIRECTORY, Hint
 from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.rights import without_paths, without_reason
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE, BURST_FIRST
@@ -29,9 +32,9 @@ from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.trash import Trash
-from aifs.vfs import burst_hints
+from aifs.vfs import burst_hints, places
+from aifs.vfs.attributes import Attributes
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.rights import sees_all
 from aifs.vfs.serve_options import ServeOptions
 
 _TYPES = {
@@ -44,7 +47,6 @@ _TYPES = {
     stat.S_IFCHR: "character device",
 }
 
-_REASONS = {"error", "last_error", "reason"}
 _PARTS_THAT_FAIL = ("drain", "backup", "aging")
 
 
@@ -159,36 +161,38 @@ def _container_layouts(tx: ReadTransaction, containers: Iterable[int]) -> dict[i
     return {number: record.layout for number, record in found.items() if record is not None}
 
 
-def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
-    """What a scrub or a rebuild says of itself; to others than root, files by their inodes
-    alone.
-    """
-    for entry in state.get("failed", ()):
-        without_reason(entry, caller)
-    if caller.uid != 0:
-        for entry in state.get("wrong", ()):
-            entry["paths"] = [f"inode {entry['inode']}"]
-        for entry in state.get("failed", ()):
-            entry["path"] = f"inode {entry['ino']}" if entry["ino"] else entry["path"]
-    return state
-
-
-def without_reason(part: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
-    """What is said of something that may fail; to users, not why it does: the words may name a file
-    on a server, which is anybody's."""
-    for key in _REASONS & part.keys():
-        if part[key] and not sees_all(caller):
-            part[key] = "root is told why"
-    return part
-
-
 class MountStatus:
-    """The state of the mount; ``aifs status`` shows it."""
+    """The state of the mount, which ``aifs status`` shows, and that of an inode."""
+
+    HINTS = (
+        Hint(
+            "status",
+            asks.ROOT,
+            "the state of the mount",
+            rights.reader,
+            get=lambda status, ask: status.tell(ask.caller),
+        ),
+        Hint(
+            "info",
+            ANY,
+            "the inode and where its parts lie (aifs info)",
+            rights.reader,
+            get=lambda status, ask: status.describe(ask.ino),
+        ),
+        Hint(
+            "places.N",
+            DIRECTORY,
+            "binary: sizes, times and places in containers of its files, from cookie N on",
+            rights.lister,
+            get=lambda status, ask: status.places(ask.ino, ask.number),
+        ),
+    )
 
     def __init__(
         self,
         store: Store,
         io: FileIO,
+        attributes: Attributes,
         collector: Collector,
         kernel: Kernel,
         options: ServeOptions,
@@ -201,6 +205,7 @@ class MountStatus:
         """``parts``: what others say of themselves, by the names that it is told under."""
         self._store = store
         self._io = io
+        self._attributes = attributes
         self._collector = collector
         self._kernel = kernel
         self._options = options
@@ -210,6 +215,15 @@ class MountStatus:
         self._trash = trash
         self._parts = parts
         self._started_s = time.monotonic()
+
+    async def describe(self, ino: int) -> dict[str, Any]:
+        """An inode, and where its parts lie. Raises NotFound."""
+        inode = await self._attributes.getattr(ino)
+        return await describe(self._store, inode, self._io.table.open.get(ino))
+
+    async def places(self, directory: int, cookie: int) -> bytes:
+        """Where the files of a directory lie (places.py)."""
+        return await places.tell(self._store.engine, self._io, directory, cookie)
 
     async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
         """A dictionary that can be JSON. Others than root, and who has mounted, are told no paths

@@ -1,15 +1,6 @@
-"""Orders concerning servers, as extended attributes of the root that the root user may set (see
-hints.py).
+"""Hints that concern servers, scrubs and backups, on the root directory of the mount.
 
-    user.aifs.servers         get: JSON (ServerAdmin.describe)
-    user.aifs.server-add      set: an absolute path; or JSON: path, role ("data"), domain (""),
-                              class ("")
-    user.aifs.burst-add       set: an absolute path
-    user.aifs.server-drain    set, JSON: id, role ("data"), undo (false)
-    user.aifs.server-replace  set, JSON: id, path
-    user.aifs.server-remove   set, JSON: id, role ("data"), lost (false), lose_files (false)
-
-``id`` is the number within the role. Fields with a default may be left out.
+``id`` of a server is the number within the role. Fields with a default may be left out.
 """
 
 import json
@@ -21,19 +12,13 @@ from aifs.core.aging import parse_class
 from aifs.core.errors import Invalid
 from aifs.core.kinds import parse_domain
 from aifs.data.marker import ROLES
+from aifs.files import rights
+from aifs.files.asks import ROOT, Ask, Hint
+from aifs.store.backup import Backup
 from aifs.store.server_table import id_of
+from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
-
-
-async def order(admin: ServerAdmin, name: bytes, text: str) -> None:
-    """Raises Invalid for nonsense, and what the order raises."""
-    try:
-        fields = {"path": text} if text.startswith("/") else json.loads(text)
-        if name == b"user.aifs.burst-add":
-            fields["role"] = "burst"
-        await ORDERS[name](admin, **fields)
-    except (ValueError, TypeError) as error:
-        raise Invalid(f"not what this hint takes: {error}") from None
+from aifs.vfs.serve_options import ServeOptions
 
 
 async def _add(
@@ -43,6 +28,10 @@ async def _add(
     if more or not os.path.isabs(path):
         raise ValueError(f"{path!r} is not an absolute path" if not more else f"{[*more]}")
     await admin.add(path, _role(role), parse_domain(domain), storage_class)
+
+
+async def _add_burst(admin: ServerAdmin, path: str) -> None:
+    await _add(admin, path, "burst")
 
 
 async def _drain(admin: ServerAdmin, id: int, role: str = "data", undo: bool = False) -> None:
@@ -73,10 +62,77 @@ def _role(role: str) -> str:
     return role
 
 
-ORDERS: dict[bytes, Callable[..., Awaitable[None]]] = {
-    b"user.aifs.server-add": _add,
-    b"user.aifs.burst-add": _add,
-    b"user.aifs.server-drain": _drain,
-    b"user.aifs.server-replace": _replace,
-    b"user.aifs.server-remove": _remove,
-}
+def _order(name: str, takes: str, give: Callable[..., Awaitable[None]]) -> Hint:
+    async def order(orders: "ServerOrders", ask: Ask) -> None:
+        text = os.fsdecode(ask.value)
+        try:
+            await give(
+                orders.admin, **({"path": text} if text.startswith("/") else json.loads(text))
+            )
+        except (ValueError, TypeError) as error:
+            raise Invalid(f"not what this hint takes: {error}") from None
+
+    return Hint(name, ROOT, takes, change=rights.root, set=order)
+
+
+class ServerOrders:
+    """The servers of the store, and work on all of it."""
+
+    HINTS = (
+        Hint(
+            "servers",
+            ROOT,
+            "the data servers and burst directories",
+            rights.reader,
+            get=lambda orders, ask: orders.describe(ask),
+        ),
+        _order("server-add", "a path, or JSON: path, role (data), domain (), class ()", _add),
+        _order("burst-add", "an absolute path", _add_burst),
+        _order("server-drain", "JSON: id, role (data), undo (false)", _drain),
+        _order("server-replace", "JSON: id, path", _replace),
+        _order("server-remove", "JSON: id, role, lost (false), lose_files (false)", _remove),
+        Hint(
+            "scrub",
+            ROOT,
+            "what a scrub has found; set: start[,no-repair][,bandwidth=SIZE] or stop",
+            rights.reader,
+            rights.root,
+            get=lambda orders, ask: rights.without_paths(orders.scrub.status(), ask.caller),
+            set=lambda orders, ask: orders.order_scrub(ask.text),
+        ),
+        Hint(
+            "backup",
+            ROOT,
+            "TOKEN:[DIRECTORY]: back up the metadata, to a directory by its absolute path",
+            change=rights.root,
+            set=lambda orders, ask: orders.back_up(os.fsdecode(ask.value)),
+        ),
+    )
+
+    def __init__(
+        self, admin: ServerAdmin, scrub: Scrub, backup: Backup, options: ServeOptions
+    ) -> None:
+        self.admin = admin
+        self.scrub = scrub
+        self._backup = backup
+        self._options = options
+
+    async def describe(self, ask: Ask) -> dict[str, Any]:
+        """All servers, for this caller."""
+        told = rights.without_paths(await self.admin.describe(), ask.caller)
+        rows = [rights.without_reason(row, ask.caller) for row in told["servers"]]
+        return told | {"servers": rows}
+
+    def order_scrub(self, text: str) -> None:
+        """Raises Invalid, ReadOnly."""
+        self._options.require_writable()
+        self.scrub.order(text)
+
+    def back_up(self, text: str) -> None:
+        """Begin a backup, which setxattr(2) does not wait for: the kernel locks the directory
+        meanwhile. Raises Invalid.
+        """
+        token, _, directory = text.partition(":")
+        if directory and not os.path.isabs(directory):
+            raise Invalid(f"backup: {directory!r} is not an absolute path")
+        self._backup.request(token, directory)

@@ -10,6 +10,8 @@ from aifs.core.config import Config
 from aifs.core.errors import Invalid
 from aifs.core.log import logger
 from aifs.data.servers import Servers
+from aifs.files import rights
+from aifs.files.asks import ROOT, Hint
 from aifs.files.types import CallerLike
 
 _log = logger(__name__)
@@ -39,7 +41,19 @@ class Settings:
             for key, value, origin in self._config.with_servers(self._servers.rows()).settings()
         }
 
-    async def put(self, ino: int, text: str, caller: CallerLike) -> None:
+    HINTS = (
+        Hint(
+            "config",
+            ROOT,
+            "the configuration; set KEY=VALUE, until the next mount",
+            rights.overseer,
+            rights.mounter,
+            get=lambda settings, ask: settings.tell(),
+            set=lambda settings, ask: settings.put(ask.text, ask.caller),
+        ),
+    )
+
+    def put(self, text: str, caller: CallerLike) -> None:
         """KEY=VALUE. Raises Invalid."""
         key, equals, value = text.partition("=")
         if not equals:

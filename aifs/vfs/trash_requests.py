@@ -14,7 +14,8 @@ import trio
 
 from aifs.core import clock, faults
 from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotPermitted
-from aifs.files import permissions
+from aifs.files import permissions, rights
+from aifs.files.asks import DIRECTORY, ROOT, Ask, Hint, HintCall
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, quotas, restoring
@@ -28,8 +29,6 @@ from aifs.upkeep.trash import AT_ONCE, Trash
 from aifs.vfs.names import Names
 from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.serve_options import ServeOptions
-
-ATTRIBUTE = b"user.aifs.trashed"
 
 TOGETHER_S = 3600
 """What was removed from a directory less than this before the directory itself comes back with it:
@@ -111,6 +110,51 @@ class TrashRequests:
                 told.append(one)
             await trio.lowlevel.checkpoint()
         return {"entries": told, "next": None}
+
+    HINTS = (
+        Hint(
+            "trashed[.N]",
+            ROOT,
+            "what of the caller's is in the trash, from entry N on",
+            rights.reader,
+            get=lambda trash, ask: trash.tell(ask.caller, ask.number or 0),
+        ),
+        Hint(
+            "restore",
+            DIRECTORY,
+            "gives back what was removed",
+            call=HintCall(
+                rights.anybody,  # except for entries and places that are not the caller's
+                lambda trash, ask: trash.call_restore(ask),
+                {"path": str, "id": int, "parent": int, "name": str},
+                "Restores from the trash what is the caller's: what had this path from there, the "
+                "last of several that had; or, if id is not 0, the inode with that number. It goes "
+                "to the directory with the inode number parent (0: where it lay, or the nearest "
+                "directory above that is still there), under this name (empty: its own). Answers "
+                "{id, parent}. Durable on return. ENOENT: there is none; EEXIST: the name is "
+                "taken; EBUSY: programs are in a directory that rmdir(2) has removed; EACCES.",
+            ),
+        ),
+        Hint(
+            "trash.empty",
+            DIRECTORY,
+            "has what is in the trash go for good",
+            call=HintCall(
+                rights.anybody,  # except for entries that are not the caller's
+                lambda trash, ask: trash.empty(ask.fields.get("ids", ()), ask.caller),
+                {"ids": list},
+                "Has these inodes that are in the trash, and the caller's, go for good; without "
+                "ids all. ENOENT: one of them is not there.",
+            ),
+        ),
+    )
+
+    async def call_restore(self, ask: Ask) -> dict[str, int]:
+        """See ``restore``."""
+        which, parent = ask.fields.get("id", 0), ask.fields.get("parent", 0)
+        wanted = Restoring(ask.ino, ask.path("path"), which, parent, ask.path("name"))
+        inode = await self.restore(wanted, ask.caller)
+        return {"id": inode.ino, "parent": inode.parent}
 
     # --- restoring ---
 

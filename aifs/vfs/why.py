@@ -16,19 +16,21 @@ from typing import Any
 
 import trio
 
+from aifs.core.errors import NoAttribute
 from aifs.core.log import logger, stack_lines
 from aifs.core.processes import process_of
 from aifs.core.waiting import Activity, Request, under_way
+from aifs.files import rights
+from aifs.files.asks import ANY, ROOT, Ask, Hint
+from aifs.files.rights import sees_all
 from aifs.files.types import CallerLike
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine
+from aifs.vfs import operation_log
 from aifs.vfs.operation_log import LONG_S, OperationLog, Record, described, paths_of
 from aifs.vfs.publishing.barrier import those_below
-from aifs.vfs.rights import sees_all
 
 _log = logger(__name__)
-
-ATTRIBUTE = b"user.aifs.why"
 
 _SHOWN_MAX = 64  # of each list
 _LENGTH_MAX = 24_000  # of each list; an extended attribute has up to 64 KiB
@@ -36,6 +38,41 @@ _LENGTH_MAX = 24_000  # of each list; an extended attribute has up to 64 KiB
 _LOOK_S = _NAMES_S = 1.0
 _PATIENT = ("setlkw", "drain")
 """Who waits for others by intention, or for whom nobody waits."""
+
+
+class Why:
+    """The requests that wait, and those that were answered."""
+
+    HINTS = (
+        Hint(
+            "why[.PID]",
+            ANY,
+            "what requests there and below, of a process (0: the caller), wait for now, and how "
+            "their seconds were spent",
+            rights.reader,  # each user is told of his own requests, and of drains
+            get=lambda why, ask: why.tell(ask),
+        ),
+        Hint(
+            "trace[.N]",
+            ROOT,
+            "requests as they are answered, from number N on",
+            rights.overseer,
+            get=lambda why, ask: operation_log.tell(why.log, why.engine, ask.number),
+        ),
+    )
+
+    def __init__(self, log: OperationLog, engine: Engine) -> None:
+        self.log = log
+        self.engine = engine
+
+    async def tell(self, ask: Ask) -> dict[str, Any]:
+        """See the function. Raises NoAttribute for a process that the daemon cannot see."""
+        pid = 0
+        if ask.number is not None:
+            pid = ask.number or process_of(ask.caller.pid)
+            if not pid:
+                raise NoAttribute("the process that asks cannot be seen from here")
+        return await tell(self.log, self.engine, ask.ino, ask.caller, pid)
 
 
 async def tell(

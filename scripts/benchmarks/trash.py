@@ -1,6 +1,5 @@
 """What a trash costs those who remove files, and how soon a removed tree is there again."""
 
-import fcntl
 import os
 import statistics
 import time
@@ -10,7 +9,7 @@ from report import Row, rate
 from systems import Aifs
 
 from aifs.cli.rm import remove_tree
-from aifs.core.ioctl import AIFS_IOC_RESTORE
+from aifs.core import ioctl
 
 RATIO = 0.85
 RESTORED_S = 50e-3
@@ -61,8 +60,7 @@ def _restore(place: Path, name: str) -> float:
     remove_tree(str(place), name)
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     begin_s = time.perf_counter()
-    argument = AIFS_IOC_RESTORE.argument.pack(0, 0, b"", os.fsencode(name))
-    fcntl.ioctl(fd, AIFS_IOC_RESTORE.request, bytearray(argument))
+    ioctl.call(fd, "restore", path=name)
     took_s = time.perf_counter() - begin_s
     os.close(fd)
     assert (place / name).is_dir()

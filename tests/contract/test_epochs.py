@@ -26,7 +26,7 @@ from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.epochs import epochs, followed
 from tests.support import modes, stores
 from tests.support.cluster import cluster_of
-from tests.support.stores import OWNER, ask, drained, moved_out, put, write_file
+from tests.support.stores import OWNER, ask, call, drained, moved_out, put, write_file
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 SIZE = 64 << 10
@@ -44,7 +44,7 @@ class Dataset:
         self.fs, self.ino, self.inos, self.index = fs, ino, inos, index
 
     async def order(self, text: str, caller: Caller = OWNER) -> None:
-        await self.fs.order(self.ino, text.encode(), caller)
+        await call(self.fs, self.ino, "order", caller, order=text)
 
     async def there(self) -> set[int]:
         """Numbers of the files that have copies."""
@@ -397,7 +397,7 @@ async def test_what_is_refused(directory: Path) -> None:
             await put(fs, top, "order", "world=8")
         file = await write_file(fs, b"file", b"x", caller=OWNER)
         with pytest.raises(FsError) as refused:
-            await fs.order(file, b"seed=7", OWNER)
+            await call(fs, file, "order", order="seed=7")
         assert refused.value.errno in (errno.ENOTDIR, errno.ENODATA)
 
 

@@ -41,7 +41,7 @@ from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups.group_drain import GroupDrain
 from aifs.vfs.groups.group_text import parse_group
 from tests.support import modes, stores
-from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file, served
+from tests.support.stores import LIMIT_S, OWNER, call, opened, put, read_file, served
 
 ROOT, ADMIN = 1, Caller()
 MEMBER = Asker(OWNER.uid, (OWNER.gid, 4242))
@@ -268,7 +268,7 @@ async def test_where_there_is_no_group(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await tree(fs, b"top")
         ino = await make(fs, top, b"a", b"a")
-        for call in (
+        for request in (
             ask(fs, top),
             ask(fs, ino),
             put(fs, top, "group.commit", "0"),
@@ -277,11 +277,11 @@ async def test_where_there_is_no_group(directory: Path) -> None:
             fs.groups.wait(top, 0, True, 1),
         ):
             with pytest.raises(NoAttribute):
-                await call
+                await request
         with pytest.raises(Invalid, match="directory"):
             await put(fs, ino, "group", "name=a,ranks=1")
         with pytest.raises(NotADirectory):
-            await fs.begin_group(ino, parse_group("name=a,ranks=1"), OWNER)
+            await call(fs, ino, "group", name="a", ranks=1)
         assert await fs.listxattr(top) == []
 
 
@@ -373,21 +373,21 @@ async def test_nobody_waits_for_a_group_in_a_read_only_mount(directory: Path) ->
         await durable(fs, ended)
     async with served(modes.config_of(directory), read_only=True) as fs:
         with pytest.raises(ReadOnly):
-            await fs.wait_group(top, 0, False, None)
-        await fs.wait_group(ended, 0, True, None)
+            await call(fs, top, "group.wait", **{"for": "buffered"})
+        await call(fs, ended, "group.wait")
 
 
 async def test_in_a_sticky_directory_its_owner_alone_has_groups(directory: Path) -> None:
     """As for extended attributes, by which others cannot set one either."""
     async with opened(directory) as fs:
         top = (await fs.mkdir(ROOT, b"tmp", 0o1777, OWNER)).ino
-        options = parse_group("name=a,ranks=1,commit=explicit")
+        options = {"name": "a", "ranks": 1, "explicit": True}
         with pytest.raises(NotPermitted):
-            await fs.begin_group(top, options, Caller(uid=2000))
-        await fs.begin_group(top, options, OWNER)
+            await call(fs, top, "group", Caller(uid=2000), **options)
+        await call(fs, top, "group", OWNER, **options)
         with pytest.raises(NotPermitted):
-            await fs.cancel_group(top, 0, "", Caller(uid=2000))
-        await fs.cancel_group(top, 0, "", OWNER)
+            await call(fs, top, "group.cancel", Caller(uid=2000))
+        await call(fs, top, "group.cancel", OWNER)
 
 
 async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> None:
@@ -398,7 +398,7 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
     async with served(modes.config_of(directory), read_only=True) as fs:
         assert (await ask(fs, top))["file_count"] == 1
         with pytest.raises(ReadOnly):
-            await fs.begin_group(top, parse_group("name=a,ranks=1"), OWNER)
+            await call(fs, top, "group", name="a", ranks=1)
 
 
 # --- which files belong ---------------------------------------------------------------------------
@@ -659,12 +659,12 @@ async def test_a_rank_that_dies_is_told_to_all_at_once(
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=3,commit=explicit")
         ino = await make(fs, top, b"a", b"a" * SIZE)
-        await fs.join_group(top, 0, 2, Caller(pid=process.pid))
-        await fs.join_group(top, 0, 2, Caller(pid=process.pid))
+        await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
+        await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
         with pytest.raises(Invalid, match=f"rank 2 has been joined by process {process.pid}"):
-            await fs.join_group(top, 0, 2, Caller(pid=os.getpid()))
+            await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=2)
         with pytest.raises(NotSupported):
-            await fs.join_group(top, 0, 1, Caller(pid=0))
+            await call(fs, top, "group.join", Caller(pid=0), rank=1)
         await put(fs, top, "group.commit", "0")
         assert [rank["state"] for rank in (await ask(fs, top))["members"]] == [
             "committed",
@@ -692,14 +692,14 @@ async def test_a_rank_comes_back_within_its_grace(
 ) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit,grace=1h")
-        await fs.join_group(top, 0, 1, Caller(pid=process.pid))
+        await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
         process.kill()
 
         async def is_away() -> bool:
             return (await ask(fs, top))["members"][1]["state"] == "away"
 
         await until(is_away)
-        await fs.join_group(top, 0, 1, Caller(pid=os.getpid()))
+        await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=1)
         for rank in "01":
             await put(fs, top, "group.commit", rank)
         await durable(fs, top)
@@ -710,7 +710,7 @@ async def test_a_rank_that_has_committed_may_end(
 ) -> None:
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit")
-        await fs.join_group(top, 0, 1, Caller(pid=process.pid))
+        await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
         await put(fs, top, "group.commit", "1")
         process.kill()
 
@@ -830,7 +830,7 @@ async def test_who_begins_a_group_must_be_allowed_to_publish(directory: Path) ->
         with pytest.raises(AccessDenied):
             await put(fs, top, "group.commit", "0", ADMIN)
         with pytest.raises(AccessDenied):
-            await fs.commit_group(top, 0, 0, Caller(uid=2000))
+            await call(fs, top, "group.commit", Caller(uid=2000), rank=0)
         assert (await durable(fs, top))["published"] is False
 
 

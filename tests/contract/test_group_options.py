@@ -1,6 +1,7 @@
 """Groups whose files must have one size, groups of jobs that were killed, and how groups ended that
 others have followed; on the filesystem in process."""
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from aifs.vfs import Caller, Filesystem
 from aifs.vfs.groups import sizes
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
-from tests.support.stores import LIMIT_S, OWNER, opened, put, read_file
+from tests.support.stores import LIMIT_S, call, opened, put, read_file
 
 CUT = SIZE - 1
 
@@ -46,7 +47,7 @@ async def ended(fs: Filesystem, ino: int, group_id: int = 0) -> FsError | None:
 
 
 async def commit(fs: Filesystem, ino: int, rank: int, file: bytes = b"") -> None:
-    await fs.commit_group(ino, 0, rank, OWNER, file)
+    await call(fs, ino, "group.commit", rank=rank, file=os.fsdecode(file))
 
 
 # --- one size -------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ async def test_what_another_job_has_left_does_not_count(
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit,job=1")
         left = (await ask(fs, top))["id"]
-        await fs.join_group(top, 0, 0, rank)
+        await call(fs, top, "group.join", rank, rank=0)
         with pytest.raises(
             Invalid, match="job 2 cannot begin: job 1 is writing here, and its ranks 0 live"
         ):
@@ -215,21 +216,21 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
                 await make(fs, top, b"0", b"a" * SIZE)
                 await durable(fs, top)
             elif len(numbers) == 2:
-                await fs.cancel_group(top, 0, "rank 0: no time", OWNER)
+                await call(fs, top, "group.cancel", reason="rank 0: no time")
             elif len(numbers) == 3:
                 await in_state(fs, top, "expired")
         assert await ended(fs, top, numbers[0]) is None
         cancelled, expired = await ended(fs, top, numbers[1]), await ended(fs, top, numbers[2])
         assert isinstance(cancelled, GroupCancelled) and str(cancelled) == "rank 0: no time"
         assert isinstance(expired, GroupTimeout)
-        assert (await fs.query_group(top, numbers[0])).bytes == SIZE
+        assert (await call(fs, top, "group.state", id=numbers[0]))["bytes"] == SIZE
         assert (await ask(fs, top, f"group.{numbers[1]}"))["error"] == "rank 0: no time"
         other = await tree(fs, b"other")
         for ino, wrong in ((top, 10**9), (other, numbers[0])):
             with pytest.raises((Stale, NoAttribute)):
                 await ask(fs, ino, f"group.{wrong}")
     async with opened(directory) as fs:
-        await fs.cancel_group(top, 0, "at last", OWNER)
+        await call(fs, top, "group.cancel", reason="at last")
     async with opened(directory) as fs:
         await put(fs, top, "group", "name=step,ranks=1")
         assert str(await ended(fs, top, numbers[3])) == "at last", (
@@ -248,5 +249,5 @@ async def test_of_many_groups_the_last_are_known(
             numbers.append((await ask(fs, top))["id"])
             await put(fs, top, "group", "")
         with pytest.raises(Stale):
-            await fs.query_group(top, numbers[0])
-        assert (await fs.query_group(top, numbers[1])).id == numbers[1]
+            await call(fs, top, "group.state", id=numbers[0])
+        assert (await call(fs, top, "group.state", id=numbers[1]))["id"] == numbers[1]

@@ -5,25 +5,22 @@ or not enough.
 import errno
 import json
 import os
-import struct
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 
-import pyfuse3
 import pytest
 
-from aifs.core import ioctl
-from aifs.core.errors import Busy, FsError, NoAttribute, NotPermitted
+from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NoSuchIoctl, NotPermitted
 from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
-from aifs.core.ioctl import Command
-from aifs.fuse.handed_over import HandedOver
-from aifs.fuse.requests import Scheduler
-from aifs.vfs import Caller, Filesystem, SetAttr, reports, rights
+from aifs.files import rights
+from aifs.files.asks import BOTH, Ask, Hint, HintCall
+from aifs.vfs import Caller, Filesystem, SetAttr, hints
+from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
-from tests.support.stores import OWNER, put
+from tests.support.stores import OWNER, call, put
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 USERS = {"root": Caller(), "owner": OWNER, "other": OTHER}
@@ -51,8 +48,7 @@ MAY_SET = {
     "tier": OWNERS,
     "expected_size": OWNERS,
     "publish": OWNERS,
-    "state": NOBODY,
-    "sharing": NOBODY,
+    "mirror": OWNERS,
     "drain": WRITER,
     "stage": OWNERS,
     "evict": OWNERS,
@@ -61,31 +57,14 @@ MAY_SET = {
     "commit": WRITER,
     "publish-as": ANYBODY,  # where the final name is decides: test_publish.py
     "keep": OWNERS,
-    "shown": NOBODY,
     "age": OWNERS,
     "trash": OWNERS,
-    "trashed": NOBODY,
-    "trashed.N": NOBODY,
     "quota": SUPERUSER,
-    "quotas": NOBODY,
-    "quotas.N": NOBODY,
     "group": WRITER,
-    "group.ID": NOBODY,
     "group.commit": WRITER,
-    "refused": NOBODY,
-    "info": NOBODY,
     "start": WRITER,
     "order": READER,
-    "status": NOBODY,
-    "servers": NOBODY,
-    "hosts": NOBODY,
-    "mirror": OWNERS,
     "fence": ADMIN,
-    "trace": NOBODY,
-    "trace.N": NOBODY,
-    "places.N": NOBODY,
-    "why": NOBODY,
-    "why.PID": NOBODY,
     "config": ADMIN,  # and who has mounted
     "scrub": ADMIN,
     "atime": ADMIN,
@@ -96,23 +75,24 @@ MAY_SET = {
     "server-replace": ADMIN,
     "server-remove": ADMIN,
 }
+"""All other hints can be set by nobody."""
 
 MAY_CALL = {
-    ioctl.AIFS_IOC_VERSION: ANYBODY,
-    ioctl.AIFS_IOC_DRAIN: WRITER,
-    ioctl.AIFS_IOC_REMOVE_TREE: OWNERS,
-    ioctl.AIFS_IOC_PUBLISH: WRITER,
-    ioctl.AIFS_IOC_COMMIT: WRITER,
-    ioctl.AIFS_IOC_GROUP_CREATE: WRITER,
-    ioctl.AIFS_IOC_GROUP_JOIN: WRITER,
-    ioctl.AIFS_IOC_GROUP_COMMIT: WRITER,
-    ioctl.AIFS_IOC_GROUP_WAIT: ANYBODY,
-    ioctl.AIFS_IOC_GROUP_CANCEL: WRITER,
-    ioctl.AIFS_IOC_GROUP_QUERY: ANYBODY,
-    ioctl.AIFS_IOC_ORDER: READER,
-    ioctl.AIFS_IOC_CLONE: ANYBODY,  # who may read all of it, and make the name: test_clones.py
-    ioctl.AIFS_IOC_RESTORE: ANYBODY,  # whose it is decides: test_trash.py
-    ioctl.AIFS_IOC_EMPTY_TRASH: ANYBODY,
+    "version": ANYBODY,
+    "drain": WRITER,
+    "remove": OWNERS,
+    "publish-as": WRITER,
+    "commit": WRITER,
+    "group": WRITER,
+    "group.join": WRITER,
+    "group.commit": WRITER,
+    "group.wait": ANYBODY,
+    "group.cancel": WRITER,
+    "group.state": ANYBODY,
+    "order": READER,
+    "clone": ANYBODY,  # who may read all of it, and make the name: test_clones.py
+    "restore": ANYBODY,  # whose it is decides: test_trash.py
+    "trash.empty": ANYBODY,
 }
 
 
@@ -132,17 +112,12 @@ async def is_let(attempt: Awaitable[object]) -> bool:
         await attempt
     except FsError as error:
         return error.errno not in DENIED
-    except pyfuse3.FUSEError as error:
-        return error.errno not in DENIED
     return True
 
 
-async def test_every_hint_and_ioctl_is_in_the_table(directory: Path) -> None:
-    names = {f"user.aifs.{name}".encode() for name in MAY_SET}
-    assert names == set(rights.HINTS)
-    async with opened(directory) as fs:
-        assert names >= fs.hints.settable
-    assert set(MAY_CALL) == set(rights.IOCTLS) == set(ioctl.COMMANDS.values())
+def test_every_hint_and_call_is_in_the_table() -> None:
+    assert set(MAY_SET) == {hint.stem for hint in hints.rows() if hint.set}
+    assert set(MAY_CALL) == {hint.stem for hint in hints.rows() if hint.call}
 
 
 async def a_directory(fs: Filesystem, name: str, mode: int) -> int:
@@ -156,8 +131,9 @@ async def test_who_may_set_and_remove_each_hint(directory: Path, mode: int) -> N
     expected, found = {}, {}
     async with opened(directory) as fs:
         await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=mode), Caller())
-        for name, rule in MAY_SET.items():
-            hint = f"user.aifs.{name.replace('ID', '7')}".encode()
+        for name in (row.stem for row in hints.rows()):
+            rule = MAY_SET.get(name, NOBODY)
+            hint = f"user.aifs.{name}".encode()
             for user, caller in USERS.items():
                 ino = ROOT if rule == ADMIN else await a_directory(fs, f"{name} {user}", mode)
                 expected[name, user] = may(rule, user, mode)
@@ -170,58 +146,42 @@ async def test_who_may_set_and_remove_each_hint(directory: Path, mode: int) -> N
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
-async def test_who_may_call_each_ioctl(directory: Path, mode: int) -> None:
+async def test_who_may_call_each_hint(directory: Path, mode: int) -> None:
     expected, found = {}, {}
     async with opened(directory) as fs:
-        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None, fs.store.config.kernel)
-        for command, rule in MAY_CALL.items():
+        for name, rule in MAY_CALL.items():
             for user, caller in USERS.items():
-                top = await a_directory(fs, f"{command.name} {user}", mode)
+                top = await a_directory(fs, f"{name} {user}", mode)
                 below = (await fs.lookup(top, b"below")).ino
-                ino, argument = arguments(command, top, below)
-                expected[command.name, user] = may(rule, user, mode)
-                found[command.name, user] = await is_let(call(edge, command, ino, argument, caller))
+                ino, fields = arguments(name, top, below)
+                expected[name, user] = may(rule, user, mode)
+                found[name, user] = await is_let(call(fs, ino, name, caller, **fields))
     assert found == expected
 
 
-def call(
-    edge: HandedOver, command: Command, ino: int, argument: bytes, caller: Caller
-) -> Awaitable[bytes]:
-    size = command.argument.size
-    body = struct.pack("=QIIQII", 5, 0, command.request, 0, size, size) + argument
-    return edge.ioctl(ino, body, caller)
-
-
-def arguments(command: Command, top: int, below: int) -> tuple[int, bytes]:
-    """The inode to call it on, and an argument that is valid as far as it matters."""
-    pack = command.argument.pack
-    if command is ioctl.AIFS_IOC_REMOVE_TREE:
-        return top, pack(0, 0, b"below")
-    if command is ioctl.AIFS_IOC_PUBLISH:
-        return below, pack(0, 0, top, b"final", b"", b"", b"", b"")
-    if command is ioctl.AIFS_IOC_GROUP_CREATE:
-        return top, pack(1, ioctl.GROUP_EXPLICIT, 0, 0, 0, 0, b"step", b"", b"")
-    if command is ioctl.AIFS_IOC_GROUP_WAIT:
-        return top, pack(ioctl.GROUP_WAIT_BUFFERED, 0, 0, 0)
-    return top, bytes(command.argument.size)
+def arguments(name: str, top: int, below: int) -> tuple[int, dict]:
+    """The inode to call it on, and fields that are valid as far as it matters."""
+    if name == "remove":
+        return top, {"name": "below"}
+    if name == "publish-as":
+        return below, {"parent": top, "final": "final"}
+    if name == "group":
+        return top, {"name": "step", "ranks": 1, "explicit": True}
+    return top, {}
 
 
 async def test_hints_are_read_by_who_may_read(directory: Path) -> None:
     async with opened(directory) as fs:
         await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=0o711), Caller())
         top = await a_directory(fs, "top", 0o711)
-        for name in MAY_SET:
+        for row in hints.rows():
+            hint = f"user.aifs.{row.stem}{'.7' if row.needs_number else ''}".encode()
             for ino in (ROOT, top):
-                hint = f"user.aifs.{name.replace('.ID', '.7').replace('.N', '.7')}".encode()
+                applies = row.get and (row.where != "root" or ino == ROOT)
                 for user, caller in USERS.items():
-                    with_rights = await is_let(fs.getxattr(ino, hint, caller))
-                    unreadable = rights.of_hint(hint).read in (rights.unreadable, rights.anybody)
-                    at_root = rights.of_hint(hint).read in (rights.top, rights.server)
-                    elsewhere = at_root and ino != ROOT
-                    is_their_own = user != "other"
-                    if rights.of_hint(hint).read is rights.server:
-                        is_their_own = user == "root"
-                    assert with_rights == (is_their_own or unreadable or elsewhere), name
+                    let = {"root"} if row.read is rights.overseer else {"root", "owner"}
+                    is_let_in = not applies or row.read is rights.anybody or user in let
+                    assert await is_let(fs.getxattr(ino, hint, caller)) == is_let_in, row.name
 
 
 async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
@@ -282,16 +242,92 @@ async def test_nobody_pushes_out_what_others_were_refused(directory: Path) -> No
     assert refusals.find(7, OWNER) is None and refusals.find(7, Caller(uid=5999))
 
 
-async def test_ioctls_that_are_refused_say_why(directory: Path) -> None:
+async def test_calls_that_are_refused_say_why(directory: Path) -> None:
     async with opened(directory) as fs:
         top = await a_directory(fs, "top", 0o777)
-        edge = HandedOver(fs, Scheduler(0.0), lambda *reply: None, fs.store.config.kernel)
-        command = ioctl.AIFS_IOC_REMOVE_TREE
-        assert not await is_let(
-            call(edge, command, top, command.argument.pack(0, 0, b"below"), OTHER)
-        )
+        assert not await is_let(call(fs, top, "remove", OTHER, name="below"))
         told = await ask(fs, top, "refused", OTHER)
-        assert told["request"] == "AIFS_IOC_REMOVE_TREE" and "owner" in told["reason"]
+        assert told["request"] == "user.aifs.remove" and "owner" in told["reason"]
+        with pytest.raises(Invalid):
+            await call(fs, top, "remove", OTHER, flags=1)
+        assert "no key is called 'flags'" in (await ask(fs, top, "refused", OTHER))["reason"]
+
+
+HOSTILE = [
+    b"[]",
+    b"{",
+    b"\xff",
+    b"[" * 16_000,
+    b'{"a": ' * 2_000,
+    b'{"id": -1}',
+    b'{"id": 18446744073709551616}',
+    b'{"id": 1e3}',
+    b'{"id": true}',
+    b'{"id": ' + b"9" * 10_000 + b"}",
+    b'{"rank": "1"}',
+    b'{"file": "a\\u0000b"}',
+    b'{"file": "\\ud800"}',
+    b'{"file": null}',
+]
+
+
+async def test_wrong_fields_of_a_call_are_refused(directory: Path) -> None:
+    async with opened(directory) as fs:
+        top = await a_directory(fs, "top", 0o777)
+        for argument in HOSTILE:
+            with pytest.raises(Invalid):
+                await fs.call(top, "group.commit", argument, OWNER)
+            with pytest.raises(NoSuchIoctl):
+                await fs.call(top, "none", argument, OWNER)
+        for ids in (["1"], [1.5], [None], [[1]], [-1], [1 << 64]):
+            with pytest.raises(Invalid):
+                await call(fs, top, "trash.empty", ids=ids)
+
+
+async def test_a_hint_is_one_row_and_one_function(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attribute, ioctl, rights, refusals and help fall out of the row."""
+
+    def echo(retention: Retention, asked: Ask) -> dict:
+        if asked.text == "wrong":
+            raise Invalid("it is wrong")
+        return {"said": asked.text or asked.fields.get("text", "nothing")}
+
+    row = Hint(
+        "echo[.N]",
+        BOTH,
+        "says it again",
+        rights.reader,
+        rights.owner,
+        get=echo,
+        set=echo,
+        remove=echo,
+        call=HintCall(rights.writer, echo, {"text": str}, "Says it again."),
+    )
+    monkeypatch.setattr(Retention, "HINTS", (*Retention.HINTS, row))
+    async with opened(directory) as fs:
+        top = await a_directory(fs, "top", 0o700)
+        for name in ("echo", "echo.7"):
+            assert await ask(fs, top, name, OWNER) == {"said": "nothing"}
+            assert not await is_let(ask(fs, top, name, OTHER))
+        assert await call(fs, top, "echo", OWNER, text="a") == {"said": "a"}
+        for refused in (
+            put(fs, top, "echo", "a", OTHER),
+            call(fs, top, "echo", OTHER, text="a"),
+            fs.removexattr(top, b"user.aifs.echo", OTHER),
+        ):
+            assert not await is_let(refused)
+        await put(fs, top, "echo", "a")
+        await fs.removexattr(top, b"user.aifs.echo", OWNER)
+        with pytest.raises(Invalid):
+            await put(fs, top, "echo", "wrong")
+        assert (await ask(fs, top, "refused", OWNER))["reason"] == "it is wrong"
+        told = (await ask(fs, top, "hints", OWNER))["hints"]
+        (told,) = [one for one in told if "echo" in one["name"]]
+        assert (told["get"], told["set"], told["call"]) == ("reader", "owner", "writer")
+        assert told["help"] == "says it again"
+    assert ' * echo {"text": string}' in hints.c_header()
 
 
 # --- names that are nobody's business -------------------------------------------------------------
@@ -353,10 +389,10 @@ async def test_what_went_wrong_below_is_for_the_owner(directory: Path) -> None:
 
 def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
     state = {"wrong": [{"paths": ["/secret/a"], "inode": 7}]}
-    assert reports.without_paths(state, Caller()) == {
+    assert rights.without_paths(state, Caller()) == {
         "wrong": [{"paths": ["/secret/a"], "inode": 7}]
     }
-    assert reports.without_paths(state, OTHER) == {"wrong": [{"paths": ["inode 7"], "inode": 7}]}
+    assert rights.without_paths(state, OTHER) == {"wrong": [{"paths": ["inode 7"], "inode": 7}]}
     reason = "write /srv/disk/objects/7: Input/output error"
     failed = {
         "failed": [
@@ -364,7 +400,7 @@ def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
             {"ino": 0, "path": "container 9", "reason": reason},
         ]
     }
-    told = reports.without_paths(failed, OTHER)["failed"]
+    told = rights.without_paths(failed, OTHER)["failed"]
     assert [one["path"] for one in told] == ["inode 7", "container 9"]
     assert {one["reason"] for one in told} == {"root is told why"}
 

@@ -50,7 +50,7 @@ from tests.support.publishing import (
     pending,
     tree,
 )
-from tests.support.stores import OWNER, put, read_file
+from tests.support.stores import OWNER, call, put, read_file
 
 # --- publishing -----------------------------------------------------------------------------------
 
@@ -352,13 +352,13 @@ async def test_a_commit_by_ioctl_needs_write_permission(directory: Path) -> None
     async with opened(directory) as fs:
         ino = await pending(fs, b"tmp")
         with pytest.raises(AccessDenied):
-            await fs.commit(ino, 0, b"", False, OTHER)
+            await call(fs, ino, "commit", OTHER, rank=0)
         with pytest.raises(Invalid):
-            await fs.commit(ino, 0, b"../x", False, OWNER)
-        await fs.commit(ino, 0, b"0.pt", False, OWNER)
+            await call(fs, ino, "commit", rank=0, list="../x")
+        await call(fs, ino, "commit", rank=0, list="0.pt")
         with pytest.raises(Invalid):
-            await fs.commit(ino, 0, b"", False, OWNER)
-        await fs.commit(ino, 0, b"", True, OWNER)
+            await call(fs, ino, "commit", OWNER, rank=0)
+        await call(fs, ino, "commit", rank=0, again=True)
 
 
 async def test_a_final_name_tells_nothing_of_where_one_may_not_search(directory: Path) -> None:

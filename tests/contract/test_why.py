@@ -21,7 +21,7 @@ from tests.support import modes
 from tests.support.data_servers import hooked
 from tests.support.hanging import hanging, until
 from tests.support.memory_engine import MemoryEngine
-from tests.support.stores import LIMIT_S, OWNER, ask, get, opened, put, write_file
+from tests.support.stores import LIMIT_S, OWNER, ask, call, get, opened, put, write_file
 
 ROOT = Caller()
 OTHER = Caller(2000, 2000, os.getpid())
@@ -107,7 +107,7 @@ async def test_who_waits_for_ranks_is_told_which(directory: Path) -> None:
         await put(fs, top, "commit", "1")
 
         async def wait() -> None:
-            await fs.wait_group(top, 0, False, None)
+            await call(fs, top, "group.wait", **{"for": "buffered"})
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(asked, fs, "ioctl", top, wait)

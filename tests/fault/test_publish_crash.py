@@ -26,6 +26,7 @@ from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of, make_store
 from tests.support.powercut import Cut, is_crash, make_sizes_small
+from tests.support.stores import call
 
 ROOT, CALLER = 1, Caller()
 SETTINGS = {
@@ -101,7 +102,7 @@ class Saver:
         if rng.random() < 0.5:
             await fs.setxattr(ino, b"user.aifs.pending", b"ranks=2")
             await fs.setxattr(ino, b"user.aifs.commit", b"1")
-            await fs.commit(ino, 0, b"", False, CALLER)
+            await call(fs, ino, "commit", CALLER, rank=0)
         old = rng.choice([None, *self.seen.checkpoints])
         step = b"%d" % rng.randrange(10_000, 100_000)
         if old is None and rng.random() < 0.3:

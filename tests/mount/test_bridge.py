@@ -76,7 +76,7 @@ def test_without_the_bridge_everything_else_works(mount_store: Callable[..., Mou
     with (mounted.path / "d" / "file").open("rb") as file:
         assert file.read() == b"content"
         with pytest.raises(OSError) as caught:
-            fcntl.ioctl(file, ioctl.AIFS_IOC_VERSION.request, bytes(4))
+            ioctl.call(file.fileno(), "version")
     assert caught.value.errno == errno.ENOTTY
     with pytest.raises(OSError) as caught:
         os.open(mounted.path, os.O_TMPFILE | os.O_RDWR)
@@ -123,9 +123,7 @@ def test_the_version_can_be_asked_of_files_and_directories(module_mount: Mounted
     (module_mount.path / "versioned").touch()
     for path in (module_mount.path, module_mount.path / "versioned"):
         fd = os.open(path, os.O_RDONLY)
-        assert fcntl.ioctl(fd, ioctl.AIFS_IOC_VERSION.request, bytes(4)) == struct.pack(
-            "=I", ioctl.VERSION
-        )
+        assert ioctl.call(fd, "version") == {"version": ioctl.VERSION}
         os.close(fd)
 
 
@@ -136,13 +134,13 @@ def test_no_ioctl_is_taken_for_another(module_mount: Mounted) -> None:
         for _ in range(300):
             size = rng.randrange(64)
             request = rng.randrange(4) << 30 | size << 16 | ioctl.TYPE << 8 | rng.randrange(256)
-            if request in ioctl.COMMANDS:
+            if request in ioctl.REQUESTS:
                 continue
             with pytest.raises(OSError) as caught:
                 fcntl.ioctl(file, request, bytearray(64), True)
             assert caught.value.errno == errno.ENOTTY
         with pytest.raises(OSError) as caught:
-            fcntl.ioctl(file, ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 7, 0, 1))
+            ioctl.call(file.fileno(), "drain", flags=7)
         assert caught.value.errno == errno.EINVAL
     assert bridge_of(module_mount)["in_use"] is True
 
@@ -152,10 +150,10 @@ def test_waiting_for_a_drain_ends_with_its_timeout_or_a_signal(module_mount: Mou
     with path.open("wb", buffering=0) as file:  # open for writing, so it cannot be drained
         file.write(b"bytes")
         with pytest.raises(OSError) as caught:
-            fcntl.ioctl(file, ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, 1))
+            ioctl.call(file.fileno(), "drain", timeout_ms=1)
         assert caught.value.errno == errno.ETIMEDOUT
         opened = f"os.open({str(path)!r}, os.O_RDONLY)"
-        wait = f"import fcntl, os; fcntl.ioctl({opened}, {ioctl.AIFS_IOC_DRAIN.request}, bytes(16))"
+        wait = f"import os; from aifs.core import ioctl; ioctl.call({opened}, 'drain')"
         before = bridge_of(module_mount)["requests"][IOCTL]
         with requests(module_mount) as asked:
             waiting = subprocess.Popen([sys.executable, "-c", wait])

@@ -3,7 +3,6 @@ daemon too.
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ import pytest
 from aifs.client import latest, verify
 from aifs.core import ioctl
 from aifs.fuse import extension
-from tests.support.mounts import Mounted, aifs
+from tests.support.mounts import Mounted, aifs, call
 from tests.support.users import errno_of, in_process
 
 SIZE = 300 << 10
@@ -47,58 +46,24 @@ def begin(path: Path, text: str) -> None:
     os.setxattr(path, "user.aifs.group", f"name=step,{text}".encode())
 
 
-def call(path: Path, command: ioctl.Command, *fields: object) -> tuple:
-    """An ioctl of a directory; its argument as it is afterwards. Raises OSError."""
-    argument = bytearray(command.argument.pack(*fields))
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.ioctl(fd, command.request, argument)
-    finally:
-        os.close(fd)
-    return command.argument.unpack(argument)
-
-
-def create(
-    path: Path,
-    ranks: int,
-    flags: int = ioctl.GROUP_EXPLICIT,
-    grace_ms: int = 0,
-    timeout_ms: int = 0,
-) -> int:
-    fields = call(
-        path,
-        ioctl.AIFS_IOC_GROUP_CREATE,
-        ranks,
-        flags,
-        0,
-        timeout_ms,
-        grace_ms,
-        0,
-        b"step",
-        b"",
-        b"",
-    )
-    return fields[5]
+def create(path: Path, ranks: int, explicit: bool = True, **options: object) -> int:
+    return call(path, "group", name="step", ranks=ranks, explicit=explicit, **options)["id"]
 
 
 def join(path: Path, rank: int, number: int = 0) -> None:
-    call(path, ioctl.AIFS_IOC_GROUP_JOIN, rank, 0, number)
+    call(path, "group.join", rank=rank, id=number)
 
 
 def commit(path: Path, rank: int, number: int = 0) -> None:
-    call(path, ioctl.AIFS_IOC_GROUP_COMMIT, rank, 0, number, b"")
+    call(path, "group.commit", rank=rank, id=number)
 
 
-def wait(
-    path: Path, what: int = ioctl.GROUP_WAIT_DURABLE, number: int = 0, timeout_ms: int = LIMIT_MS
-) -> None:
-    call(path, ioctl.AIFS_IOC_GROUP_WAIT, what, 0, number, timeout_ms)
+def wait(path: Path, until: str = "durable", number: int = 0, timeout_ms: int = LIMIT_MS) -> None:
+    call(path, "group.wait", **{"for": until}, id=number, timeout_ms=timeout_ms)
 
 
 def query(path: Path, number: int = 0) -> dict:
-    command = ioctl.AIFS_IOC_GROUP_QUERY
-    names = [field.split()[1] for field in command.fields.split(", ")]
-    return dict(zip(names, call(path, command, number, *[0] * (len(names) - 1)), strict=True))
+    return call(path, "group.state", id=number)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -187,7 +152,7 @@ def test_without_the_bridge_attributes_are_enough(mount_store: Callable[..., Mou
 @needs_bridge
 def test_ranks_use_ioctls(top: Path) -> None:
     number = create(top, 2)
-    assert create(top, 2) == number and query(top)["state"] == 1
+    assert create(top, 2) == number and query(top)["state"] == "open"
     data = os.urandom(SIZE)
     for rank in (0, 1):
         join(top, rank)
@@ -202,10 +167,10 @@ def test_ranks_use_ioctls(top: Path) -> None:
         )
         assert told["dead"] == -1 and told["durable_ns"] == 0
         commit(top, rank, number)
-    wait(top, ioctl.GROUP_WAIT_BUFFERED, number)
+    wait(top, "buffered", number)
     wait(top, number=number)
     told = query(top)
-    assert told["state"] == 1 + ioctl.GROUP_STATES.index("durable") and told["files"] == 2
+    assert told["state"] == "durable" and told["files"] == 2
     assert (
         told["bytes"] == 2 * SIZE
         and told["duplicate_bytes"] == SIZE
@@ -219,8 +184,8 @@ def test_ranks_use_ioctls(top: Path) -> None:
 def test_mistakes_are_refused_and_named(top: Path) -> None:
     for mistake in (query, lambda path: join(path, 0), lambda path: commit(path, 0), wait):
         assert errno_of(mistake, top) == errno.ENODATA
-    for ranks, flags in ((0, 1), (1 << 20, 1), (2, 8)):
-        assert errno_of(create, top, ranks, flags) == errno.EINVAL
+    for ranks, wrong in ((0, {}), (1 << 20, {}), (2, {"anew": True}), (2, {"flags": 1})):
+        assert errno_of(create, top, ranks, **wrong) == errno.EINVAL
     create(top, 2)
     assert errno_of(create, top, 3) == errno.EINVAL
     assert tell(top)["refused"].startswith("another group is open: name=step,ranks=2,")
@@ -233,15 +198,15 @@ def test_mistakes_are_refused_and_named(top: Path) -> None:
         commit(top, 0)  # on behalf of the other process
     assert errno_of(commit, top, 0) == errno.EINVAL and "committed already" in tell(top)["refused"]
     assert errno_of(wait, top, timeout_ms=1) == errno.ETIMEDOUT
-    assert errno_of(wait, top, 7) == errno.EINVAL
-    call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"disk full")
+    assert errno_of(wait, top, "never") == errno.EINVAL
+    call(top, "group.cancel", reason="disk full")
     assert (
         errno_of(commit, top, 1) == errno_of(wait, top) == errno.ECANCELED
         and tell(top)["error"] == "disk full"
     )
-    create(top, 1, flags=0)
+    create(top, 1, explicit=False)
     assert errno_of(join, top, 0) == errno_of(commit, top, 0) == errno.EINVAL
-    call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"")
+    call(top, "group.cancel")
     create(top, 1, timeout_ms=1)
     assert (
         errno_of(wait, top) == errno.ETIME
@@ -258,11 +223,11 @@ def test_others_may_look_only(top: Path) -> None:
         lambda: create(top, 1),
         lambda: commit(top, 0),
         lambda: join(top, 0),
-        lambda: call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b""),
+        lambda: call(top, "group.cancel"),
     ):
         assert errno_of(in_process, forbidden, ALICE) == errno.EACCES
-    assert in_process(lambda: query(top)["state"], ALICE) == 1
-    call(top, ioctl.AIFS_IOC_GROUP_CANCEL, 0, 0, 0, b"")
+    assert in_process(lambda: query(top)["state"], ALICE) == "open"
+    call(top, "group.cancel")
 
 
 @needs_bridge
@@ -272,30 +237,31 @@ def test_a_c_program_takes_part(top: Path, tmp_path: Path) -> None:
     source.write_text(r"""
 #include <fcntl.h>
 #include <stdio.h>
-#include <string.h>
-#include <sys/ioctl.h>
 #include "aifs_ioctl.h"
 int main(int argc, char **argv)
 {
-	struct aifs_version version;
-	struct aifs_group_create create = {
-		.ranks = 1, .flags = AIFS_GROUP_EXPLICIT | AIFS_GROUP_PENDING, .name = "from c"
-	};
-	struct aifs_group_join join = { .rank = 0 };
-	struct aifs_group_commit commit = { .rank = 0 };
-	struct aifs_group_wait wait = { .what = AIFS_GROUP_WAIT_DURABLE };
-	struct aifs_group_query query = { .id = 0 };
-	int fd = argc == 2 ? open(argv[1], O_RDONLY | O_DIRECTORY) : -1;
-	if (ioctl(fd, AIFS_IOC_VERSION, &version) || version.version != AIFS_IOC_VERSION_NUMBER)
+	struct aifs_call call;
+	char json[64];
+	long id;
+	int version, fd = argc == 2 ? open(argv[1], O_RDONLY | O_DIRECTORY) : -1;
+	if (aifs_do_call(fd, &call, "version", ""))
 		return 1;
-	if (ioctl(fd, AIFS_IOC_GROUP_CREATE, &create) || !create.id)
+	if (sscanf(call.json, "{\"version\": %d}", &version) != 1 || version != AIFS_CALL_VERSION)
 		return 2;
-	join.id = commit.id = wait.id = create.id;
-	if (ioctl(fd, AIFS_IOC_GROUP_JOIN, &join) || ioctl(fd, AIFS_IOC_GROUP_COMMIT, &commit))
+	if (aifs_do_call(fd, &call, "group",
+			 "{\"name\": \"from c\", \"ranks\": 1, \"explicit\": true, \"pending\": true}"))
 		return 3;
-	if (ioctl(fd, AIFS_IOC_GROUP_WAIT, &wait) || ioctl(fd, AIFS_IOC_GROUP_QUERY, &query))
+	if (sscanf(call.json, "{\"id\": %ld}", &id) != 1)
 		return 4;
-	return query.state == AIFS_GROUP_DURABLE && query.id == create.id ? 0 : 5;
+	snprintf(json, sizeof json, "{\"rank\": 0, \"id\": %ld}", id);
+	if (aifs_do_call(fd, &call, "group.join", json))
+		return 5;
+	if (aifs_do_call(fd, &call, "group.commit", json))
+		return 5;
+	snprintf(json, sizeof json, "{\"for\": \"durable\", \"id\": %ld}", id);
+	if (aifs_do_call(fd, &call, "group.wait", json) || aifs_do_call(fd, &call, "group.state", ""))
+		return 6;
+	return strstr(call.json, "\"state\": \"durable\"") ? 0 : 7;
 }
 """)
     headers = Path(ioctl.__file__).parents[1] / "fuse"

@@ -6,7 +6,6 @@ import fcntl
 import json
 import mmap
 import os
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +86,7 @@ def by_python(store: Mounted) -> Iterator[dict[str, int]]:
 
 def drain(path: Path) -> None:
     with path.open("rb") as file:
-        fcntl.ioctl(file, ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, 0))
+        ioctl.call(file.fileno(), "drain")
 
 
 def test_a_file_that_was_written_is_read_without_the_daemon(store: Mounted, path: Path) -> None:
@@ -196,8 +195,7 @@ def test_who_changes_the_file_asks_the_daemon(store: Mounted, path: Path) -> Non
 def test_calls_on_a_file_that_the_bridge_has_opened(store: Mounted, path: Path) -> None:
     for _ in range(2):
         fd = os.open(path, os.O_RDONLY)
-        version = fcntl.ioctl(fd, ioctl.AIFS_IOC_VERSION.request, bytes(4))
-        assert struct.unpack("=I", version) == (ioctl.VERSION,)
+        assert ioctl.call(fd, "version") == {"version": ioctl.VERSION}
         assert os.lseek(fd, 0, os.SEEK_DATA) == 0
         assert os.lseek(fd, 0, os.SEEK_HOLE) == len(CONTENT)
         assert os.lseek(fd, 0, os.SEEK_END) == len(CONTENT)
@@ -266,10 +264,9 @@ def test_a_tree_is_removed_with_files_that_are_open(store: Mounted) -> None:
     directory = store.path / "doomed"
     directory.mkdir()
     paths = [written(store, directory / f"{number}") for number in range(3)]
-    argument = ioctl.AIFS_IOC_REMOVE_TREE.argument.pack(0, 0, b"doomed")
     with paths[0].open("rb", buffering=0) as file:
         parent = os.open(store.path, os.O_RDONLY)
-        fcntl.ioctl(parent, ioctl.AIFS_IOC_REMOVE_TREE.request, argument)
+        ioctl.call(parent, "remove", name="doomed")
         os.close(parent)
         while status(store)["doomed"]["trees"]:
             pass

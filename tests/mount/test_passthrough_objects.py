@@ -2,7 +2,6 @@
 whatever others do.
 """
 
-import fcntl
 import json
 import mmap
 import os
@@ -199,7 +198,7 @@ def test_a_drained_and_evicted_file_is_read_from_its_object(store: Mounted) -> N
     path = store.path / "d" / "file"
     path.write_bytes(CONTENT)
     with path.open("rb") as file:
-        fcntl.ioctl(file, ioctl.AIFS_IOC_DRAIN.request, bytes(16))
+        ioctl.call(file.fileno(), "drain")
     until_closed(store)
     os.setxattr(path, "user.aifs.evict", b"")
     state = json.loads(os.getxattr(path, "user.aifs.state"))

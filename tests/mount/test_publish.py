@@ -3,7 +3,6 @@ processes for one name.
 """
 
 import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import ioctl
 from tests.support.machine import RENAME_EXCHANGE, renameat2
-from tests.support.mounts import Mounted
+from tests.support.mounts import Mounted, call
 from tests.support.users import errno_of, in_process
 
 ALICE, BOB = 1000, 1001
@@ -39,22 +37,10 @@ def pending(path: Path) -> dict:
     return json.loads(os.getxattr(path, "user.aifs.pending"))
 
 
-def call(path: Path, command: ioctl.Command, *fields: object) -> None:
-    """An ioctl of a directory. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.ioctl(
-            fd, command.request, bytearray(command.argument.pack(*fields))
-        )  # bytes would be limited to 1 KiB
-    finally:
-        os.close(fd)
-
-
-def publish(path: Path, final: Path, step: int, flags: int = 0) -> None:
-    content = b"%d" % step
+def publish(path: Path, final: Path, step: int, **how: bool) -> None:
     place = final.parent.stat().st_ino
-    names = (os.fsencode(final.name), b"latest", TRACKER.encode())
-    call(path, ioctl.AIFS_IOC_PUBLISH, flags, len(content), place, *names, content, b"")
+    names = {"parent": place, "final": final.name, "latest": "latest", "tracker": TRACKER}
+    call(path, "publish-as", **names, content=str(step), **how)
 
 
 def require_step(runs: Path, name: str, step: int) -> None:
@@ -134,12 +120,12 @@ def test_a_tree_is_replaced(runs: Path) -> None:
         if step == 2:
             file = open(final / "sub" / "0.pt", "rb")  # noqa: SIM115
             with pytest.raises(FileExistsError):
-                publish(tmp, final, step, ioctl.EXCLUSIVE)
+                publish(tmp, final, step, exclusive=True)
             with pytest.raises(OSError) as caught:
                 publish(tmp, final, step)
             assert caught.value.errno == errno.ENOTEMPTY
             require_step(runs, "model", 1)
-        publish(tmp, final, step, ioctl.REPLACE)
+        publish(tmp, final, step, replace=True)
         require_step(runs, "model", step)
         assert (final / f"only-{step}").exists() and len(os.listdir(final / "sub")) == 2 + step
     assert not (final / "only-1").exists()
@@ -150,7 +136,7 @@ def test_a_tree_is_replaced(runs: Path) -> None:
 def test_members_commit_by_ioctl(runs: Path) -> None:
     tmp = make_tree(runs / "tmp")
     set_hint(tmp, "pending", "ranks=2")
-    call(tmp, ioctl.AIFS_IOC_COMMIT, 1, 0, b"sub/0.pt")
+    call(tmp, "commit", rank=1, list="sub/0.pt")
     assert pending(tmp)["members"] == [1]
     with pytest.raises(OSError) as caught:
         publish(tmp, runs / "final", 1)
@@ -159,14 +145,14 @@ def test_members_commit_by_ioctl(runs: Path) -> None:
         and "ranks have not committed: 0" in pending(tmp)["refused"]
     )
     for fields, number in (
-        ((1, 0, b""), errno.EINVAL),
-        ((2, 0, b""), errno.EINVAL),
-        ((0, 0, b"none"), errno.EINVAL),
+        ({"rank": 1}, errno.EINVAL),
+        ({"rank": 2}, errno.EINVAL),
+        ({"rank": 0, "list": "none"}, errno.EINVAL),
     ):
         with pytest.raises(OSError) as caught:
-            call(tmp, ioctl.AIFS_IOC_COMMIT, *fields)
+            call(tmp, "commit", **fields)
         assert caught.value.errno == number
-    call(tmp, ioctl.AIFS_IOC_COMMIT, 0, 0, b"")
+    call(tmp, "commit", rank=0)
     (tmp / "sub" / "0.pt").unlink()
     with pytest.raises(OSError) as caught:
         publish(tmp, runs / "final", 1)
@@ -182,7 +168,7 @@ def test_who_may(runs: Path) -> None:
         os.chown(path, ALICE, ALICE)
     for refused in (
         lambda: publish(tmp, runs / "final", 1),
-        lambda: call(tmp, ioctl.AIFS_IOC_COMMIT, 0, 0, b""),
+        lambda: call(tmp, "commit", rank=0),
         lambda: set_hint(tmp, "pending", "ranks=1"),
         lambda: set_hint(tmp, "publish-as", {"final": "final"}),
         lambda: set_hint(runs, "keep", "last=1"),

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aifs.cli import hints
-from aifs.vfs import operation_log
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
@@ -119,7 +118,3 @@ def test_the_command_stops_and_prints_json(module_mount: Mounted, here: Path) ->
     records = [json.loads(line) for line in lines]
     assert process.returncode == 0 and records
     assert {one["pid"] for one in records} == {os.getpid()}
-
-
-def test_the_attribute_is_the_commands() -> None:
-    assert operation_log.ATTRIBUTE.decode() == hints.TRACE

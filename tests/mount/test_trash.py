@@ -1,7 +1,6 @@
 """The trash on a real mount, with the tools that people use."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from aifs.core import ioctl
 from aifs.core.config import DIRECTORY_FILE
-from aifs.core.ioctl import AIFS_IOC_RESTORE
 from tests.support.mounts import Mounted, aifs, mounted_store
 from tests.support.users import errno_of, in_process
 
@@ -137,9 +136,7 @@ def test_users_have_what_was_theirs(bridged: Mounted, here: Path) -> None:
     assert set(paths(here)) == {"of-alice", "private/of-bob"}
 
     def restore() -> None:
-        argument = AIFS_IOC_RESTORE.argument.pack(0, 0, b"", b"private/of-bob")
-        fd = os.open(here, os.O_RDONLY)
-        fcntl.ioctl(fd, AIFS_IOC_RESTORE.request, bytearray(argument))
+        ioctl.call(os.open(here, os.O_RDONLY), "restore", path="private/of-bob")
 
     assert in_process(lambda: errno_of(restore), ALICE) == errno.ENOENT
     assert in_process(lambda: errno_of(restore), BOB) == 0

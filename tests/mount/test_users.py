@@ -5,7 +5,6 @@ permissions are right.
 """
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -305,11 +304,10 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
 
 def test_ioctls_are_for_who_may_write(here: Path, module_mount: Mounted) -> None:
     mounted_only(here, module_mount)
-    command = ioctl.AIFS_IOC_DRAIN
 
     def drain() -> None:
         fd = os.open(here, os.O_RDONLY)
-        fcntl.ioctl(fd, command.request, command.argument.pack(0, 0, 0))
+        ioctl.call(fd, "drain")
 
     if attempt(0, drain) in (errno.ENOTTY, errno.ENOSYS):
         pytest.skip("of a mount with the bridge alone")

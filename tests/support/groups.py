@@ -1,6 +1,5 @@
 """Grouped writes from outside: what a shell script or a C program would do on a mount."""
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -23,11 +22,6 @@ def wait_durable(directory: Path) -> None:
     """Until the group of a directory is on the data servers. Raises OSError if it has failed."""
     fd = os.open(directory, os.O_RDONLY)
     try:
-        command = ioctl.AIFS_IOC_GROUP_WAIT
-        fcntl.ioctl(
-            fd,
-            command.request,
-            command.argument.pack(ioctl.GROUP_WAIT_DURABLE, 0, 0, WAIT_MAX_S * 1000),
-        )
+        ioctl.call(fd, "group.wait", timeout_ms=WAIT_MAX_S * 1000)
     finally:
         os.close(fd)

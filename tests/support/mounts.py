@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from aifs.core import ioctl
 from aifs.core.config import DIRECTORY_FILE
 from tests.support import forked
 
@@ -28,6 +29,15 @@ are about movers mount with ``data.movers=1``."""
 _WITHOUT_BURST = "burst: {directories: []}\n"
 
 _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+
+
+def call(path: Path, hint: str, /, **fields: object) -> dict:
+    """The ioctl of a file or directory. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return ioctl.call(fd, hint, **fields)
+    finally:
+        os.close(fd)
 
 
 def aifs(

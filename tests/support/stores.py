@@ -151,6 +151,13 @@ async def ask(fs: Filesystem, ino: int, name: str, caller: Caller = ROOT) -> dic
     return json.loads(await get(fs, ino, name, caller))
 
 
+async def call(
+    fs: Filesystem, ino: int, hint: str, caller: Caller = OWNER, /, **fields: object
+) -> dict:
+    """The ioctl of this name."""
+    return json.loads(await fs.call(ino, hint, json.dumps(fields).encode(), caller))
+
+
 async def put(
     fs: Filesystem, ino: int, name: str, value: object = "", caller: Caller = OWNER
 ) -> None:

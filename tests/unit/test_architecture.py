@@ -387,7 +387,6 @@ MAY_BE_UNEXPLAINED = 5
 
 
 EXPLAINED_ELSEWHERE = {
-    "GroupState": "core/ioctl.py, AIFS_IOC_GROUP_QUERY",
     "ServerRecord": "the first lines of meta/servers.py",
 }
 

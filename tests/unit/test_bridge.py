@@ -25,7 +25,6 @@ from aifs.fuse import bridge, handed_over, probe
 from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
-from aifs.meta.publishing import Publication
 from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.refusals import Refusals
 
@@ -79,125 +78,61 @@ def ioctl_body(request: int, data: bytes = b"", out_size: int = 0) -> bytes:
 # --- ioctl ---
 
 
+SMALL, LARGE = ioctl.REQUESTS
+
+
+def call_body(name: str, text: bytes = b"", version: int = ioctl.VERSION) -> bytes:
+    argument = struct.pack("=II56s", version, len(text), name.encode()) + text
+    return ioctl_body(SMALL, argument.ljust(1024, b"\0"), 1024)
+
+
 def test_ioctl_numbers_are_those_of_linux() -> None:
-    assert ioctl.AIFS_IOC_VERSION.request == 2 << 30 | 4 << 16 | ioctl.TYPE << 8 | 0
-    assert ioctl.AIFS_IOC_DRAIN.request == 1 << 30 | 16 << 16 | ioctl.TYPE << 8 | 1
-    assert len({command.number for command in ioctl.COMMANDS.values()}) == len(ioctl.COMMANDS)
+    assert SMALL == 3 << 30 | 1024 << 16 | ioctl.TYPE << 8 | 16
+    assert LARGE == 3 << 30 | 16320 << 16 | ioctl.TYPE << 8 | 16
 
 
-async def test_the_version_is_answered() -> None:
-    body = ioctl_body(ioctl.AIFS_IOC_VERSION.request, b"", 4)
-    number, data = await answer_to(FakeFilesystem(), handed_over.IOCTL, body)
-    assert (number, data) == (
-        0,
-        struct.pack("=iIII", 0, 0, 0, 0) + struct.pack("=I", ioctl.VERSION),
-    )
-
-
-@pytest.mark.parametrize(("timeout_ms", "timeout_s"), [(0, None), (1500, 1.5)])
-async def test_drain_waits_for_the_inode_that_it_is_called_on(
-    timeout_ms: int, timeout_s: float | None
-) -> None:
-    fs = FakeFilesystem(0)
-    body = ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 0, timeout_ms))
-    assert (await answer_to(fs, handed_over.IOCTL, body))[0] == 0
-    assert fs.calls == [("wait_drained", (7, timeout_s, Caller(*CALLER)))]
-
-
-async def test_a_tree_is_removed_for_the_caller() -> None:
-    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_REMOVE_TREE
-    assert (
-        await answer_to(
-            fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(0, 0, b"x/"))
-        )
-    )[0] == 0
-    assert fs.calls == [("remove_tree", (7, b"x/", Caller(*CALLER)))]
-    endless = command.argument.pack(0, 0, b"x" * 256)
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, endless)))[
-        0
-    ] == errno.EINVAL
-
-
-async def test_publish_takes_all_of_its_fields() -> None:
-    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_PUBLISH
-    fields = [ioctl.REPLACE, 3, 1 << 40, b"final", b"latest", b"tracker", b"100junk", b""]
-    assert (
-        await answer_to(
-            fs, handed_over.IOCTL, ioctl_body(command.request, command.argument.pack(*fields))
-        )
-    )[0] == 0
-    what = Publication(7, 1 << 40, b"final", True, False, b"latest", b"tracker", b"100")
-    assert fs.calls == [("publish", (what, Caller(*CALLER)))]
-    for place, wrong in ((0, 4), (1, 65), (3, b"x" * 256)):
-        argument = command.argument.pack(*fields[:place], wrong, *fields[place + 1 :])
-        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
-            0
-        ] == errno.EINVAL
-
-
-async def test_a_rank_commits() -> None:
-    fs, command = FakeFilesystem(0), ioctl.AIFS_IOC_COMMIT
-    for flags in (0, ioctl.AGAIN):
-        argument = command.argument.pack(3, flags, b".list")
-        assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
-            0
-        ] == 0
-        assert fs.calls.pop() == ("commit", (7, 3, b".list", bool(flags), Caller(*CALLER)))
-    argument = command.argument.pack(3, 2, b"")
-    assert (await answer_to(fs, handed_over.IOCTL, ioctl_body(command.request, argument)))[
-        0
-    ] == errno.EINVAL
-
-
-PENDING, ANEW, EXPLICIT = ioctl.GROUP_PENDING, ioctl.GROUP_ANEW, ioctl.GROUP_EXPLICIT
-
-
-@pytest.mark.parametrize(
-    ("flags", "number"),
-    [
-        (EXPLICIT, 0),
-        (EXPLICIT | PENDING, 0),
-        (EXPLICIT | PENDING | ANEW | ioctl.GROUP_SAME_SIZE, 0),
-        (PENDING, errno.EINVAL),
-        (EXPLICIT | ANEW, errno.EINVAL),
-        (16, errno.EINVAL),
-    ],
-)
-async def test_a_group_that_keeps_its_directory_pending_is_begun(flags: int, number: int) -> None:
-    fs, command = FakeFilesystem(5), ioctl.AIFS_IOC_GROUP_CREATE
-    argument = command.argument.pack(2, flags, 0, 0, 0, 0, b"step", b"", b"job")
-    body = ioctl_body(command.request, argument, command.argument.size)
-    assert (await answer_to(fs, handed_over.IOCTL, body))[0] == number
-    if not number:
-        [(_, (_, wanted, _))] = fs.calls
-        assert wanted.mark == ((None, b"job") if flags & PENDING else None)
-        assert wanted.anew == bool(flags & ANEW)
-        assert wanted.options.explicit and wanted.options.same_size == bool(flags & 4)
+@pytest.mark.parametrize("version", [ioctl.VERSION, 0, 99])
+async def test_a_call_is_that_of_its_name(version: int) -> None:
+    """The version alone may be asked for with another one."""
+    fs = FakeFilesystem(b'{"a": 1}')
+    body = call_body("version", b'{"x": 2}', version)
+    header = struct.pack("=iIII", 0, 0, 0, 0)
+    answer = struct.pack("=II56s", ioctl.VERSION, 8, b"version") + b'{"a": 1}'
+    assert await answer_to(fs, handed_over.IOCTL, body) == (0, header + answer)
+    assert fs.calls == [("call", (7, "version", b'{"x": 2}', Caller(*CALLER)))]
 
 
 @pytest.mark.parametrize(
     ("body", "number"),
     [
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request + 1), errno.ENOTTY),
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request ^ 1 << 16), errno.ENOTTY),
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, bytes(15)), errno.EINVAL),
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, bytes(17)), errno.EINVAL),
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 1, 0, 0)), errno.EINVAL),
-        (ioctl_body(ioctl.AIFS_IOC_DRAIN.request, struct.pack("=IIQ", 0, 1, 0)), errno.EINVAL),
-        (ioctl_body(ioctl.AIFS_IOC_VERSION.request, b"", 3), errno.EINVAL),
+        (ioctl_body(SMALL + 1), errno.ENOTTY),
+        (ioctl_body(SMALL ^ 1 << 16), errno.ENOTTY),
+        (ioctl_body(SMALL, bytes(63)), errno.EINVAL),
+        (ioctl_body(SMALL, bytes(1024), 1024), errno.EINVAL),
+        (call_body("drain", version=ioctl.VERSION + 1), errno.EINVAL),
+        (call_body("x" * 56), errno.EINVAL),
+        (call_body("\xff"), errno.EINVAL),
+        (ioctl_body(SMALL, struct.pack("=II56s", ioctl.VERSION, 1, b"drain"), 64), errno.EINVAL),
     ],
 )
-async def test_unknown_ioctls_and_wrong_sizes_are_refused(body: bytes, number: int) -> None:
-    fs = FakeFilesystem(0)
+async def test_unknown_ioctls_and_wrong_arguments_are_refused(body: bytes, number: int) -> None:
+    fs = FakeFilesystem(b"{}")
     assert await answer_to(fs, handed_over.IOCTL, body) == (number, b"")
     assert not fs.calls
+
+
+async def test_an_answer_has_to_fit() -> None:
+    argument = struct.pack("=II56s", ioctl.VERSION, 0, b"drain")
+    for out_size, number in ((65, errno.EINVAL), (66, 0)):
+        body = ioctl_body(SMALL, argument, out_size)
+        assert (await answer_to(FakeFilesystem(b"{}"), handed_over.IOCTL, body))[0] == number
 
 
 FLAG_REQUESTS = (0x80086601, 0x40086602, 0x801C581F, 0x401C5820)
 
 
 @given(
-    st.integers(0, (1 << 32) - 1) | st.sampled_from(FLAG_REQUESTS),
+    st.integers(0, (1 << 32) - 1) | st.sampled_from((*FLAG_REQUESTS, *ioctl.REQUESTS)),
     st.binary(max_size=64),
     st.integers(0, 64),
 )

@@ -5,14 +5,11 @@ ahead).
 Elsewhere, and wherever the mount refuses it, nothing is told, and nothing is lost.
 """
 
-import fcntl
-import os
 import time
 from contextlib import suppress
 
 from aifs.client.data.dataset import Dataset
-from aifs.core import files
-from aifs.core.ioctl import AIFS_IOC_ORDER
+from aifs.core import files, ioctl
 from aifs.datasets.ahead import Announced
 from aifs.datasets.sequence import Epoch
 
@@ -58,9 +55,8 @@ class Announcer:
         self._due_s = time.monotonic() + EVERY_S
         if self._fd == -1:
             return
-        text = os.fsencode(self._told._replace(row=row).text())
         try:
-            fcntl.ioctl(self._fd, AIFS_IOC_ORDER.request, AIFS_IOC_ORDER.argument.pack(0, 0, text))
+            ioctl.call(self._fd, "order", order=self._told._replace(row=row).text())
         except InterruptedError:
             pass  # the next time will do
         except OSError:  # no mount of AIFS, one without a burst tier, or with too many readers

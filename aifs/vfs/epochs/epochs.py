@@ -1,5 +1,5 @@
-"""All epochs that are read here, and the work for them. Readers say what they read by
-AIFS_IOC_ORDER, or ``user.aifs.order`` (datasets/ahead.py has the words), again and again; who says
+"""All epochs that are read here, and the work for them. Readers say again and again what they
+read, by ``order``, as a call or an attribute (datasets/ahead.py has the words); a reader that says
 nothing for EXPIRES_S reads no more.
 
 A file is brought by staging it, with the rules of staging and by its code: a clean copy, which
@@ -26,6 +26,8 @@ from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.datasets.ahead import FileNeed, parse
 from aifs.datasets.index import INDEX_NAME
 from aifs.datasets.sequence import EpochOrder
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import asker_of
 from aifs.files.types import CallerLike
@@ -93,13 +95,36 @@ class Epochs:
         epoch.hear(said, trio.current_time())
         self._upkeep.at(Work.AHEAD, epoch.ready_s)
 
+    HINTS = (
+        Hint(
+            "order",
+            DIRECTORY,
+            "epochs of the dataset in it that are read, and what is there ahead of the readers",
+            rights.lister,
+            rights.lister,  # the kernel asks for write permission before setxattr(2) besides
+            get=lambda epochs, ask: epochs.tell(ask.ino, ask.caller),
+            set=lambda epochs, ask: epochs.order(ask.ino, ask.text, ask.caller),
+            call=HintCall(
+                rights.lister,
+                lambda epochs, ask: epochs.order(ask.ino, ask.fields.get("order", ""), ask.caller),
+                {"order": str},
+                "An epoch of the dataset in the directory is read in this order, and what comes "
+                "next is brought into the burst tier. order: as the attribute is set, "
+                "'seed=7,epoch=1,world=8,rank=3,done=1000'. To be said again within a minute, with "
+                "how far it is. EINVAL: no order, or no index of a dataset there; EBUSY: too many "
+                "epochs are read; EOPNOTSUPP: there is no burst tier.",
+            ),
+        ),
+    )
+
     def _require_few(self, uid: int) -> None:
         theirs = sum(key[1] == uid for key in self._epochs)
         if len(self._epochs) >= _EPOCHS_MAX or (uid and theirs >= _OF_USER_MAX):
             raise Busy("too many epochs are read already; those that nobody reads end in a minute")
 
     def tell(self, ino: int, caller: CallerLike) -> dict[str, Any]:
-        """The epochs of the dataset in a directory; names of files to their users alone."""
+        """The epochs of the dataset in a directory; names of files to their users alone. {}: there
+        are none."""
         limit = self._limit()
         found = []
         for (directory, uid, *_), epoch in self._epochs.items():
@@ -108,7 +133,7 @@ class Epochs:
                 if caller.uid in (0, uid):
                     told["error"] = epoch.error
                 found.append(told)
-        return {"epochs": found}
+        return {"epochs": found} if found else {}
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows. ``waiting``: how many epochs have readers who have come to

@@ -1,11 +1,11 @@
-"""Groups as extended attributes: ``user.aifs.group`` and ``user.aifs.group.commit``, and their
-short forms for pending directories, ``user.aifs.pending`` and ``user.aifs.commit``
+"""The hints of groups, and their short forms for pending directories, ``pending`` and ``commit``
 (docs/design/commit.md).
 """
 
 import json
 import os
 import time
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -13,16 +13,16 @@ import trio
 
 from aifs.core.errors import Invalid, NoAttribute
 from aifs.core.json_text import parse_object
-from aifs.files import permissions
+from aifs.files import permissions, rights
+from aifs.files.asks import ANY, BOTH, DIRECTORY, Ask, Hint, HintCall
 from aifs.files.types import SIZE_MAX, CallerLike
 from aifs.meta import namespace, paths
 from aifs.meta.hosts import read_hosts
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.vfs import rights
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.groups.group import DirectoryGroup, File, describe_ranks
-from aifs.vfs.groups.group_text import parse_group, parse_pending
+from aifs.vfs.groups.group_text import Wanted, make_options, parse_group, parse_pending
 from aifs.vfs.groups.protocol import Commit, Groups
 from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.publishing.listed import path_below
@@ -32,13 +32,162 @@ from aifs.vfs.serve_options import ServeOptions
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
 _SLICE = 64
+_REASON_MAX = 127  # bytes
 _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
 
 SUMS = ("bytes", "zero_bytes", "duplicate_bytes", "found_bytes", "distinct_bytes", "stored_bytes")
 
 
+_GROUP = {
+    "name": str,
+    "ranks": int,
+    "chunk": int,
+    "explicit": bool,
+    "timeout_ms": int,
+    "grace_ms": int,
+    "publish": str,
+    "same_size": bool,
+    "job": str,
+    "pending": bool,
+    "anew": bool,
+}
+_COMMIT = {"rank": int, "files": dict, "list": str, "again": bool}
+
+
 class GroupHints:
-    """What programs say of groups, and are told, by extended attributes."""
+    """Groups as programs see them. The id of a group in a call: 0 or none means the present, or
+    last, one of the directory.
+    """
+
+    HINTS = (
+        Hint(
+            "group[.ID]",
+            BOTH,
+            "files that are written together: name=step,ranks=8",
+            rights.reader,
+            rights.writer,  # with pending=yes as "pending"
+            get=lambda groups, ask: groups.tell(ask.ino, ask.caller, ask.number or 0),
+            set=lambda groups, ask: groups.put(ask.ino, ask.text, ask.caller),
+            remove=lambda groups, ask: groups.put(ask.ino, "", ask.caller),
+            call=HintCall(
+                rights.writer,
+                lambda groups, ask: groups.begin(ask),
+                _GROUP,
+                "Begins a group in the directory; the same once more, while it is open, finds it. "
+                "Answers {id}. explicit: each rank commits; same_size: of all files; pending: the "
+                "directory gets no other name until all have committed, needs explicit; anew: what "
+                "an earlier attempt has left there does not count, needs pending; chunk: bytes, 0 "
+                "for the usual; timeout_ms: until all have committed, 0 for the usual; grace_ms: "
+                "how long a dead rank may stay away; publish: the name that the directory gets "
+                "beside itself; job: whose ranks these are, what another one has left is given up. "
+                "EINVAL: another group is open, or a job whose ranks live is writing; EBUSY: it is "
+                "not durable yet.",
+            ),
+        ),
+        Hint(
+            "group.commit",
+            BOTH,
+            "a rank of the group commits; of a file, '': it counts as closed",
+            change=rights.writer,
+            set=lambda groups, ask: groups.put_commit(ask.ino, ask.text),
+            call=HintCall(
+                rights.writer,
+                lambda groups, ask: groups.commit(ask),
+                {"rank": int, "id": int, "file": str},
+                "All that is unsynced below the directory is durable in the burst tier on return, "
+                "and the rank has committed. file: path of a file below that the rank has written; "
+                "its size is compared if all files have to have one. EINVAL: no such rank, it has "
+                "committed, the group commits by closing, or the file has another size than that "
+                "of the first rank to commit.",
+            ),
+        ),
+        Hint(
+            "group.join",
+            DIRECTORY,
+            "the calling process is a rank",
+            call=HintCall(
+                rights.writer,
+                lambda groups, ask: groups.join(ask),
+                {"rank": int, "id": int},
+                "The calling process is this rank from now on: if it ends before the rank has "
+                "committed, the group fails, at once or when its grace is over. EINVAL: no such "
+                "rank, a process that lives is it already, or the group commits by closing; "
+                "EOPNOTSUPP: the daemon cannot see the process.",
+            ),
+        ),
+        Hint(
+            "group.wait",
+            ANY,
+            "waits until all ranks have committed",
+            call=HintCall(
+                rights.anybody,
+                lambda groups, ask: groups.wait(ask),
+                {"for": str, "id": int, "timeout_ms": int},
+                "Returns when all ranks have committed and their bytes are durable in the burst "
+                'tier ("for": "buffered") or on the capacity tier ("durable"). timeout_ms 0: none. '
+                "EINVAL: files have sizes that differ; EOWNERDEAD: a rank died; ECANCELED; ETIME: "
+                "the group's own time was over; ETIMEDOUT: timeout_ms were.",
+                where=ANY,
+                changes=False,
+            ),
+        ),
+        Hint(
+            "group.cancel",
+            DIRECTORY,
+            "ends a group",
+            call=HintCall(
+                rights.writer,
+                lambda groups, ask: groups.cancel(ask),
+                {"id": int, "reason": str},
+                "Ends the group; its files are drained as usual. Others read the reason, of up to "
+                "127 bytes.",
+            ),
+        ),
+        Hint(
+            "group.state",
+            ANY,
+            "the numbers of a group",
+            call=HintCall(
+                rights.anybody,
+                lambda groups, ask: groups.state(ask),
+                {"id": int},
+                "Answers {id, state, ranks, joined, committed, files, dead, bytes, zero_bytes, "
+                "duplicate_bytes, found_bytes, distinct_bytes, stored_bytes, created_ns, "
+                "buffered_ns, durable_ns}. state: open, committed, draining, durable, failed, "
+                "cancelled or expired; joined, committed: how many ranks; dead: a rank, or -1; "
+                "times since the epoch, 0 if not yet.",
+                where=ANY,
+                changes=False,
+            ),
+        ),
+        Hint(
+            "pending",
+            DIRECTORY,
+            "a checkpoint that is being saved, by whom: ranks=8,step=100",
+            rights.reader,
+            rights.writer,  # and its owner, except to begin anew what nobody goes on with
+            get=lambda groups, ask: groups.tell_pending(ask.ino, ask.caller),
+            set=lambda groups, ask: groups.put_pending(ask.ino, ask.text, ask.caller),
+            remove=lambda groups, ask: groups.put_pending(ask.ino, "", ask.caller),
+        ),
+        Hint(
+            "commit",
+            ANY,
+            "a rank of the pending directory commits: a rank, or JSON",
+            change=rights.writer,
+            set=lambda groups, ask: groups.commit_pending(ask.ino, _parse_commit(ask.text)),
+            call=HintCall(
+                rights.writer,
+                lambda groups, ask: groups.commit_pending(ask.ino, _commit_of(ask.fields)),
+                _COMMIT,
+                "All that is unsynced below the pending directory is durable on return, and the "
+                "rank has committed. files: {path: bytes}, what it has written, or list: path of a "
+                "file below that says it; again: it may have committed before. EINVAL: not "
+                "pending, no such rank, or it has committed.",
+                where=ANY,
+            ),
+        ),
+    )
 
     def __init__(
         self,
@@ -58,7 +207,76 @@ class GroupHints:
         self._attributes = attributes
         self._options = options
 
-    # --- what programs write ---
+    # --- calls ---
+
+    async def begin(self, ask: Ask) -> dict[str, int]:
+        """Raises as Groups.begin."""
+        fields = ask.fields
+        explicit, pending = fields.get("explicit", False), fields.get("pending", False)
+        anew = fields.get("anew", False)
+        if (pending and not explicit) or (anew and not pending):
+            raise Invalid("group: pending needs explicit, and anew needs both")
+        options = make_options(
+            ask.path("name"),
+            fields.get("ranks", 0),
+            fields.get("chunk", 0),
+            explicit,
+            fields.get("timeout_ms", 0),
+            fields.get("grace_ms", 0),
+            ask.path("publish"),
+            fields.get("same_size", False),
+            ask.path("job"),
+        )
+        mark = (None, options.job) if pending else None
+        group = await self._groups.begin(ask.ino, Wanted(options, mark, anew), ask.caller)
+        return {"id": group.record.id}
+
+    async def join(self, ask: Ask) -> None:
+        """Raises as Groups.join."""
+        await self._groups.join(ask.ino, _id(ask), ask.fields.get("rank", 0), ask.caller)
+
+    async def commit(self, ask: Ask) -> None:
+        """Raises as Groups.commit."""
+        what = Commit(ask.fields.get("rank", 0), sized=ask.path("file"))
+        await self._groups.commit(ask.ino, _id(ask), what)
+
+    async def wait(self, ask: Ask) -> None:
+        """Raises as Groups.wait, and ReadOnly where nothing goes on in this mount."""
+        until = ask.fields.get("for", "durable")
+        if until not in ("buffered", "durable"):
+            raise Invalid(f"group: {until!r} is neither buffered nor durable")
+        group = await self._table.find(ask.ino, _id(ask))
+        if group.is_live:
+            self._options.require_writable()
+        await self._groups.wait(ask.ino, _id(ask), until == "durable", ask.timeout_s())
+
+    async def cancel(self, ask: Ask) -> None:
+        """Raises as Groups.cancel."""
+        reason = ask.path("reason")[:_REASON_MAX].decode(errors="replace")
+        await self._groups.cancel(ask.ino, _id(ask), reason, ask.caller)
+
+    async def state(self, ask: Ask) -> dict[str, Any]:
+        """Raises as GroupTable.find."""
+        group = await self._table.find(ask.ino, _id(ask))
+        record, told = group.record, report_of(group)
+        sums = {key: told.get(key, 0) for key in SUMS}
+        sums["bytes"] = sums["bytes"] or sum(file.size for file in group.files.values())
+        is_explicit = record.options.explicit
+        return {
+            "id": record.id,
+            "state": record.state,
+            "ranks": record.options.ranks,
+            "joined": len(group.processes) + len(group.joined_elsewhere),
+            "committed": len(group.committed) if is_explicit else group.closed_files,
+            "files": len(group.files),
+            "dead": record.dead,
+            **sums,
+            "created_ns": record.created_ns,
+            "buffered_ns": record.buffered_ns,
+            "durable_ns": record.durable_ns,
+        }
+
+    # --- attributes that programs write ---
 
     async def put(self, ino: int, text: str, caller: CallerLike) -> None:
         """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
@@ -81,7 +299,7 @@ class GroupHints:
             rights.owner(await self._attributes.getattr(ino), caller)
         await self._groups.begin(ino, parse_pending(text), caller)
 
-    async def put_commit(self, ino: int, text: str, caller: CallerLike) -> None:
+    async def put_commit(self, ino: int, text: str) -> None:
         """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may
         be the path of one of its files. On a file, with '': it counts as closed. Raises as
         Groups.commit and Closing.commit_file."""
@@ -100,12 +318,12 @@ class GroupHints:
         else:
             await self._closing.commit_file(inode)
 
-    async def put_pending_commit(self, ino: int, text: str, caller: CallerLike) -> None:
-        """A rank of a pending directory commits (``_parse_commit``), whatever has become of its
-        group. Raises as Groups.commit_pending."""
-        await self._groups.commit_pending(ino, _parse_commit(text))
+    async def commit_pending(self, ino: int, what: Commit) -> None:
+        """A rank of a pending directory commits, whatever has become of its group. Raises as
+        Groups.commit_pending."""
+        await self._groups.commit_pending(ino, what)
 
-    # --- what they are told ---
+    # --- and read ---
 
     async def tell_pending(self, ino: int, caller: CallerLike) -> dict[str, Any]:
         """What ``user.aifs.pending`` says. Raises NoAttribute."""
@@ -222,8 +440,11 @@ def _parse_commit(text: str) -> Commit:
     to commit anew. Raises Invalid."""
     if not text.startswith("{"):
         return Commit(_rank(text))
-    known = {"rank": int, "files": dict, "list": str, "again": bool}
-    asked = parse_object("commit", text, known)
+    return _commit_of(parse_object("commit", text, _COMMIT))
+
+
+def _commit_of(asked: Mapping[str, Any]) -> Commit:
+    """Raises Invalid."""
     if "rank" not in asked or ("files" in asked and "list" in asked):
         raise Invalid("commit: it needs a rank, and 'files' or 'list' or neither")
     files = None
@@ -246,6 +467,10 @@ def _size(path: str, size: Any) -> int:
     if type(size) is not int or not 0 <= size <= SIZE_MAX:
         raise Invalid(f"commit: {path!r}: {size!r} is not a size in bytes")
     return size
+
+
+def _id(ask: Ask) -> int:
+    return ask.fields.get("id", 0)
 
 
 def report_of(group: DirectoryGroup) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import trio
 from aifs.core import faults
 from aifs.core.errors import Busy, Invalid, NoAttribute, NotPermitted, TimedOut
 from aifs.core.waiting import DRAIN, PUBLISH, RANK, waits_for
-from aifs.files import permissions
+from aifs.files import permissions, rights
 from aifs.files.file_io import FileIO
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import groups, namespace, paths
@@ -22,7 +22,6 @@ from aifs.meta.groups import ANY_SIZE, GroupMember, GroupOptions, GroupRecord, P
 from aifs.meta.kv import Engine
 from aifs.meta.records import Dentry
 from aifs.store.ids import IdAllocator
-from aifs.vfs import rights
 from aifs.vfs.groups import processes
 from aifs.vfs.groups.course import Course
 from aifs.vfs.groups.group import DirectoryGroup

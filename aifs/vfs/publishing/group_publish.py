@@ -12,7 +12,7 @@ import trio
 from blake3 import blake3
 
 from aifs.core import retention
-from aifs.core.errors import FsError, NoAttribute
+from aifs.core.errors import FsError
 from aifs.core.manifest import Digest, Manifest, encode
 from aifs.core.tasks import run_all
 from aifs.files.file_io import FileIO
@@ -95,9 +95,7 @@ class GroupPublishing:
                 await trio.lowlevel.checkpoint()
         digests: dict[str, Digest] = {}
         await run_all(*(partial(self._digest, path, ino, digests) for path, ino in listed))
-        policy = ""
-        with suppress(NoAttribute):
-            policy = await self._policies.get(what.ino, b"user.aifs.layout")
+        policy = await self._policies.get(what.ino, "layout")
         manifest = Manifest(retention.step_of(what.name), time.time(), ranks, "", policy, digests)
         text = "".join(encode(manifest)).encode()
         for path in (*reserved, _TEMPORARY):

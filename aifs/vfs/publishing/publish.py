@@ -6,18 +6,22 @@ directory whose group seals it (groups/naming.py) gets its name only when all ra
 committed.
 """
 
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
+from typing import Any
 
 from aifs.core import clock, faults
-from aifs.files import permissions
+from aifs.core.json_text import parse_object
+from aifs.files import permissions, rights
+from aifs.files.asks import DIRECTORY, Ask, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import forms, namespace, publishing
+from aifs.meta import forms, keys, namespace, publishing
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
@@ -46,8 +50,43 @@ _SHOWN = faults.declare(
 _DIRECTORY = 0o040000 >> 12
 
 
+_TAKES = {
+    "final": str,
+    "latest": str,
+    "tracker": str,
+    "content": str,
+    "manifest": str,
+    "replace": bool,
+    "exclusive": bool,
+}
+
+
 class Publishing:
     """Shows trees under new names."""
+
+    HINTS = (
+        Hint(
+            "publish-as",
+            DIRECTORY,
+            "JSON: the final name and the pointers to it, which appear together",
+            change=rights.anybody,  # except for require_may_publish
+            set=lambda publishing, ask: publishing.publish_as(
+                ask, parse_object("publish-as", ask.text, _TAKES)
+            ),
+            call=HintCall(
+                rights.anybody,  # except for require_may_publish
+                lambda publishing, ask: publishing.publish_as(ask, ask.fields),
+                {**_TAKES, "parent": int},
+                "Shows the directory under its final name, with the pointers beside it, all at "
+                "once; durable on return. final: a path from the directory that it lies in, or, "
+                "with a slash before it, from the root of the mount, or from the directory with "
+                "the inode number parent; latest: a symlink to it; tracker: a file with the "
+                "content; manifest: a file that has to be in the directory; replace: a tree that "
+                "has the final name is removed; exclusive: nothing may have it. EBUSY: members or "
+                "files are missing; EEXIST, ENOTEMPTY: the name is taken.",
+            ),
+        ),
+    )
 
     def __init__(
         self,
@@ -181,6 +220,18 @@ class Publishing:
                 )
         return inode, other, synced
 
+    async def publish_as(self, ask: Ask, fields: Mapping[str, Any]) -> None:
+        """Publish a directory as these fields of the hint say. Raises as ``publish``."""
+        values: dict[str, Any] = {
+            key: os.fsencode(value) if isinstance(value, str) else value
+            for key, value in fields.items()
+        }
+        parent, final = values.pop("parent", 0), values.pop("final", b"")
+        way, _, name = final.rpartition(b"/")
+        start = keys.ROOT_INO if final.startswith(b"/") else parent
+        parent = await self._engine.view(_walk, ask.ino, way, start, ask.caller)
+        await self.publish(Publication(ask.ino, parent, name, **values), ask.caller)
+
     async def publish(self, what: Publication, caller: CallerLike) -> None:
         """Show a directory under its final name, and move the pointers to it, all in one
         transaction.
@@ -311,3 +362,18 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
                 permissions.require_may_remove_tree(parent, there, caller)
             else:
                 permissions.require_may_remove(parent, there, caller)
+
+
+def _walk(tx: ReadTransaction, ino: int, way: bytes, start: int, caller: CallerLike) -> int:
+    """The directory that ``way`` leads to from *start* (0: from the one that *ino* lies in).
+    Raises NotFound; NotADirectory, also for a symlink; AccessDenied for one that ``caller`` may not
+    search, even if it is empty.
+    """
+    place = namespace.get_directory(tx, start or namespace.get_directory(tx, ino).parent)
+    for name in way.split(b"/"):
+        permissions.require_may(place, caller, permissions.SEARCH)
+        if name == b"..":
+            place = namespace.get_directory(tx, place.parent)
+        elif name not in (b"", b"."):
+            place = namespace.get_directory(tx, namespace.get_dentry(tx, place.ino, name).ino)
+    return place.ino

@@ -22,7 +22,8 @@ from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermit
 from aifs.core.log import logger
 from aifs.core.retention import Keep, ListedCheckpoint
 from aifs.core.upkeep import Upkeep, Work
-from aifs.files import permissions
+from aifs.files import permissions, rights
+from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
@@ -96,6 +97,19 @@ class Retention:
         """The policy of a directory, '' if it has none."""
         kept = await self._engine.view(_get_kept, ino)
         return "" if kept is None else kept.policy
+
+    HINTS = (
+        Hint(
+            "keep",
+            DIRECTORY,
+            "which checkpoints in it remain: last=3,every=1000,age=7d,bytes=2TiB",
+            rights.reader,
+            rights.owner,
+            get=lambda retention, ask: retention.policy_of(ask.ino),
+            set=lambda retention, ask: retention.set_policy(ask.ino, ask.text, ask.caller),
+            remove="",
+        ),
+    )
 
     # --- what is done ---
 

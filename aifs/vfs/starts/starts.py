@@ -23,6 +23,8 @@ from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NotADirectory
 from aifs.core.log import logger
 from aifs.core.start_record import KEPT, STORED_MAX, SUFFIX, StartRecord, decode, encode
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.files import rights
+from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.permissions import READ, asker_of, require_may
@@ -123,6 +125,18 @@ class Starts:
         """How the start of the job with this directory goes; empty: there was none."""
         start = self._starts.get(ino)
         return {} if start is None else start.tell()
+
+    HINTS = (
+        Hint(
+            "start",
+            DIRECTORY,
+            "which start of a job is recorded in it, and how it goes: record=RUN, stop",
+            rights.lister,
+            rights.writer,
+            get=lambda starts, ask: starts.tell(ask.ino),
+            set=lambda starts, ask: starts.order(ask.ino, ask.text, ask.caller),
+        ),
+    )
 
     def _begin(self, ino: int, caller: Asker, run: str) -> None:
         start = self._starts.get(ino)

@@ -1,0 +1,105 @@
+"""Rules that say who may read a hint, change it, or call it (files/asks.py).
+
+The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So each
+request is decided here, by the inode that it names. If a request also changes names, the
+transaction that changes them checks those (files/permissions.py); the row of the hint says so. The
+daemon removes later what a user has asked it to remove with the rights that this user has then
+(``askers.Asker``), never with its own.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from aifs.core.errors import AccessDenied, NoAttribute, NotPermitted
+from aifs.files.permissions import READ, SEARCH, WRITE, require_may, require_owner
+from aifs.files.types import CallerLike
+from aifs.meta.records import Inode
+
+Rule = Callable[[Inode, CallerLike], None]
+"""Raises AccessDenied, NotPermitted or NoAttribute unless the caller may."""
+
+_REASONS = {"error", "last_error", "reason"}
+
+
+def sees_all(caller: CallerLike) -> bool:
+    """Whether the caller may see everybody's files: root, and the user of the daemon."""
+    return caller.uid in (0, os.geteuid())
+
+
+def anybody(inode: Inode, caller: CallerLike) -> None:
+    """Each caller that could open the file or directory."""
+
+
+def reader(inode: Inode, caller: CallerLike) -> None:
+    """Callers with read permission."""
+    require_may(inode, caller, READ)
+
+
+def lister(inode: Inode, caller: CallerLike) -> None:
+    """Callers that may list the directory, and look at the files in it."""
+    require_may(inode, caller, READ | SEARCH)
+
+
+def writer(inode: Inode, caller: CallerLike) -> None:
+    """Callers with write permission; in a sticky directory its owner alone, as in xattr(7)."""
+    require_may(inode, caller, WRITE)
+    if inode.is_dir and inode.mode & stat.S_ISVTX:
+        require_owner(inode, caller)
+
+
+def owner(inode: Inode, caller: CallerLike) -> None:
+    """The owner and root: for hints that decide about other people's files, now or later."""
+    require_owner(inode, caller)
+
+
+def root(inode: Inode, caller: CallerLike) -> None:
+    """The root user: for hints that limit owners, or concern all files."""
+    if caller.uid != 0:
+        raise NotPermitted("it is for the root user")
+
+
+def overseer(inode: Inode, caller: CallerLike) -> None:
+    """The root user and the user of the daemon: for reports about everybody's files."""
+    if not sees_all(caller):
+        raise AccessDenied("it is for the root user, and for the user that has mounted")
+
+
+def mounter(inode: Inode, caller: CallerLike) -> None:
+    """The root user and the user of the daemon: for hints that change the mount."""
+    if not sees_all(caller):
+        raise NotPermitted("it is for the root user, and for the user that has mounted")
+
+
+def unreadable(inode: Inode, caller: CallerLike) -> None:
+    """Nobody."""
+    raise NoAttribute()
+
+
+def unchangeable(inode: Inode, caller: CallerLike) -> None:
+    """Nobody."""
+    raise NotPermitted("this hint cannot be set")
+
+
+def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
+    """The status of a scrub or a rebuild for this caller: except for root, files are named by their
+    inodes alone.
+    """
+    for entry in state.get("failed", ()):
+        without_reason(entry, caller)
+    if caller.uid != 0:
+        for entry in state.get("wrong", ()):
+            entry["paths"] = [f"inode {entry['inode']}"]
+        for entry in state.get("failed", ()):
+            entry["path"] = f"inode {entry['ino']}" if entry["ino"] else entry["path"]
+    return state
+
+
+def without_reason(part: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
+    """The status of a part for this caller. Users do not see why it fails, because the words may
+    name a file on a server, which can be anybody's."""
+    for key in _REASONS & part.keys():
+        if part[key] and not sees_all(caller):
+            part[key] = "root is told why"
+    return part
