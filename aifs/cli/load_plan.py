@@ -10,7 +10,7 @@ from aifs.cli.arguments import PATH
 from aifs.client.checkpoints import attributes
 
 if TYPE_CHECKING:
-    from aifs.client.torch.load_plan import FileRange, LoadPlan
+    from aifs.client.torch.gather_plan import FileRange, LoadPlan
 
 HERE, SERVERS, RECORD, OUTSIDE = "burst tier here", "data servers", "metadata", "not on AIFS"
 """Where bytes are, beside ``host NAME``."""
@@ -123,7 +123,7 @@ def _columns(places: dict[str, str]) -> list[str]:
 
 def _from_servers(found: "LoadPlan", places: dict[str, str]) -> tuple[int, int]:
     """Bytes if each is fetched once for all hosts, and if once for each host."""
-    from aifs.client.torch.load_plan import distinct_bytes
+    from aifs.client.torch.gather_plan import distinct_bytes
 
     by_host: dict[int, list[FileRange]] = {}
     for rank in found.ranks:

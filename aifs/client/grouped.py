@@ -25,8 +25,7 @@ from aifs.client.jobs import NAME as JOB_NAME
 from aifs.client.jobs import job_of_environment
 from aifs.client.mounted_group import MountedGroup
 from aifs.client.putting import Saved, getfile, in_background, write_content
-from aifs.client.torch.contents import Content, content_of
-from aifs.client.torch.loaded import Loaded
+from aifs.client.torch.contents import Content, Loaded, content_of
 from aifs.core import trees
 from aifs.core.units import parse_size
 

@@ -14,8 +14,7 @@ from aifs.client.checkpoints import attributes, locks
 from aifs.client.checkpoints.attributes import delays
 from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.futures import Future
-from aifs.client.torch.contents import Content, content_of
-from aifs.client.torch.loaded import Loaded, map_file
+from aifs.client.torch.contents import Content, Loaded, content_of, map_file
 from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import write_file
 from aifs.core import trees

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from aifs.client.checkpoints import attributes, manifest
 from aifs.client.checkpoints.hashing import is_reserved, list_files, sync_directories, sync_files
@@ -98,6 +99,16 @@ def read_commits(directory: str) -> dict[int, Files]:
     return commits
 
 
+class Pointers(NamedTuple):
+    """What leads to a checkpoint beside its name."""
+
+    step: int | None
+    latest: str | None
+    """The name of a symlink."""
+    tracker: str | None
+    """The name of a file that holds the step."""
+
+
 def publish(
     tmp: PathLike,
     final: PathLike,
@@ -108,7 +119,6 @@ def publish(
     tracker: str | None = None,
     replace: bool = False,
     hash: bool = True,
-    attempt: str = "",
 ) -> Manifest:
     """Make the directory ``tmp`` appear as ``final``, whole and durable, with a manifest.
 
@@ -117,9 +127,21 @@ def publish(
     the number at the end of the name. ``replace``: of a ``final`` that is there already; it is
     removed. Raises CheckpointError, FileExistsError, OSError.
     """
-    directory, target = plain(tmp), plain(final)
-    step = step_of(os.path.basename(target)) if step is None else step
-    check_pointers(target, latest, tracker, step)
+    target = plain(final)
+    pointers = pointers_to(target, step, latest, tracker)
+    return publish_attempt(plain(tmp), target, pointers, ranks, replace, hash)
+
+
+def publish_attempt(
+    directory: str,
+    target: str,
+    pointers: Pointers,
+    ranks: int | None,
+    replace: bool,
+    hash: bool,
+    attempt: str = "",
+) -> Manifest:
+    """As ``publish``; ``attempt``: its id, for the manifest: the ranks know it by that."""
     if not stat.S_ISDIR(_mode(directory)):
         what = "is not a directory" if os.path.lexists(directory) else "there is no such directory"
         raise CheckpointError(f"{directory}: {what}")
@@ -133,11 +155,13 @@ def publish(
         raise CheckpointError(
             f"{directory}: is on another filesystem than {target}, so it cannot be renamed"
         )
-    done = _complete(directory, step, ranks, hash, attempt, _time_after(target, latest))
+    done = _complete(
+        directory, pointers.step, ranks, hash, attempt, _time_after(target, pointers.latest)
+    )
     if attributes.is_aifs(directory):
-        _switch_by_mount(directory, target, latest, tracker, step, replace)
+        _switch_by_mount(directory, target, pointers, replace)
     else:
-        _switch(directory, target, latest, tracker, step, replace)
+        _switch(directory, target, pointers, replace)
     return done
 
 
@@ -159,9 +183,10 @@ def _mode(path: str) -> int:
         return 0
 
 
-def check_pointers(target: str, latest: str | None, tracker: str | None, step: int | None) -> None:
-    """Raises CheckpointError if they are no names beside ``target``, or a tracker has no step to
-    hold; OSError."""
+def pointers_to(target: str, step: int | None, latest: str | None, tracker: str | None) -> Pointers:
+    """``step``: by default the number at the end of the target's name. Raises CheckpointError if
+    the pointers are no names beside ``target``, or a tracker has no step to hold; OSError."""
+    step = step_of(os.path.basename(target)) if step is None else step
     for name in [name for name in (latest, tracker) if name is not None]:
         if os.path.basename(name) != name or name in ("", ".", "..", os.path.basename(target)):
             raise CheckpointError(f"{name!r} cannot be the name of a pointer beside {target}")
@@ -176,6 +201,7 @@ def check_pointers(target: str, latest: str | None, tracker: str | None, step: i
         raise CheckpointError(
             f"{target}: its step is not known, so the tracker file {tracker} cannot hold it"
         )
+    return Pointers(step, latest, tracker)
 
 
 def _time_after(target: str, latest: str | None) -> float:
@@ -232,14 +258,7 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
-def _switch(
-    directory: str,
-    target: str,
-    latest: str | None,
-    tracker: str | None,
-    step: int | None,
-    replace: bool,
-) -> None:
+def _switch(directory: str, target: str, pointers: Pointers, replace: bool) -> None:
     """By rename alone."""
     parent = os.path.dirname(target)
     try:
@@ -251,6 +270,7 @@ def _switch(
     files.sync_dir(parent)
     if os.path.dirname(directory) != parent:
         files.sync_dir(os.path.dirname(directory))
+    step, latest, tracker = pointers
     if latest is not None:
         trees.replace_symlink(os.path.join(parent, latest), os.path.basename(target))
     if tracker is not None:
@@ -276,22 +296,15 @@ def _replace(directory: str, target: str) -> None:
     trees.remove_tree(directory)
 
 
-def _switch_by_mount(
-    directory: str,
-    target: str,
-    latest: str | None,
-    tracker: str | None,
-    step: int | None,
-    replace: bool,
-) -> None:
+def _switch_by_mount(directory: str, target: str, pointers: Pointers, replace: bool) -> None:
     """In one transaction of the metadata."""
     parent, name = os.path.split(target)
     way = os.path.relpath(os.path.realpath(parent), os.path.realpath(os.path.dirname(directory)))
     wanted = {
         "final": os.path.join(way, name),
-        "latest": latest,
-        "tracker": tracker,
-        "content": tracker and str(step),
+        "latest": pointers.latest,
+        "tracker": pointers.tracker,
+        "content": pointers.tracker and str(pointers.step),
         "manifest": manifest.NAME,
         "replace": replace,
         "exclusive": not replace,

@@ -13,13 +13,12 @@ from aifs.client.checkpoints.catalog import parse_keep, remove_leftovers, set_po
 from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.checkpoints.publishing import (
     PathLike,
-    check_pointers,
     commit,
     pending_path,
     plain,
-    publish,
+    pointers_to,
+    publish_attempt,
     require_free,
-    step_of,
 )
 from aifs.client.checkpoints.ranks import Ranks
 from aifs.core import trees
@@ -67,8 +66,7 @@ def checkpoint(
         raise ValueError(f"rank {rank} of {ranks}: there are ranks from 0 to {ranks - 1}")
     target = plain(path)
     require_free(target, replace)
-    step = step_of(os.path.basename(target)) if step is None else step
-    check_pointers(target, latest, tracker, step)
+    pointers = pointers_to(target, step, latest, tracker)
     if keep is not None:
         parse_keep(keep)
     pending = str(pending_path(target))
@@ -85,7 +83,7 @@ def checkpoint(
                 by_mount = keep is not None and set_policy(
                     os.path.dirname(target), parse_keep(keep)
                 )
-                _prepare(pending, ranks, step)
+                _prepare(pending, ranks, pointers.step)
             yield Path(pending)
             if rank == 0:
                 if group is None:
@@ -100,17 +98,8 @@ def checkpoint(
                     raise CheckpointError(
                         f"{pending}: another process has taken its place meanwhile"
                     )
-                publish(
-                    pending,
-                    target,
-                    step=step,
-                    ranks=ranks,
-                    latest=latest,
-                    tracker=tracker,
-                    replace=replace,
-                    hash=hash,
-                    attempt=group.attempt if group else "",
-                )
+                attempt = group.attempt if group else ""
+                publish_attempt(pending, target, pointers, ranks, replace, hash, attempt)
             else:
                 assert group is not None
                 group.follow()

@@ -11,7 +11,7 @@ from aifs.core.on_demand import on_demand
 
 if TYPE_CHECKING:
     from aifs.client.startup.captured import capture
-    from aifs.client.startup.environments import environment
+    from aifs.client.startup.environments import environment, name_of, platform_key
     from aifs.client.startup.jobs import (
         JobStart,
         StartUnknown,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         read_records,
         run_name,
     )
-    from aifs.client.startup.keys import name_of, platform_key
     from aifs.client.startup.once import (
         MadeDirectory,
         MadeRecord,
@@ -62,9 +61,9 @@ _MODULES = {
     "list_jobs": "jobs",
     "list_made": "once",
     "made_at": "once",
-    "name_of": "keys",
+    "name_of": "environments",
     "plan": "jobs",
-    "platform_key": "keys",
+    "platform_key": "environments",
     "prefetch": "jobs",
     "read_records": "jobs",
     "remove": "once",

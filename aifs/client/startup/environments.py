@@ -1,11 +1,55 @@
-"""Environments: directories with installed packages, made once for their key."""
+"""Environments: directories with installed packages, made once for their key, which is what an
+environment depends on; its name is a hash of that."""
 
+import glob
+import importlib.machinery
+import json
 import os
+import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aifs.client.startup.keys import name_of, platform_key
+import blake3
+
 from aifs.client.startup.once import MadeDirectory, make_once
+
+DIGITS = 32
+
+
+def platform_key() -> dict[str, Any]:
+    """What compiled modules depend on, of this machine: Python's ABI, the processor, the C library,
+    the models of its NVIDIA GPUs."""
+    return {
+        "python": _abi(),
+        "machine": platform.machine(),
+        "libc": "-".join(platform.libc_ver()),
+        "gpu": _gpus(),
+    }
+
+
+def _abi() -> str:
+    """``SOABI`` of sysconfig, which takes longer to import than all else here."""
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]  # such as .cpython-311-x86_64-linux-gnu.so
+    return suffix.removesuffix(".so").strip(".") or platform.python_version()
+
+
+def _gpus() -> list[str]:
+    """Distinct models, as the driver names them."""
+    models = set()
+    for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
+        with open(path, errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name == "Model":
+                    models.add(value.strip())
+    return sorted(models)
+
+
+def name_of(key: Mapping[str, Any]) -> str:
+    """The name of the environment with this key: 32 hexadecimal digits. Values are what JSON has;
+    the order of names does not count. Raises TypeError for others."""
+    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
+    return blake3.blake3(text.encode()).hexdigest()[:DIGITS]
 
 
 def environment(

@@ -11,11 +11,11 @@ _MODULES = {
     "AifsWriter": "distributed",
     "CheckpointEngine": "engine",
     "PipelinedCheckpointer": "pipelined",
-    "load_safetensors": "tensors",
+    "load_safetensors": "contents",
     "parallel_load": "parallel",
     "parallel_save": "parallel",
     "save": "saving",
-    "save_safetensors": "tensors",
+    "save_safetensors": "contents",
 }
 
 __all__ = [*_MODULES]

@@ -1,18 +1,28 @@
-"""What may be put into a file: tensors of torch, arrays of numpy, anything with the buffer
-protocol.
+"""Files of tensors of torch, arrays of numpy, or anything with the buffer protocol: put and loaded.
 
-A mapping of names to tensors, or one tensor, which is called ``tensor`` then, becomes a tensor file
-(``tensor_file``); any other buffer becomes the file as it is. Bytes go to the file from where they
-lie.
+A mapping of names to tensors, or one tensor, which is called ``tensor`` then, becomes a file of
+safetensors (``client/checkpoints/tensor_file.py``); any other buffer becomes the file as it is.
+Bytes go to the file from where they lie, at the speed of the device, and are loaded by mapping.
+Imports torch only for its tensors.
 """
 
+import mmap
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aifs.client.checkpoints import tensor_file
-from aifs.client.torch.sinks import Sink
+from aifs.client.checkpoints.manifest import CheckpointError
+from aifs.client.checkpoints.publishing import PathLike, plain
+from aifs.client.torch.probe import writing_method
+from aifs.client.torch.saving import write_file
+from aifs.client.torch.sinks import BUFFERED, Sink
+from aifs.core import files
+
+if TYPE_CHECKING:
+    import torch
 
 ONE = "tensor"
 """The name of a tensor that is alone in its file."""
@@ -91,3 +101,111 @@ def _bytes_of(tensor: Any) -> Iterable[memoryview]:
 
     array = numpy.ascontiguousarray(tensor, dtype=tensor.dtype.newbyteorder("<"))
     return [array.reshape(-1).view(numpy.uint8).data] if array.nbytes else []
+
+
+class Loaded:
+    """The content of the file ``path``. What is taken from it shares its memory, and keeps it
+    alive.
+    """
+
+    def __init__(self, path: str, content: memoryview) -> None:
+        self.path = path
+        self._content = content
+
+    def to_buffer(self) -> memoryview:
+        """All bytes of the file."""
+        return self._content
+
+    def to_tensors(self, device: Any = "cpu") -> dict[str, Any]:
+        """The tensors of torch, by name. Raises CheckpointError for what is no file of tensors."""
+        from aifs.client.torch.tensors import tensors_on
+
+        return tensors_on(device, self._content, self._decode()[0])
+
+    def to_tensor(self, name: str = ONE, device: Any = "cpu") -> Any:
+        """The one tensor that was put, or the one of that name. Raises CheckpointError if there is
+        none.
+        """
+        from aifs.client.torch.tensors import tensors_on
+
+        return tensors_on(device, self._content, {name: self._entry(name)})[name]
+
+    def to_arrays(self) -> dict[str, Any]:
+        """The tensors as arrays of numpy, by name. Raises TypeError for element types that it
+        lacks, CheckpointError."""
+        return {name: self._array(name, entry) for name, entry in self._decode()[0].items()}
+
+    def to_array(self, name: str = ONE) -> Any:
+        """As ``to_tensor``, as an array of numpy."""
+        return self._array(name, self._entry(name))
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What was put beside the tensors. Raises CheckpointError for what is no file of
+        tensors.
+        """
+        return self._decode()[1]
+
+    def _decode(self) -> tuple[dict[str, tensor_file.TensorEntry], dict[str, str]]:
+        try:
+            return tensor_file.decode(self._content)
+        except tensor_file.DamagedTensors as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _entry(self, name: str) -> tensor_file.TensorEntry:
+        entries = self._decode()[0]
+        if name not in entries:
+            held = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "") or "none"
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}, but: {held}")
+        return entries[name]
+
+    def _array(self, name: str, entry: tensor_file.TensorEntry) -> Any:
+        import numpy
+
+        try:
+            dtype = numpy.dtype(entry.dtype)
+        except TypeError:
+            raise TypeError(
+                f"{name}: numpy has no elements of type {entry.dtype}; take it as a tensor"
+            ) from None
+        data = numpy.frombuffer(self._content[entry.begin : entry.end], numpy.uint8)
+        if data.ctypes.data % dtype.alignment:  # other writers may align it worse
+            data = data.copy()
+        return data.view(dtype).reshape(entry.shape)
+
+
+def map_file(path: str) -> memoryview:
+    """The file's bytes, privately mapped: read when used; changes are not written. Raises
+    OSError.
+    """
+    fd = files.open_file(path, write=False)
+    try:
+        size = os.fstat(fd).st_size
+        return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else bytearray())
+    finally:
+        files.close_file(fd)
+
+
+def save_safetensors(
+    tensors: "Mapping[str, torch.Tensor]",
+    path: PathLike,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sync: bool = True,
+    method: str | None = None,
+) -> None:
+    """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and
+    ``method`` as of ``save``. Tensors that share memory are written each. Raises TypeError for an
+    element type that the format does not have, OSError."""
+    target = plain(path)
+    content = content_of(dict(tensors), metadata)
+    if method is None:
+        method = writing_method(os.path.dirname(target), content.size) if sync else BUFFERED
+    write_file(target, content.write, sync=sync, method=method)
+
+
+def load_safetensors(path: PathLike, device: Any = "cpu") -> "dict[str, torch.Tensor]":
+    """The tensors by name. On the CPU they are a private mapping of the file: read when used,
+    changes are not written. Raises CheckpointError for what is no such file, OSError."""
+    target = plain(path)
+    return Loaded(target, map_file(target)).to_tensors(device)

@@ -1,4 +1,5 @@
-"""How hosts share the reading of one file: which of them read what, and in which order. Pure."""
+"""How hosts share the reading of one file: which of them reads which ranges, and in which order;
+and what the ranks of a job read of a checkpoint (``load_plan``). Pure."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -116,3 +117,70 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
         else:
             found.append((begin, end))
     return found
+
+
+# --- what ranks read of a checkpoint ---
+
+
+PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (
+    "parallel_load",
+    "gathered.read",
+    "torch.load",
+    "load_safetensors",
+    "AifsReader",
+)
+"""The loaders: of parts; of one file by all ranks together; of a file, or of one for each rank; the
+same, mapped; of torch.distributed.checkpoint.
+"""
+
+METADATA = ".metadata"
+"""What a checkpoint of torch.distributed has."""
+
+
+class FileRange(NamedTuple):
+    """A range of a file."""
+
+    path: str
+    begin: int
+    end: int
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of the checkpoint, and where it lies."""
+
+    name: str
+    """That of the state, nested names joined by dots."""
+    ranges: list[FileRange]
+
+
+class RankReads(NamedTuple):
+    """What one rank reads."""
+
+    host: int
+    """From 0 on."""
+    ranges: list[FileRange]
+    """In the order in which they are read."""
+
+
+class LoadPlan(NamedTuple):
+    """What is read for one world."""
+
+    loader: str
+    """What reads it: one of those above."""
+    way: str
+    """Of ``gather_plan``: each rank reads by itself, or hosts share the reading."""
+    sizes: dict[str, int]
+    """Of the files, by their paths."""
+    ranks: list[RankReads]
+    tensors: list[TensorPlace]
+    """In the order in which they are read; none if the pickle holds more than weights, so that
+    only ``torch.load(weights_only=False)`` would tell.
+    """
+
+
+def distinct_bytes(ranges: Iterable[FileRange]) -> int:
+    """Bytes that are in any of them, each counted once."""
+    by_path: dict[str, list[Range]] = {}
+    for path, begin, end in ranges:
+        by_path.setdefault(path, []).append((begin, end))
+    return sum(end - begin for found in by_path.values() for begin, end in merged(found))

@@ -6,8 +6,8 @@ nothing that a checkpoint says is run.
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,75 +16,29 @@ from torch.utils._pytree import tree_flatten_with_path
 from aifs.client.checkpoints import tensor_file
 from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.checkpoints.publishing import PathLike, plain
+from aifs.client.torch.contents import map_file
 from aifs.client.torch.gather_files import AsFile, Files
-from aifs.client.torch.gather_plan import PIECE, READ, Range, Speeds, merged, pieces, plan
-from aifs.client.torch.loaded import map_file
+from aifs.client.torch.gather_plan import (
+    DISTRIBUTED,
+    MAPPED,
+    METADATA,
+    PARALLEL,
+    PIECE,
+    READ,
+    TOGETHER,
+    WHOLE,
+    FileRange,
+    LoadPlan,
+    Range,
+    RankReads,
+    Speeds,
+    TensorPlace,
+    pieces,
+    plan,
+)
 from aifs.client.torch.parallel import find_files, has_parts
 
-PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (
-    "parallel_load",
-    "gathered.read",
-    "torch.load",
-    "load_safetensors",
-    "AifsReader",
-)
-"""The loaders: of parts; of one file by all ranks together; of a file, or of one for each rank; the
-same, mapped; of torch.distributed.checkpoint.
-"""
-
-METADATA = ".metadata"
-"""What a checkpoint of torch.distributed has."""
-
 _ARCHIVE = b"PK\3\4"
-
-
-class FileRange(NamedTuple):
-    """A range of a file."""
-
-    path: str
-    begin: int
-    end: int
-
-
-class TensorPlace(NamedTuple):
-    """A tensor of the checkpoint, and where it lies."""
-
-    name: str
-    """That of the state, nested names joined by dots."""
-    ranges: list[FileRange]
-
-
-class RankReads(NamedTuple):
-    """What one rank reads."""
-
-    host: int
-    """From 0 on."""
-    ranges: list[FileRange]
-    """In the order in which they are read."""
-
-
-class LoadPlan(NamedTuple):
-    """What is read for one world."""
-
-    loader: str
-    """What reads it: one of those above."""
-    way: str
-    """Of ``gather_plan``: each rank reads by itself, or hosts share the reading."""
-    sizes: dict[str, int]
-    """Of the files, by their paths."""
-    ranks: list[RankReads]
-    tensors: list[TensorPlace]
-    """In the order in which they are read; none if the pickle holds more than weights, so that
-    only ``torch.load(weights_only=False)`` would tell.
-    """
-
-
-def distinct_bytes(ranges: Iterable[FileRange]) -> int:
-    """Bytes that are in any of them, each counted once."""
-    by_path: dict[str, list[Range]] = {}
-    for path, begin, end in ranges:
-        by_path.setdefault(path, []).append((begin, end))
-    return sum(end - begin for found in by_path.values() for begin, end in merged(found))
 
 
 def plan_load(
@@ -115,7 +69,7 @@ def plan_load(
     if kind == PARALLEL:
         return _gathered(PARALLEL, find_files(found[0]).paths, on)
     if kind == DISTRIBUTED:
-        from aifs.client.torch.distributed_plan import plan_distributed  # takes long to import
+        from aifs.client.torch.distributed import plan_distributed  # takes long to import
 
         return plan_distributed(found[0], on, sharded)
     files = _files_of(found, ranks)

@@ -1,46 +1,21 @@
-"""Tensors of torch in files of safetensors (``client/checkpoints/tensor_file.py``), written at the
-speed of the device and loaded by mapping them."""
+"""Tensors of torch as bytes of a file, and back, also on an accelerator."""
 
-import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
-from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.checkpoints.tensor_file import TensorEntry
-from aifs.client.torch.contents import content_of
-from aifs.client.torch.loaded import Loaded, map_file
-from aifs.client.torch.placing import place
-from aifs.client.torch.probe import writing_method
+from aifs.client.torch.arena import module_of, queued_work
 from aifs.client.torch.records import chunks
-from aifs.client.torch.saving import write_file
-from aifs.client.torch.sinks import BUFFERED
 
-
-def save_safetensors(
-    tensors: Mapping[str, torch.Tensor],
-    path: PathLike,
-    metadata: Mapping[str, str] | None = None,
-    *,
-    sync: bool = True,
-    method: str | None = None,
-) -> None:
-    """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and
-    ``method`` as of ``save``. Tensors that share memory are written each. Raises TypeError for an
-    element type that the format does not have, OSError."""
-    target = plain(path)
-    content = content_of(dict(tensors), metadata)
-    if method is None:
-        method = writing_method(os.path.dirname(target), content.size) if sync else BUFFERED
-    write_file(target, content.write, sync=sync, method=method)
-
-
-def load_safetensors(path: PathLike, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors by name. On the CPU they are a private mapping of the file: read when used,
-    changes are not written. Raises CheckpointError for what is no such file, OSError."""
-    target = plain(path)
-    return Loaded(target, map_file(target)).to_tensors(device)
+PIECE = 16 << 20
+"""Bytes that are copied at a time."""
+_THREADS = 4
+_SMALL = 1 << 20
+"""Bytes; below, handing a tensor to a thread takes longer than copying it."""
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:
@@ -80,3 +55,59 @@ def _tensor_at(content: memoryview, entry: TensorEntry) -> torch.Tensor:
     if data.data_ptr() % dtype.itemsize:  # other writers may align it worse
         data = data.clone()
     return data.view(dtype).reshape(entry.shape)
+
+
+class _Lane(NamedTuple):
+    """What a piece goes through."""
+
+    memory: torch.Tensor
+    """Page-locked, PIECE bytes."""
+    stream: Any
+
+
+def place(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of tensors, whose elements lie row by row, on an accelerator; complete on return.
+
+    Threads bring pieces to page-locked memory while the accelerator fetches others from there: it
+    cannot fetch from a mapping by itself, and one processor alone is slower than it.
+    """
+    placed = {
+        name: torch.empty_like(tensor, device=device)
+        if tensor.nbytes >= _SMALL
+        else tensor.to(device)
+        for name, tensor in tensors.items()
+    }
+    queued = queued_work(list(placed.values()))
+    lanes: SimpleQueue[_Lane] = SimpleQueue()
+    for _ in range(_THREADS if queued else 0):
+        stream = module_of(device).Stream(next(iter(queued)))
+        for event in queued.values():  # what the memory has been used for before
+            stream.wait_event(event)
+        lanes.put(_Lane(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), stream))
+
+    def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        source, target = pair
+        lane = lanes.get()
+        try:
+            locked = lane.memory[: len(source)]
+            locked.copy_(source)
+            with module_of(device).stream(lane.stream):
+                target.copy_(locked, non_blocking=True)
+            lane.stream.synchronize()
+        finally:
+            lanes.put(lane)
+
+    with ThreadPoolExecutor(_THREADS, "aifs-placing") as pool:
+        for _ in pool.map(copy, _pieces(tensors, placed)):
+            pass
+    return placed
+
+
+def _pieces(
+    tensors: Mapping[str, torch.Tensor], placed: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        if tensor.nbytes < _SMALL:
+            continue
+        source, target = (each.flatten().view(torch.uint8) for each in (tensor, placed[name]))
+        yield from zip(source.split(PIECE), target.split(PIECE), strict=True)
