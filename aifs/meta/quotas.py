@@ -13,7 +13,7 @@ own, and has to have room for what those within it have, too.
                 gets the project of what is above. above: the project of what the directory lies in
 
 Who charges what: the size of each regular file, holes and copies in other places notwithstanding;
-one for each inode, from when it is made until it is erased. docs/guide/quotas.md says why.
+one for each inode, from when it is made until it is erased. docs/design/quotas.md says why.
 """
 
 import struct

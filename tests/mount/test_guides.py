@@ -25,6 +25,10 @@ PROCESSOR_S = 15.0
 PAGES = (
     "README.md",
     "docs/guide/quickstart.md",
+    "docs/guide/checkpoints.md",
+    "docs/guide/clones.md",
+    "docs/guide/trash.md",
+    "docs/guide/quotas.md",
     "docs/operate/configure.md",
     "docs/operate/metrics.md",
     "docs/operate/install.md",
