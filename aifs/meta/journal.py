@@ -45,6 +45,7 @@ from aifs.meta.memtable import Writes
 
 SEGMENT_BYTES = 8 << 20
 """Disk space that each segment holds in advance; it may grow beyond."""
+_FIRST_LOOK = 128 << 10
 
 FIRST_RECORD = 4096  # the header has a block of its own: appends never rewrite it
 
@@ -167,6 +168,15 @@ class _Segment:
         return cls(path, fd, salt)
 
     def records(self) -> Iterator[tuple[int, bytes]]:
+        """Most segments hold far less than they have room for: the rest is read only if the
+        records may go on there."""
+        head = files.read_at(self.fd, _FIRST_LOOK, 0)
+        found = list(decode(head, self.salt))
+        end = FIRST_RECORD + sum(_RECORD.size + len(payload) for _, payload in found)
+        if end + _RECORD.size <= len(head):
+            length, _, _ = _RECORD.unpack_from(head, end)
+            if end + _RECORD.size + length <= len(head):  # it is whole, and no record
+                return iter(found)
         return decode(files.read_at(self.fd, os.fstat(self.fd).st_size, 0), self.salt)
 
     def cut(self) -> None:

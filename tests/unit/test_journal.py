@@ -146,6 +146,19 @@ def test_a_segment_grows_beyond_its_reserve_and_shrinks_when_it_is_free(tmp_path
     assert (tmp_path / "journal.0").stat().st_size == journal.SEGMENT_BYTES
 
 
+@pytest.mark.parametrize("size", [100, 5000])
+def test_records_around_the_end_of_the_first_look_are_read(tmp_path, monkeypatch, size):
+    log = Journal.create(str(tmp_path))
+    seqs = range(1, 12)
+    for seq in seqs:
+        log.append(seq, {b"k": b"x" * size})
+    log.close()
+    end = FIRST_RECORD + len(seqs) * (len(encode(1, {b"k": b"x" * size}, SALT)))
+    for first_look in (FIRST_RECORD, FIRST_RECORD + 20, end - 1, end, end + 15, end + 16):
+        monkeypatch.setattr(journal, "_FIRST_LOOK", first_look)
+        assert [seq for seq, _ in replayed(tmp_path)] == list(seqs), first_look
+
+
 def test_unsynced_names_the_old_segment_until_it_is_durable(tmp_path):
     log = Journal.create(str(tmp_path))
     log.append(1, {b"k": b"1"})
