@@ -122,29 +122,21 @@ class MountedGroup:
 
     def _create(self) -> int:
         options = self._options
-        if not self._has_ioctl:
-            text = (
-                f"name={options.name},ranks={options.world},dedup={options.chunk},commit=explicit,"
-                f"timeout={options.timeout_s:g}s,grace={options.grace_s:g}s,"
-                f"same_size={_YES_NO[options.same_size]}"
-            )
-            text += f",publish={options.publish}" if options.publish else ""
-            text += f",job={options.job}" if options.job else ""
-            attributes.put(options.directory, attributes.GROUP, text)
-            return self._told()["id"]
-        answer = self._call(
-            "group",
-            name=options.name,
-            ranks=options.world,
-            chunk=options.chunk,
-            explicit=True,
-            timeout_ms=int(options.timeout_s * 1000),
-            grace_ms=int(options.grace_s * 1000),
-            publish=options.publish,
-            same_size=options.same_size,
-            job=options.job,
-        )
-        return answer["id"]
+        words = {
+            "name": options.name,
+            "dedup": str(options.chunk),
+            "commit": "explicit",
+            "timeout": f"{options.timeout_s:g}s",
+            "grace": f"{options.grace_s:g}s",
+            "same_size": _YES_NO[options.same_size],
+            "publish": options.publish,
+            "job": options.job,
+        }
+        if self._has_ioctl:
+            return self._call("group", ranks=options.world, **words)["id"]
+        text = ",".join(f"{key}={value}" for key, value in words.items() if value)
+        attributes.put(options.directory, attributes.GROUP, f"ranks={options.world},{text}")
+        return self._told()["id"]
 
     def is_deserted(self, number: int) -> bool:
         """Whether ranks have committed and none that has joined lives; True where nobody knows."""

@@ -13,7 +13,8 @@ def parse_object(what: str, text: str, known: Mapping[str, type]) -> dict[str, A
     with ``what``."""
     try:
         asked = json.loads(text)
-        os.fsencode(json.dumps(asked, ensure_ascii=False))  # no escape is half of a character
+        if "\\u" in text:  # no escape is half of a character
+            os.fsencode(json.dumps(asked, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise Invalid(f"{what}: not valid JSON: {error}") from None
     if not isinstance(asked, dict):

@@ -41,6 +41,12 @@ class Ask(NamedTuple):
     def text(self) -> str:
         return os.fsdecode(self.value).strip()
 
+    def need(self, field: str) -> Any:
+        """A field of a call. Raises Invalid if it is missing."""
+        if field not in self.fields:
+            raise Invalid(f"{field} is missing")
+        return self.fields[field]
+
     def path(self, field: str) -> bytes:
         """The name or path in a field of a call; b"" if it is missing."""
         return os.fsencode(self.fields.get(field, ""))

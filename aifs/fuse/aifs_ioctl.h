@@ -71,20 +71,16 @@ static inline int aifs_do_call(int fd, struct aifs_call *call, const char *name,
  *   Returns when the bytes of the file, or of all files below the directory, that have been
  *     acknowledged are on the capacity tier. timeout_ms 0: none. ETIMEDOUT.
  *
- * group {"name": string, "ranks": integer, "chunk": integer, "explicit": boolean, "timeout_ms":
- *   integer, "grace_ms": integer, "publish": string, "same_size": boolean, "job": string,
- *   "pending": boolean, "anew": boolean}, where: directory
- *   Begins a group in the directory; the same once more, while it is open, finds it. Answers
- *     {id}. explicit: each rank commits; same_size: of all files; pending: the directory gets no
- *     other name until all have committed, needs explicit; anew: what an earlier attempt has left
- *     there does not count, needs pending; chunk: bytes, 0 for the usual; timeout_ms: until all
- *     have committed, 0 for the usual; grace_ms: how long a dead rank may stay away; publish: the
- *     name that the directory gets beside itself; job: whose ranks these are, what another one
- *     has left is given up. EINVAL: another group is open, or a job whose ranks live is writing;
- *     EBUSY: it is not durable yet.
+ * group {"name": string, "ranks": integer, "dedup": string, "commit": string, "timeout": string,
+ *   "grace": string, "publish": string, "same_size": string, "job": string, "pending": string,
+ *   "step": integer, "anew": string}, where: directory
+ *   Begins a group in the directory, or finds the open one that was begun so. The fields are the
+ *     words of user.aifs.group, docs/design/commit.md. Answers {id}. EINVAL: another group is
+ *     open, or a job whose ranks live is writing; EBUSY: it is not durable yet.
  *
  * group.cancel {"id": integer, "reason": string}, where: directory
- *   Ends the group; its files are drained as usual. Others read the reason, of up to 127 bytes.
+ *   Ends the group; its files are drained as usual. Others read the reason, of up to 127
+ *     characters.
  *
  * group.commit {"rank": integer, "id": integer, "file": string}, where: directory
  *   All that is unsynced below the directory is durable in the burst tier on return, and the rank

@@ -381,7 +381,7 @@ async def test_in_a_sticky_directory_its_owner_alone_has_groups(directory: Path)
     """As for extended attributes, by which others cannot set one either."""
     async with opened(directory) as fs:
         top = (await fs.mkdir(ROOT, b"tmp", 0o1777, OWNER)).ino
-        options = {"name": "a", "ranks": 1, "explicit": True}
+        options = {"name": "a", "ranks": 1, "commit": "explicit"}
         with pytest.raises(NotPermitted):
             await call(fs, top, "group", Caller(uid=2000), **options)
         await call(fs, top, "group", OWNER, **options)

@@ -166,7 +166,7 @@ def arguments(name: str, top: int, below: int) -> tuple[int, dict]:
     if name == "publish-as":
         return below, {"parent": top, "final": "final"}
     if name == "group":
-        return top, {"name": "step", "ranks": 1, "explicit": True}
+        return top, {"name": "step", "ranks": 1, "commit": "explicit"}
     return top, {}
 
 

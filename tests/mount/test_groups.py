@@ -46,8 +46,8 @@ def begin(path: Path, text: str) -> None:
     os.setxattr(path, "user.aifs.group", f"name=step,{text}".encode())
 
 
-def create(path: Path, ranks: int, explicit: bool = True, **options: object) -> int:
-    return call(path, "group", name="step", ranks=ranks, explicit=explicit, **options)["id"]
+def create(path: Path, ranks: int, commit: str = "explicit", **words: str) -> int:
+    return call(path, "group", name="step", ranks=ranks, commit=commit, **words)["id"]
 
 
 def join(path: Path, rank: int, number: int = 0) -> None:
@@ -184,7 +184,7 @@ def test_ranks_use_ioctls(top: Path) -> None:
 def test_mistakes_are_refused_and_named(top: Path) -> None:
     for mistake in (query, lambda path: join(path, 0), lambda path: commit(path, 0), wait):
         assert errno_of(mistake, top) == errno.ENODATA
-    for ranks, wrong in ((0, {}), (1 << 20, {}), (2, {"anew": True}), (2, {"flags": 1})):
+    for ranks, wrong in ((0, {}), (1 << 20, {}), (2, {"anew": "yes"}), (2, {"flags": "1"})):
         assert errno_of(create, top, ranks, **wrong) == errno.EINVAL
     create(top, 2)
     assert errno_of(create, top, 3) == errno.EINVAL
@@ -204,10 +204,10 @@ def test_mistakes_are_refused_and_named(top: Path) -> None:
         errno_of(commit, top, 1) == errno_of(wait, top) == errno.ECANCELED
         and tell(top)["error"] == "disk full"
     )
-    create(top, 1, explicit=False)
+    create(top, 1, "close")
     assert errno_of(join, top, 0) == errno_of(commit, top, 0) == errno.EINVAL
     call(top, "group.cancel")
-    create(top, 1, timeout_ms=1)
+    create(top, 1, timeout="1ms")
     assert (
         errno_of(wait, top) == errno.ETIME
         and tell(top)["missing"] == []
@@ -249,7 +249,8 @@ int main(int argc, char **argv)
 	if (sscanf(call.json, "{\"version\": %d}", &version) != 1 || version != AIFS_CALL_VERSION)
 		return 2;
 	if (aifs_do_call(fd, &call, "group",
-			 "{\"name\": \"from c\", \"ranks\": 1, \"explicit\": true, \"pending\": true}"))
+			 "{\"name\": \"from c\", \"ranks\": 1, "
+			 "\"commit\": \"explicit\", \"pending\": \"yes\"}"))
 		return 3;
 	if (sscanf(call.json, "{\"id\": %ld}", &id) != 1)
 		return 4;
@@ -330,7 +331,7 @@ def test_a_thread_that_ends_is_not_a_rank_that_dies(top: Path) -> None:
 
 @needs_bridge
 def test_a_rank_comes_back_within_its_grace(top: Path) -> None:
-    create(top, 1, grace_ms=LIMIT_MS)
+    create(top, 1, grace=f"{LIMIT_MS}ms")
     with other_process(f"join(top, 0); {READY}", top):
         pass
     until(lambda: tell(top)["members"][0]["state"] == "away")

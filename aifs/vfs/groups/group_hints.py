@@ -22,7 +22,7 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.groups.closing import Closing
 from aifs.vfs.groups.group import DirectoryGroup, File, describe_ranks
-from aifs.vfs.groups.group_text import Wanted, make_options, parse_group, parse_pending
+from aifs.vfs.groups.group_text import TAKES, Wanted, parse_group, parse_pending, wanted
 from aifs.vfs.groups.protocol import Commit, Groups
 from aifs.vfs.groups.table import GroupTable
 from aifs.vfs.publishing.listed import path_below
@@ -32,25 +32,12 @@ from aifs.vfs.serve_options import ServeOptions
 _UNEQUAL = "not all files have one size"
 _SHOWN = 256  # files, and ranks
 _SLICE = 64
-_REASON_MAX = 127  # bytes
+_REASON_MAX = 127
 _LENGTH_MAX = 60_000  # an extended attribute has up to 64 KiB
 
 SUMS = ("bytes", "zero_bytes", "duplicate_bytes", "found_bytes", "distinct_bytes", "stored_bytes")
 
 
-_GROUP = {
-    "name": str,
-    "ranks": int,
-    "chunk": int,
-    "explicit": bool,
-    "timeout_ms": int,
-    "grace_ms": int,
-    "publish": str,
-    "same_size": bool,
-    "job": str,
-    "pending": bool,
-    "anew": bool,
-}
 _COMMIT = {"rank": int, "files": dict, "list": str, "again": bool}
 
 
@@ -66,20 +53,15 @@ class GroupHints:
             "files that are written together: name=step,ranks=8",
             rights.reader,
             rights.writer,  # with pending=yes as "pending"
-            get=lambda groups, ask: groups.tell(ask.ino, ask.caller, ask.number or 0),
-            set=lambda groups, ask: groups.put(ask.ino, ask.text, ask.caller),
-            remove=lambda groups, ask: groups.put(ask.ino, "", ask.caller),
+            get=lambda hints, ask: hints.tell(ask.ino, ask.caller, ask.number or 0),
+            set=lambda hints, ask: hints.put(ask.ino, ask.text, ask.caller),
+            remove=lambda hints, ask: hints.put(ask.ino, "", ask.caller),
             call=HintCall(
                 rights.writer,
-                lambda groups, ask: groups.begin(ask),
-                _GROUP,
-                "Begins a group in the directory; the same once more, while it is open, finds it. "
-                "Answers {id}. explicit: each rank commits; same_size: of all files; pending: the "
-                "directory gets no other name until all have committed, needs explicit; anew: what "
-                "an earlier attempt has left there does not count, needs pending; chunk: bytes, 0 "
-                "for the usual; timeout_ms: until all have committed, 0 for the usual; grace_ms: "
-                "how long a dead rank may stay away; publish: the name that the directory gets "
-                "beside itself; job: whose ranks these are, what another one has left is given up. "
+                lambda hints, ask: hints.begin(ask.ino, wanted(ask.fields), ask.caller),
+                TAKES,
+                "Begins a group in the directory, or finds the open one that was begun so. The "
+                "fields are the words of user.aifs.group, docs/design/commit.md. Answers {id}. "
                 "EINVAL: another group is open, or a job whose ranks live is writing; EBUSY: it is "
                 "not durable yet.",
             ),
@@ -89,10 +71,12 @@ class GroupHints:
             BOTH,
             "a rank of the group commits; of a file, '': it counts as closed",
             change=rights.writer,
-            set=lambda groups, ask: groups.put_commit(ask.ino, ask.text),
+            set=lambda hints, ask: hints.put_commit(ask.ino, ask.text),
             call=HintCall(
                 rights.writer,
-                lambda groups, ask: groups.commit(ask),
+                lambda hints, ask: hints.groups.commit(
+                    ask.ino, _id(ask), Commit(ask.need("rank"), sized=ask.path("file"))
+                ),
                 {"rank": int, "id": int, "file": str},
                 "All that is unsynced below the directory is durable in the burst tier on return, "
                 "and the rank has committed. file: path of a file below that the rank has written; "
@@ -107,7 +91,9 @@ class GroupHints:
             "the calling process is a rank",
             call=HintCall(
                 rights.writer,
-                lambda groups, ask: groups.join(ask),
+                lambda hints, ask: hints.groups.join(
+                    ask.ino, _id(ask), ask.need("rank"), ask.caller
+                ),
                 {"rank": int, "id": int},
                 "The calling process is this rank from now on: if it ends before the rank has "
                 "committed, the group fails, at once or when its grace is over. EINVAL: no such "
@@ -121,7 +107,7 @@ class GroupHints:
             "waits until all ranks have committed",
             call=HintCall(
                 rights.anybody,
-                lambda groups, ask: groups.wait(ask),
+                lambda hints, ask: hints.wait(ask),
                 {"for": str, "id": int, "timeout_ms": int},
                 "Returns when all ranks have committed and their bytes are durable in the burst "
                 'tier ("for": "buffered") or on the capacity tier ("durable"). timeout_ms 0: none. '
@@ -137,10 +123,15 @@ class GroupHints:
             "ends a group",
             call=HintCall(
                 rights.writer,
-                lambda groups, ask: groups.cancel(ask),
+                lambda hints, ask: hints.groups.cancel(
+                    ask.ino,
+                    _id(ask),
+                    ask.path("reason").decode(errors="replace")[:_REASON_MAX],
+                    ask.caller,
+                ),
                 {"id": int, "reason": str},
                 "Ends the group; its files are drained as usual. Others read the reason, of up to "
-                "127 bytes.",
+                "127 characters.",
             ),
         ),
         Hint(
@@ -149,7 +140,7 @@ class GroupHints:
             "the numbers of a group",
             call=HintCall(
                 rights.anybody,
-                lambda groups, ask: groups.state(ask),
+                lambda hints, ask: hints.state(ask),
                 {"id": int},
                 "Answers {id, state, ranks, joined, committed, files, dead, bytes, zero_bytes, "
                 "duplicate_bytes, found_bytes, distinct_bytes, stored_bytes, created_ns, "
@@ -166,19 +157,19 @@ class GroupHints:
             "a checkpoint that is being saved, by whom: ranks=8,step=100",
             rights.reader,
             rights.writer,  # and its owner, except to begin anew what nobody goes on with
-            get=lambda groups, ask: groups.tell_pending(ask.ino, ask.caller),
-            set=lambda groups, ask: groups.put_pending(ask.ino, ask.text, ask.caller),
-            remove=lambda groups, ask: groups.put_pending(ask.ino, "", ask.caller),
+            get=lambda hints, ask: hints.tell_pending(ask.ino, ask.caller),
+            set=lambda hints, ask: hints.put_pending(ask.ino, ask.text, ask.caller),
+            remove=lambda hints, ask: hints.put_pending(ask.ino, "", ask.caller),
         ),
         Hint(
             "commit",
             ANY,
             "a rank of the pending directory commits: a rank, or JSON",
             change=rights.writer,
-            set=lambda groups, ask: groups.commit_pending(ask.ino, _parse_commit(ask.text)),
+            set=lambda hints, ask: hints.groups.commit_pending(ask.ino, _parse_commit(ask.text)),
             call=HintCall(
                 rights.writer,
-                lambda groups, ask: groups.commit_pending(ask.ino, _commit_of(ask.fields)),
+                lambda hints, ask: hints.groups.commit_pending(ask.ino, _commit_of(ask.fields)),
                 _COMMIT,
                 "All that is unsynced below the pending directory is durable on return, and the "
                 "rank has committed. files: {path: bytes}, what it has written, or list: path of a "
@@ -201,7 +192,7 @@ class GroupHints:
     ) -> None:
         self._engine = engine
         self._table = table
-        self._groups = groups
+        self.groups = groups
         self._closing = closing
         self._refusals = refusals
         self._attributes = attributes
@@ -209,36 +200,9 @@ class GroupHints:
 
     # --- calls ---
 
-    async def begin(self, ask: Ask) -> dict[str, int]:
+    async def begin(self, ino: int, what: Wanted, caller: CallerLike) -> dict[str, int]:
         """Raises as Groups.begin."""
-        fields = ask.fields
-        explicit, pending = fields.get("explicit", False), fields.get("pending", False)
-        anew = fields.get("anew", False)
-        if (pending and not explicit) or (anew and not pending):
-            raise Invalid("group: pending needs explicit, and anew needs both")
-        options = make_options(
-            ask.path("name"),
-            fields.get("ranks", 0),
-            fields.get("chunk", 0),
-            explicit,
-            fields.get("timeout_ms", 0),
-            fields.get("grace_ms", 0),
-            ask.path("publish"),
-            fields.get("same_size", False),
-            ask.path("job"),
-        )
-        mark = (None, options.job) if pending else None
-        group = await self._groups.begin(ask.ino, Wanted(options, mark, anew), ask.caller)
-        return {"id": group.record.id}
-
-    async def join(self, ask: Ask) -> None:
-        """Raises as Groups.join."""
-        await self._groups.join(ask.ino, _id(ask), ask.fields.get("rank", 0), ask.caller)
-
-    async def commit(self, ask: Ask) -> None:
-        """Raises as Groups.commit."""
-        what = Commit(ask.fields.get("rank", 0), sized=ask.path("file"))
-        await self._groups.commit(ask.ino, _id(ask), what)
+        return {"id": (await self.groups.begin(ino, what, caller)).record.id}
 
     async def wait(self, ask: Ask) -> None:
         """Raises as Groups.wait, and ReadOnly where nothing goes on in this mount."""
@@ -248,12 +212,7 @@ class GroupHints:
         group = await self._table.find(ask.ino, _id(ask))
         if group.is_live:
             self._options.require_writable()
-        await self._groups.wait(ask.ino, _id(ask), until == "durable", ask.timeout_s())
-
-    async def cancel(self, ask: Ask) -> None:
-        """Raises as Groups.cancel."""
-        reason = ask.path("reason")[:_REASON_MAX].decode(errors="replace")
-        await self._groups.cancel(ask.ino, _id(ask), reason, ask.caller)
+        await self.groups.wait(ask.ino, _id(ask), until == "durable", ask.timeout_s())
 
     async def state(self, ask: Ask) -> dict[str, Any]:
         """Raises as GroupTable.find."""
@@ -282,22 +241,22 @@ class GroupHints:
         """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
         Groups.cancel."""
         if not text:
-            await self._groups.cancel(ino, caller=caller)
+            await self.groups.cancel(ino, caller=caller)
             return
         if not (await self._attributes.getattr(ino)).is_dir:
             raise Invalid("a group belongs to a directory")
         self._options.require_writable()
-        await self._groups.begin(ino, parse_group(text), caller)
+        await self.groups.begin(ino, parse_group(text), caller)
 
     async def put_pending(self, ino: int, text: str, caller: CallerLike) -> None:
         """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short for what
         ``user.aifs.group`` can say. Raises as ``put``, NotADirectory."""
         if not text:
-            await self._groups.abandon(ino, caller)
+            await self.groups.abandon(ino, caller)
             return
         if "anew" not in text:  # else it is looked at who goes on with the directory
             rights.owner(await self._attributes.getattr(ino), caller)
-        await self._groups.begin(ino, parse_pending(text), caller)
+        await self.groups.begin(ino, parse_pending(text), caller)
 
     async def put_commit(self, ino: int, text: str) -> None:
         """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may
@@ -312,16 +271,11 @@ class GroupHints:
                 if is_plain
                 else _parse_commit(text)
             )
-            await self._groups.commit(ino, 0, what)
+            await self.groups.commit(ino, 0, what)
         elif text or not inode.is_file:
             raise Invalid("group: a rank commits on the directory; a file takes no value")
         else:
             await self._closing.commit_file(inode)
-
-    async def commit_pending(self, ino: int, what: Commit) -> None:
-        """A rank of a pending directory commits, whatever has become of its group. Raises as
-        Groups.commit_pending."""
-        await self._groups.commit_pending(ino, what)
 
     # --- and read ---
 
@@ -471,6 +425,10 @@ def _size(path: str, size: Any) -> int:
 
 def _id(ask: Ask) -> int:
     return ask.fields.get("id", 0)
+
+
+def _reason(ask: Ask) -> str:
+    return ask.path("reason").decode(errors="replace")[:_REASON_MAX]
 
 
 def report_of(group: DirectoryGroup) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
@@ -40,9 +40,12 @@ def parse_group(text: str) -> Wanted:
     [,commit=close|explicit][,timeout=10min][,grace=0s][,publish=NAME][,same_size=yes|no][,job=ID]
     [,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid.
     """
-    values: dict[str, Any] = {}
-    for key, value in parse_pairs("group", text, _PARSERS, "name=step,ranks=8"):
-        values[key] = _PARSERS[key](key, value)
+    return wanted(dict(parse_pairs("group", text, _PARSERS, "name=step,ranks=8")))
+
+
+def wanted(words: Mapping[str, Any]) -> Wanted:
+    """The group that the words of ``parse_group`` and their values ask for. Raises Invalid."""
+    values = {key: _PARSERS[key](key, str(value)) for key, value in words.items()}
     is_pending, chunk = values.get("pending") == "yes", values.get("dedup", CHUNK_MAX)
     needed = ("ranks",) if chunk == 0 else ("name", "ranks")
     lacking = [key for key in needed if key not in values]
@@ -61,17 +64,18 @@ def parse_group(text: str) -> Wanted:
         if more:
             raise Invalid(f"group: {', '.join(more)} needs more than dedup=no")
         return Wanted(_bare(values["ranks"]), mark, anew)
-    options = make_options(
+    options = GroupOptions(
         values["name"],
         values["ranks"],
-        chunk,
+        min(chunk, CHUNK_MAX),
         values.get("commit") == "explicit",
-        values.get("timeout", 0),
+        values.get("timeout") or _TIMEOUT_MS,
         values.get("grace", 0),
         values.get("publish", b""),
         values.get("same_size") == "yes",
         values.get("job", b""),
     )
+    _check(options)
     return Wanted(options, mark, anew)
 
 
@@ -99,21 +103,11 @@ def _require_ranks(ranks: int) -> None:
         raise Invalid(f"group: there are 1 to {RANKS_MAX} ranks, not {ranks}")
 
 
-def make_options(
-    name: bytes,
-    ranks: int,
-    chunk: int,
-    explicit: bool,
-    timeout_ms: int,
-    grace_ms: int,
-    publish: bytes,
-    same_size: bool,
-    job: bytes,
-) -> GroupOptions:
-    """``chunk`` and ``timeout_ms``: 0 for the usual. Larger chunks than CHUNK_MAX mean that: a
-    digest of one costs the same for each byte, and more that is equal is found. Raises Invalid."""
-    chunk = min(chunk or CHUNK_MAX, CHUNK_MAX)
-    timeout_ms = timeout_ms or _TIMEOUT_MS
+def _check(options: GroupOptions) -> None:
+    """Raises Invalid. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
+    each byte, and smaller ones find more that is equal."""
+    name, job, publish, chunk = options.name, options.job, options.publish, options.chunk
+    longest_ms = max(options.timeout_ms, options.grace_ms)
     for what, text, least, most in (("name", name, 1, NAME_MAX), ("job", job, 0, JOB_MAX)):
         if (
             not least <= len(text) <= most
@@ -124,13 +118,13 @@ def make_options(
             raise Invalid(
                 f"group: a {what} has {least} to {most} printable ASCII characters, and no comma"
             )
-    _require_ranks(ranks)
+    _require_ranks(options.ranks)
     if chunk < CHUNK_MIN or chunk % _PAGE:
         raise Invalid(
             f"group: dedup={format_size(chunk)} is no multiple of {_PAGE} bytes from "
             f"{format_size(CHUNK_MIN)} on"
         )
-    if max(timeout_ms, grace_ms) > _TIMEOUT_MAX_MS:
+    if longest_ms > _TIMEOUT_MAX_MS:
         raise Invalid(f"group: no time is longer than {format_duration(_TIMEOUT_MAX_MS / 1000)}")
     if (
         len(publish) > PUBLISH_MAX
@@ -141,7 +135,6 @@ def make_options(
         raise Invalid(
             f"group: publish is a name beside the directory, of up to {PUBLISH_MAX} bytes"
         )
-    return GroupOptions(name, ranks, chunk, explicit, timeout_ms, grace_ms, publish, same_size, job)
 
 
 def format_group(options: GroupOptions) -> str:
@@ -207,5 +200,8 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "step": _parse_number,
     "anew": _choice("yes", "no"),
 }
+
+TAKES = dict.fromkeys(_PARSERS, str) | {"ranks": int, "step": int}
+"""The words as fields of a call."""
 
 _PENDING = {key: _PARSERS[key] for key in ("ranks", "step", "job", "anew")}
