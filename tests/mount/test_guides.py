@@ -29,6 +29,7 @@ PAGES = (
     "docs/guide/clones.md",
     "docs/guide/trash.md",
     "docs/guide/quotas.md",
+    "docs/guide/startup.md",
     "docs/operate/configure.md",
     "docs/operate/metrics.md",
     "docs/operate/install.md",
