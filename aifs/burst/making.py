@@ -19,7 +19,7 @@ from aifs.burst.transfer import Mover
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
 from aifs.data.containers.appending import Containers
-from aifs.data.containers.chunked import ChunkedObjects
+from aifs.data.containers.chunked import ChunkedObjects, Load
 from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.inspecting.column_source import ColumnSource
@@ -29,7 +29,7 @@ from aifs.data.objects.settled import InObjects, Source
 from aifs.data.objects.together import Join, Sharing
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import Extent, Interleaved, Location
+from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta.records import Copy
 
@@ -37,11 +37,8 @@ from aifs.meta.records import Copy
 class InChunks(NamedTuple):
     """The bytes of a file are in chunks, which have checksums of their own."""
 
-    layout: Interleaved
-    chunks: tuple[Location | None, ...] = ()
-    """Where each chunk lies, None for a hole; of a file whose chunks have one length."""
     extents: tuple[Extent, ...] = ()
-    """The same of a file of variable chunks."""
+    """All of them, with the places of shared chunks."""
     containers: Containers = ()
     """What the table says of the containers that they name."""
 
@@ -147,7 +144,7 @@ class MakingTools:
         """Bytes on the capacity tier, to be read, and compared with their checksums."""
         if isinstance(origin, InChunks):
             with self.reading(origin.containers) as containers:
-                yield ChunkedObjects(containers, origin.layout, _listed(origin), verify=True)
+                yield ChunkedObjects(containers, _listed(origin), verify=True)
             return
         load, join = _loaded(origin.digests), self.join if followed else None
         objects = ObjectSet(
@@ -292,13 +289,8 @@ def _loaded(digests: bytes) -> Callable:
     return load
 
 
-def _listed(origin: InChunks) -> Callable:
-    """See chunked.Load and LoadExtents."""
+def _listed(origin: InChunks) -> Load:
+    async def load(_: int) -> tuple[int, Sequence[Extent]]:
+        return 0, origin.extents
 
-    async def load(_: int) -> tuple[int, Sequence[Location | None]]:
-        return 0, origin.chunks
-
-    async def load_extents(_: int) -> tuple[int, int, Sequence[Extent]]:
-        return 0, 0, origin.extents
-
-    return load_extents if origin.layout.variable else load
+    return load

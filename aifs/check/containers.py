@@ -9,9 +9,8 @@ from aifs.check.findings import RECORDS, RECOVERY
 from aifs.check.records import Records
 from aifs.check.shared import SharedCheck
 from aifs.core.errors import FsError
-from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
 from aifs.meta import chunk_lists, chunks, keys, namespace
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.chunks import Container
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
@@ -78,24 +77,18 @@ class ContainerRecords:
             self._records.drop("stray-record", f"chunk list {oid}", "no file has it", key)
             return
         try:
-            start, extents = _decode(value)
+            start, extents = chunk_lists.decode_list(value)
         except FsError as error:
             self._complete = False
-            if user is not None and user.lists_extents:
+            if user is not None:
                 self._walk_of(user).is_broken = True
             subject = f"chunk list {oid}" if user is None else user.ino
             detail = f"chunk list {oid} from chunk {first} on: {error}"
             self._records.problem("unreadable-record", subject, detail)
             return
         wrong = self._count(extents, first)
-        if user is None:
-            return
-        if chunk_lists.is_extents(value) != user.lists_extents:
-            self._lost(user, first, self._lacking("the list is that of a file of another form"))
-        elif user.lists_extents:
-            self._judge_extents(user, first, start, extents, wrong)
-        else:
-            self._judge(user, first, extents, wrong)
+        if user is not None:
+            self._judge(user, first, start, extents, wrong)
 
     def shared(self, key: bytes, value: bytes) -> None:
         place = self._shared.record(key, value)
@@ -116,7 +109,7 @@ class ContainerRecords:
                 self._count_live(place)
                 wrong = self._misplaced(place)
             if wrong and not found:
-                found = f"chunk {number} {wrong}" if not is_shared else f"extent {number}: {wrong}"
+                found = f"extent {number} {wrong}"
         return found
 
     def _count_live(self, place: Location) -> None:
@@ -134,31 +127,18 @@ class ContainerRecords:
             return f"ends behind the {record.length} bytes of container {place.container}"
         return ""
 
-    def _judge(self, inode: Inode, first: int, extents: list[Extent], wrong: str) -> None:
-        if len(extents) != _expected(inode, first):
-            wrong = self._lacking(
-                f"the list has {len(extents)} of {_expected(inode, first)} chunks"
-            )
-        layout = _chunks_of(inode)
-        for number, (_, place, _) in enumerate(extents, first):
-            length = layout.length(number, inode.size)
-            if not wrong and place is not None and place.raw != length:
-                wrong = f"chunk {number} has {place.raw} bytes, not the {length} of the file"
-        if wrong:
-            self._lost(inode, first, wrong)
-
-    def _judge_extents(
+    def _judge(
         self, inode: Inode, first: int, start: int, extents: list[Extent], wrong: str
     ) -> None:
-        """Extent lists are met record by record: each goes on where the last one has ended."""
+        """Lists are met record by record: each goes on where the last one has ended."""
         walk = self._walk_of(inode)
         if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
-            walk.is_broken = True
             wrong = self._lacking(f"the list lacks what is between bytes {walk.offset} and {start}")
         walk.number, walk.offset = (
             first + len(extents),
             start + sum(extent.length for extent in extents),
         )
+        walk.is_broken = False
         if wrong:
             self._lost(inode, first, wrong)
 
@@ -179,21 +159,16 @@ class ContainerRecords:
 
     async def file(self, inode: Inode) -> None:
         """An interleaved file."""
-        layout = _chunks_of(inode)
-        count = min(inode.size, 1) if layout.variable else layout.count(inode.size)
-        for first in range(0, count, CHUNKS_PER_RECORD):
-            if await self._records.get(keys.chunk_list(inode.oid, first)) is None:
-                self._lost(inode, first, self._lacking("the list has no record for them"))
+        if inode.size and await self._records.get(keys.chunk_list(inode.oid, 0)) is None:
+            self._lost(inode, 0, self._lacking("the list has no records"))
 
     def _lacking(self, why: str) -> str:
         self._complete = False
         return why
 
     def _lost(self, inode: Inode, first: int, why: str) -> None:
-        which = f"chunks {first} to {first + max(_expected(inode, first), 1) - 1}"
-        if inode.lists_extents:
-            which = f"extents from {first} on"
-        self._records.problem("lost-chunk", inode.ino, f"inode {inode.ino}: {which}: {why}")
+        detail = f"inode {inode.ino}: extents from {first} on: {why}"
+        self._records.problem("lost-chunk", inode.ino, detail)
 
     def may_hold_chunks(self, number: int) -> bool:
         """Whether some file may lie in this container, whatever the table says. All handlers have
@@ -222,8 +197,8 @@ class ContainerRecords:
 
 @dataclass(slots=True)
 class _Walk:
-    """How far the records of an extent list have been met. ``is_broken``: one lacks, which has been
-    told.
+    """How far the records of a chunk list have been met. ``is_broken``: the last one cannot be
+    read, which has been reported.
     """
 
     inode: Inode | None = None
@@ -232,27 +207,8 @@ class _Walk:
     is_broken: bool = False
 
 
-def _decode(record: bytes) -> tuple[int, list[Extent]]:
-    """Where the record of a list begins, if it tells, and its chunks. Raises Unavailable."""
-    if chunk_lists.is_extents(record):
-        return chunk_lists.decode_extents(record)
-    return 0, [Extent(0, place) for place in chunk_lists.decode_chunks(record)]
-
-
 def _find(tx: ReadTransaction, ino: int) -> Inode | None:
     try:
         return namespace.find_inode(tx, ino)
     except FsError:
         return None
-
-
-def _chunks_of(inode: Inode) -> Interleaved:
-    """How an interleaved file is cut into chunks."""
-    layout = inode.chunks
-    assert layout is not None
-    return layout
-
-
-def _expected(inode: Inode, first: int) -> int:
-    """How many chunks the record from ``first`` on must have."""
-    return max(0, min(CHUNKS_PER_RECORD, _chunks_of(inode).count(inode.size) - first))

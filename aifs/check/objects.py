@@ -377,18 +377,14 @@ class _ContainerObjects:
     def _losses(self, key: bytes, value: bytes) -> None:
         oid, first = keys.chunk_list_parts(key)
         ino = self._user_of(oid)
-        is_extents = chunk_lists.is_extents(value)
         try:
             if ino is None:
                 return
             own = any(share[0] in self._ends for share in chunk_lists.decode_shares(value))
-            if not own and not (is_extents and self._shared):
+            if not own and not self._shared:
                 return
-            if is_extents:
-                extents = chunk_lists.decode_extents(value)[1]
-                places = [self._shared.get(e.digest) if e.shared else e.place for e in extents]
-            else:
-                places = chunk_lists.decode_chunks(value)
+            extents = chunk_lists.decode_list(value)[1]
+            places = [self._shared.get(e.digest) if e.shared else e.place for e in extents]
         except FsError:
             return  # named already
         lost = [

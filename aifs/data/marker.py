@@ -4,7 +4,7 @@ is.
 A directory without the right marker (an export that is not mounted, a swapped disk) is never
 written to.
 
-One JSON object with ``format`` ("aifs 1"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
+One JSON object with ``format`` ("aifs 2"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
 "burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. The
 metadata directory of a host of many is a "replica": the metadata are in a database, which
 ``database`` names in all directories of such a store: who has it mounted is known there alone.
@@ -19,7 +19,7 @@ from aifs.core import files
 from aifs.core.errors import StoreError
 
 NAME = ".aifs"
-FORMAT = "aifs 1"
+FORMAT = "aifs 2"
 """Of stores. Before the first release it was a number, from which these stores are told."""
 ROLES = ("meta", "replica", "data", "burst")
 

@@ -10,7 +10,7 @@ import trio
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_chunks, decode_extents, decode_shares, is_extents
+from aifs.meta.chunk_lists import decode_list, decode_shares
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
 from aifs.meta.shared import decode_shared
@@ -35,9 +35,7 @@ class User(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """A chunk at ``start`` to ``end`` that a list names, by chunks, or if it is an extent list by
-    bytes.
-    """
+    """A chunk at ``start`` to ``end`` that a list names, as ``length`` bytes from ``first`` on."""
 
     start: int
     end: int
@@ -55,15 +53,13 @@ async def users_of(engine: Engine, container: int) -> list[User]:
     await _walk(engine, b"h", _find_shared, container, shared)
     await _walk(engine, b"l", _find_chunks, container, shared, uses)
     oids = {use.oid for use in uses}
-    owners: dict[int, list[tuple[int, int, int]]] = {}  # oid: ino, bytes of a unit, size
+    owners: dict[int, list[tuple[int, int]]] = {}  # oid: ino, size
     if oids:
         await _walk(engine, b"i", _find_owners, oids, owners)
     users = []
     for start, end, oid, first, length in uses:
-        for ino, unit, size in owners.get(oid, ()):
-            users.append(
-                User(start, end, ino, oid, first * unit, min((first + length) * unit, size) - 1)
-            )
+        for ino, size in owners.get(oid, ()):
+            users.append(User(start, end, ino, oid, first, min(first + length, size) - 1))
     return sorted(users)
 
 
@@ -88,28 +84,21 @@ def _find_shared(key: bytes, value: bytes, container: int, shared: dict[bytes, L
 def _find_chunks(
     key: bytes, value: bytes, container: int, shared: dict[bytes, Location], uses: list[_Use]
 ) -> None:
-    oid, first = keys.chunk_list_parts(key)
-    if is_extents(value):
-        first, extents = decode_extents(value)
-        for extent in extents:
-            place = shared.get(extent.digest) if extent.shared else extent.place
-            if place is not None and place.container == container:
-                uses.append(_use(place, oid, first, extent.length))
-            first += extent.length
-    elif any(share[0] == container for share in decode_shares(value)):
-        for index, place in enumerate(decode_chunks(value), first):
-            if place is not None and place.container == container:
-                uses.append(_use(place, oid, index, 1))
-
-
-def _use(place: Location, oid: int, first: int, length: int) -> _Use:
-    return _Use(place.offset, place.offset + HEADER_BYTES + place.stored, oid, first, length)
+    if not shared and all(share[0] != container for share in decode_shares(value)):
+        return
+    oid, _ = keys.chunk_list_parts(key)
+    first, extents = decode_list(value)
+    for extent in extents:
+        place = shared.get(extent.digest) if extent.shared else extent.place
+        if place is not None and place.container == container:
+            end = place.offset + HEADER_BYTES + place.stored
+            uses.append(_Use(place.offset, end, oid, first, extent.length))
+        first += extent.length
 
 
 def _find_owners(
-    key: bytes, value: bytes, oids: set[int], owners: dict[int, list[tuple[int, int, int]]]
+    key: bytes, value: bytes, oids: set[int], owners: dict[int, list[tuple[int, int]]]
 ) -> None:
     inode = decode_inode(keys.number(key), value)
     if inode.oid in oids and inode.chunks is not None:
-        unit = 1 if inode.chunks.variable else inode.chunks.chunk
-        owners.setdefault(inode.oid, []).append((inode.ino, unit, inode.size))
+        owners.setdefault(inode.oid, []).append((inode.ino, inode.size))

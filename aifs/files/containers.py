@@ -14,7 +14,7 @@ from aifs.core import faults
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.appending import Appended, Appending, append
-from aifs.data.containers.chunked import ChunkedObjects, Load, LoadExtents
+from aifs.data.containers.chunked import ChunkedObjects
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.pieces import FilePiece, FileSource, OpenCopies, Piece
 from aifs.data.containers.scan import Scanned, Scanning, scan
@@ -24,13 +24,12 @@ from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
-from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
+from aifs.layout.interleaved import Extent, Interleaved, container_layout
 from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, Chunks
-from aifs.meta.extents import get_extents, put_loose
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.kv import Engine
 from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
@@ -48,7 +47,7 @@ class StoredFiles(NamedTuple):
     Stored).
     """
 
-    lists: Sequence[Chunks]
+    lists: Sequence[Sequence[Extent]]
     lost: dict[int, int]
 
 
@@ -100,40 +99,24 @@ class Containers:
         """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no
         I/O.
         """
-        load: Load | LoadExtents
-        if layout.variable:
-            load = partial(self._engine.view, get_extents, oid)
-        else:
-            load = partial(self._engine.view, chunks.get_chunks, oid)
-        return ChunkedObjects(self.files, layout, load, copied or self._verify)
+        load = partial(self._engine.view, chunks.get_extents, oid, layout.chunk)
+        return ChunkedObjects(self.files, load, copied or self._verify)
 
     async def describe(self, layout: Interleaved, oid: int, size: int) -> InChunks:
         """Where the chunks of an interleaved file lie now. Raises Unavailable for a damaged
         list."""
-        chunks_found, extents_found = list[Location | None](), list[Extent]()
-        if layout.variable:
-            at = 0
-            while at < size:
-                start, _, found = await self._engine.view(get_extents, oid, at)
-                if start < at:
-                    raise Unavailable(f"the list of extents {oid} has two for byte {at}")
-                extents_found += found
-                at += sum(extent.length for extent in found)
-                await trio.lowlevel.checkpoint()  # lists may be long
-        else:
-            while (count := len(chunks_found)) < layout.count(size):
-                first, listed = await self._engine.view(chunks.get_chunks, oid, count)
-                if first < count or not listed:
-                    raise Unavailable(f"the list of chunks {oid} lacks chunk {count}")
-                chunks_found += listed
-                await trio.lowlevel.checkpoint()
-        places = (*chunks_found, *(extent.place for extent in extents_found))
-        named = sorted({place.container for place in places if place is not None})
+        extents, at = list[Extent](), 0
+        while at < size:
+            start, found = await self._engine.view(chunks.get_extents, oid, layout.chunk, at)
+            if start != at:
+                raise Unavailable(f"the chunk list {oid} has two extents for byte {at}")
+            extents += found
+            at += sum(extent.length for extent in found)
+            await trio.lowlevel.checkpoint()  # lists may be long
+        named = sorted({e.place.container for e in extents if e.place is not None})
         entries = [(container, await self.find(container)) for container in named]
         return InChunks(
-            layout,
-            tuple(chunks_found),
-            tuple(extents_found),
+            tuple(extents),
             tuple((container, entry) for container, entry in entries if entry is not None),
         )
 
@@ -231,7 +214,7 @@ class Containers:
     ) -> AsyncIterator[StoredFiles]:
         """Have ``movers`` store files in containers that are laid out like ``slots``. Within the
         block they are durable, and their chunk lists, which it yields in the order of ``sources``,
-        are to be recorded with ``put_chunks``.
+        are to be recorded with ``put_lists``.
 
         Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
         leaves no trace.
@@ -240,7 +223,13 @@ class Containers:
         whole = [piece for file in cut for piece in file if piece is not None]
         async with self.append_pieces(whole, slots, movers) as appended:
             following = iter(appended.places)
-            lists = [[None if piece is None else next(following) for piece in file] for file in cut]
+            lists = [
+                [
+                    Extent(source.layout.length(number, source.size), piece and next(following))
+                    for number, piece in enumerate(file)
+                ]
+                for source, file in zip(sources, cut, strict=True)
+            ]
             yield StoredFiles(lists, appended.lost)
 
     async def _cut(self, sources: Sequence[FileSource]) -> list[list[FilePiece | None]]:
@@ -264,7 +253,7 @@ class Containers:
     async def list_extents(
         self, oid: int, extents: Sequence[Extent], new: Collection[bytes], lost: Mapping[int, int]
     ) -> None:
-        """Record the extent list of a file beforehand, if it is long, so that the flip is a short
+        """Record the chunk list of a file beforehand, if it is long, so that the flip is a short
         transaction: ``FormChange`` then has no extents. ``new`` and ``lost``: see ``put_loose``;
         call this while what has been appended is pinned.
 
@@ -274,16 +263,8 @@ class Containers:
         start = 0
         for first in range(0, len(extents), LISTED_AT_ONCE):
             part = extents[first : first + LISTED_AT_ONCE]
-            await self._engine.transact(put_loose, oid, first, start, part, new, lost)
+            await self._engine.transact(chunks.put_loose, oid, first, start, part, new, lost)
             start += sum(extent.length for extent in part)
-            faults.reach(_LISTED)
-            await trio.lowlevel.checkpoint()
-
-    async def list_chunks(self, oid: int, listed: Chunks, lost: Mapping[int, int]) -> None:
-        """The same for a chunk list: ``FormChange`` then has no chunks."""
-        for first in range(0, len(listed), LISTED_AT_ONCE):
-            part = listed[first : first + LISTED_AT_ONCE]
-            await self._engine.transact(chunks.put_loose, oid, first, part, lost)
             faults.reach(_LISTED)
             await trio.lowlevel.checkpoint()
 

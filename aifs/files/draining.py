@@ -182,7 +182,7 @@ class Drainer:
                     left = [file for file in files if file.outcome is None]
                     for file in left:  # they may have lists of their chunks
                         self._flips.drop_made(file)
-                        file.chunks = ()
+                        file.extents = ()
                     await self._copy_all(left, full)
                     return
                 for file in spoilt or files:
@@ -200,13 +200,13 @@ class Drainer:
             sources.append(await self._source(file))
             await self._give_way()
         async with self._containers.append(sources, slots, self._movers) as stored:
-            for file, source, chunks in zip(files, sources, stored.lists, strict=True):
+            for file, source, extents in zip(files, sources, stored.lists, strict=True):
                 self._flips.drop_made(file)  # the list of the last time, if there is one
-                file.layout, file.oid, file.chunks = source.layout, source.oid, chunks
-                if len(chunks) > LISTED_AT_ONCE:  # no transaction should take long
+                file.layout, file.oid, file.extents = source.layout, source.oid, extents
+                if len(extents) > LISTED_AT_ONCE:  # no transaction should take long
                     file.loose = True
-                    await self._containers.list_chunks(file.oid, chunks, stored.lost)
-                    file.chunks = ()
+                    await self._containers.list_extents(file.oid, extents, (), stored.lost)
+                    file.extents = ()
             await self._flip(files, stored.lost)
 
     async def _flip(

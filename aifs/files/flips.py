@@ -20,7 +20,6 @@ from aifs.files.transitions import Flip, alone
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.striped import Striped
-from aifs.meta.chunk_lists import Chunks
 from aifs.meta.chunks import NOTHING_LOST
 
 _FLIPPED = faults.declare(
@@ -60,10 +59,8 @@ class Draining(Lease):
         """What it takes there, in blocks of 512 bytes."""
         self.digests = b""
         """This and what follows: see forms.FormChange."""
-        self.chunks: Chunks = ()
-        """Of an interleaved file."""
         self.extents: Sequence[Extent] = ()
-        """Of one of variable chunks."""
+        """Of an interleaved file."""
         self.unread = 0
         """Mask of the columns that could not be written."""
         self.due = False
@@ -121,7 +118,6 @@ class Draining(Lease):
         record = {
             "durable": not file.marked,
             "digests": self.digests,
-            "chunks": self.chunks,
             "extents": self.extents,
             "unread": self.unread,
             "due": self.due,

@@ -28,10 +28,10 @@ from aifs.data.storage import Key
 from aifs.data.workers import gather
 from aifs.files.open_table import OpenTable
 from aifs.files.stage import Stager
-from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Location
+from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent
 from aifs.layout.striped import Striped
 from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_chunks
+from aifs.meta.chunk_lists import decode_list
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_inode
 
@@ -65,7 +65,7 @@ class _Stored(NamedTuple):
 
     record: bytes
     inode: Inode
-    chunks: Sequence[Location | None]
+    extents: Sequence[Extent]
     """The first ones of a file in containers."""
 
 
@@ -166,7 +166,7 @@ class SettledReads:
         if self._verify:
             return None
         if inode.objects is None:
-            step: _Span | _Call | None = _span_of(part, found.chunks)
+            step: _Span | _Call | None = _span_of(part, found.extents)
         else:
             step = self._call_of_object(part, found, inode.objects)
         if step is not None and part.offset == 0:
@@ -221,19 +221,15 @@ def _look(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored | None]:
         for place, record in enumerate(_unmarked(tx, inos))
         if record is not None
     }
-    in_chunks = [
-        place
-        for place, (_, inode) in inodes.items()
-        if inode.chunks is not None and not inode.chunks.variable
-    ]
+    in_chunks = [place for place, (_, inode) in inodes.items() if inode.chunks is not None]
     lists = tx.get_many([keys.chunk_list(inodes[place][1].oid, 0) for place in in_chunks])
-    chunks = {
-        place: decode_chunks(record)
+    extents = {
+        place: decode_list(record)[1]
         for place, record in zip(in_chunks, lists, strict=True)
         if record is not None
     }
     return [
-        _Stored(*inodes[place], chunks.get(place, ())) if place in inodes else None
+        _Stored(*inodes[place], extents.get(place, ())) if place in inodes else None
         for place in range(len(inos))
     ]
 
@@ -249,10 +245,11 @@ def _unmarked(tx: ReadTransaction, inos: Sequence[int]) -> list[bytes | None]:
     ]
 
 
-def _span_of(part: SettledPart, chunks: Sequence[Location | None]) -> _Span | None:
-    """Where the part lies, if it is in one chunk, as it is."""
-    place = chunks[0] if len(chunks) == 1 else None
-    if place is None or place.codec != PLAIN or place.raw != part.source.size:
+def _span_of(part: SettledPart, extents: Sequence[Extent]) -> _Span | None:
+    """Where the part lies, if it is in one chunk of the file's own, as it is."""
+    extent = extents[0] if len(extents) == 1 else Extent(0)
+    place = extent.place
+    if place is None or extent.shared or place.codec != PLAIN or place.raw != part.source.size:
         return None
     start = place.offset + HEADER_BYTES + part.offset
     return _Span(place.container, start, start + len(part.target), part)

@@ -55,8 +55,7 @@ class Location(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A range of a file that is an extent list: ``length`` bytes in a chunk, or zeros (``place`` is
-    None).
+    """A range of an interleaved file: ``length`` bytes in a chunk, or zeros (``place`` is None).
 
     ``shared``: other files, or other ranges of this one, may name the same chunk; it is known by
     its digest, so where it lies ``place`` says as of now, or not yet (``is_named``).
@@ -94,16 +93,12 @@ class Stripe(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interleaved(Layout):
-    """The layout of one file: the size of its chunks in bytes; where they lie is the chunk list's
-    to say.
-
-    ``variable``: the file is an *extent list*: its chunks have different lengths, of which
-    ``chunk`` is the largest possible, and may be shared with other files; ``count`` and ``length``
-    say nothing of it.
+    """The layout of one file: how many bytes its chunks have at most. Its chunk list says where
+    they lie. Chunks of a file that was stored by itself have all this size, except the last one;
+    those of a file of a group have different sizes.
     """
 
     chunk: int
-    variable: bool = False
 
     kind: ClassVar[str] = "interleaved"
 
@@ -118,11 +113,11 @@ class Interleaved(Layout):
         return 0 < self.chunk <= CHUNK_MAX
 
     def count(self, size: int) -> int:
-        """How many chunks a file of ``size`` bytes has."""
+        """How many chunks of one size a file of ``size`` bytes is cut into."""
         return -(-size // self.chunk)
 
     def length(self, index: int, size: int) -> int:
-        """Bytes of chunk ``index`` of a file of ``size`` bytes: all are whole but the last."""
+        """Bytes of chunk ``index`` of these: all are whole except the last one."""
         return min(self.chunk, size - index * self.chunk)
 
 

@@ -10,8 +10,7 @@ container is a number of whole rows.
 The table alone says where a container is: it may have been moved since a chunk list named its
 server.
 
-Chunk lists: meta/chunk_lists.py; those whose chunks have different lengths: meta/extents.py.
-Record, little-endian:
+Records of chunk lists: meta/chunk_lists.py. Record of a container, little-endian:
 
 container
     u8 format=1, u64 length, u64 live bytes, u32 stripe unit, u8 replicas, u8 parity columns, u8
@@ -19,32 +18,32 @@ container
 """
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Location, padded
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Location, padded
 from aifs.layout.striped import Striped
 from aifs.meta import keys, servers, shared
 from aifs.meta.chunk_lists import (
     CHUNKS_PER_RECORD,
-    Chunks,
-    decode_chunks,
-    decode_extents,
+    decode_list,
     decode_shares,
-    encode_chunks,
-    encode_extents,
-    is_extents,
+    encode_list,
     is_last,
     shared_digests,
+    start_of,
 )
 from aifs.meta.degraded import drop_degraded, find_unread, put_unread
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Garbage
 
 CONTAINER_FORMAT = 1
+RESOLVED = 16
+"""Extents that are found at once in a list with shared chunks: a record each has to be read."""
 DROPPED_AT_ONCE = 32
 """Records of a chunk list that one transaction drops."""
 
@@ -89,43 +88,170 @@ def decode_container(record: bytes) -> Container:
 # --- chunk lists ----------------------------------------------------------------------------------
 
 
-def get_chunks(tx: ReadTransaction, oid: int, index: int) -> tuple[int, list[Location | None]]:
-    """The chunks of the record that holds chunk ``index``, and the number of the first. Raises
-    Unavailable.
+def get_extents(
+    tx: ReadTransaction, oid: int, chunk: int, offset: int
+) -> tuple[int, Sequence[Extent]]:
+    """Extents of a list that follow each other, among them the one with byte ``offset``; and where
+    the first of them begins. Shared chunks have their places.
+
+    ``chunk``: the largest size of the file's chunks; where all have it, this reads one record, else
+    a number that grows with the logarithm of the list's length. Raises Unavailable if the list does
+    not reach that far, or the shared chunk there is missing.
     """
-    first = index - index % CHUNKS_PER_RECORD
-    record = tx.get(keys.chunk_list(oid, first))
-    if record is None:
-        raise Unavailable(f"the list of chunks {oid} has no record for chunk {index}")
-    return first, decode_chunks(record)
+    guess = tx.get(keys.chunk_list(oid, offset // chunk // CHUNKS_PER_RECORD * CHUNKS_PER_RECORD))
+    start, extents = decode_list(guess) if guess is not None else (0, [])
+    if not start <= offset < start + _length(extents):
+        start, extents = decode_list(_find_record(tx, oid, offset))
+        if offset >= start + _length(extents):
+            raise Unavailable(f"the chunk list {oid} has nothing for byte {offset}")
+    if not any(extent.shared for extent in extents):
+        return start, extents
+    number = 0
+    while offset >= start + extents[number].length:
+        start += extents[number].length
+        number += 1
+    found = [resolve(tx, extents[number])]
+    with suppress(Unavailable):
+        found += map(partial(resolve, tx), extents[number + 1 : number + RESOLVED])
+    return start, found
 
 
-def put_chunks(tx: Transaction, oid: int, chunks: Chunks) -> None:
-    """Record all chunks of a file, which are durable in containers that the table has. Grows the
-    store.
+def _length(extents: Sequence[Extent]) -> int:
+    return sum([extent.length for extent in extents])
 
-    The caller points the inode to ``oid`` in the same transaction. Raises Unavailable for an
-    unknown container.
+
+def _find_record(tx: ReadTransaction, oid: int, offset: int) -> bytes | None:
+    """The last record that begins at or before ``offset``."""
+
+    def is_before(record: int) -> bool:
+        value = tx.get(keys.chunk_list(oid, record * CHUNKS_PER_RECORD))
+        return value is not None and start_of(value) <= offset
+
+    low, step = 0, 1
+    if not is_before(0):
+        raise Unavailable(f"the beginning of the chunk list {oid} is missing")
+    while is_before(low + step):
+        low += step
+        step *= 2
+    high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_before(middle) else (low, middle)
+    return tx.get(keys.chunk_list(oid, low * CHUNKS_PER_RECORD))
+
+
+def shares_of(tx: ReadTransaction, record: bytes) -> list[tuple[int, int, int]]:
+    """(container, server, bytes with headers) of all chunks that a record of a chunk list names,
+    shared ones included. Raises Unavailable."""
+    shares = decode_shares(record)
+    known = {container: server for container, server, _ in shares}
+    for digest in shared_digests(record):
+        place = _find_place(tx, digest)
+        if place.container not in known:
+            found = find_container(tx, place.container)
+            known[place.container] = 0 if found is None else found.layout.servers[0]
+        shares.append((place.container, known[place.container], HEADER_BYTES + place.stored))
+    return shares
+
+
+def resolve(tx: ReadTransaction, extent: Extent) -> Extent:
+    """The extent with the place of its shared chunk. Raises Unavailable if that is not known."""
+    if not extent.is_named:
+        return extent
+    place = _find_place(tx, extent.digest)
+    if place.raw != extent.length:
+        raise _unknown(extent.digest)
+    return extent._replace(place=place)
+
+
+def _find_place(tx: ReadTransaction, digest: bytes) -> Location:
+    found = shared.find_shared(tx, digest)
+    if found is None:
+        raise _unknown(digest)
+    return found.place
+
+
+def _unknown(digest: bytes) -> Unavailable:
+    return Unavailable(f"shared chunk {digest.hex()[:16]} is not in the store")
+
+
+@grows
+def put_lists(
+    tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Collection[bytes] = ()
+) -> None:
+    """Record the chunk lists of some files, by oid. Chunks are durable in containers that the table
+    has. Grows the store.
+
+    ``new``: digests of the shared chunks that have been appended for this (see shared.take). The
+    caller points the inodes to the oids in the same transaction. Raises Stale if a shared chunk
+    that was found earlier has gone, Unavailable for an unknown container.
     """
-    _put_list(tx, oid, 0, chunks)
+    every = [extent for extents in lists.values() for extent in extents]
+    _count_named(tx, every, new)
+    for oid, extents in lists.items():
+        put_records(tx, oid, extents)
 
 
 @grows
 def put_loose(
-    tx: Transaction, oid: int, first: int, chunks: Chunks, lost: Mapping[int, int] = NOTHING_LOST
+    tx: Transaction,
+    oid: int,
+    first: int,
+    start: int,
+    extents: Sequence[Extent],
+    new: Collection[bytes] = (),
+    lost: Mapping[int, int] = NOTHING_LOST,
 ) -> None:
-    """Record the next part of a chunk list that no file names yet: chunks from number ``first`` on,
-    a multiple of CHUNKS_PER_RECORD. As extents.put_loose, which says the rest."""
+    """Record the next part of a chunk list that no file names yet: extents from number ``first``
+    on, a multiple of CHUNKS_PER_RECORD, which begin at byte ``start``. See put_lists for the rest.
+    ``lost``: see put_lost.
+
+    The list is *loose*: it is dropped again unless a file gets it (put_named). For long lists,
+    since no transaction should take long.
+    """
+    _count_named(tx, extents, new)
     tx.put(keys.loose(oid), keys.host_value(tx.host))
-    _put_list(tx, oid, first, chunks)
+    put_records(tx, oid, extents, first, start)
     put_lost(tx, lost)
 
 
-def _put_list(tx: Transaction, oid: int, first: int, chunks: Chunks) -> None:
-    for start in range(0, len(chunks), CHUNKS_PER_RECORD):
-        part = chunks[start : start + CHUNKS_PER_RECORD]
-        tx.put(keys.chunk_list(oid, first + start), encode_chunks(part))
-    count_in(tx, [place for place in chunks if place is not None])
+def put_named(tx: Transaction, oid: int) -> None:
+    """A loose list that is complete is that of a file from now on."""
+    tx.delete(keys.loose(oid))
+
+
+def _count_named(tx: Transaction, extents: Sequence[Extent], new: Collection[bytes]) -> None:
+    alive, dead = shared.take(tx, extents, new)
+    alive += [place for _, place, is_shared in extents if place is not None and not is_shared]
+    count_in(tx, alive, dead)
+
+
+def put_records(
+    tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 0, start: int = 0
+) -> None:
+    """The records of a list alone, or those from extent ``first`` on, which begins at byte
+    ``start``; nothing is counted."""
+    for number in range(0, len(extents), CHUNKS_PER_RECORD):
+        part = extents[number : number + CHUNKS_PER_RECORD]
+        tx.put(keys.chunk_list(oid, first + number), encode_list(start, part))
+        start += _length(part)
+
+
+def replace_shared(
+    tx: Transaction, places: Sequence[Location], lost: Mapping[int, int] = NOTHING_LOST
+) -> list[int]:
+    """Good copies of shared chunks that turned out to be bad have been appended: all lists that
+    name them get these; ids of containers that are garbage now. A copy of a chunk that no list
+    names any more counts as dead."""
+    alive, before = [], []
+    for place in places:
+        old = shared.replace(tx, place)
+        if old is not None:
+            alive.append(place)
+            before.append(old)
+    count_in(tx, alive, [place for place in places if place not in alive])
+    put_lost(tx, lost)
+    return count_out(tx, before)
 
 
 def put_lost(tx: Transaction, lost: Mapping[int, int]) -> None:
@@ -146,7 +272,7 @@ def put_dead(tx: Transaction, dead: Iterable[Location], lost: Mapping[int, int])
 
 
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
-    """Forget the chunk list, or extent list; ids of what is garbage now: containers.
+    """Forget the chunk list; ids of what is garbage now: containers.
 
     A very long list is *loose* from now on, and garbage itself: to be dropped piece by piece
     (``drop_some``), since no transaction should take long.
@@ -216,11 +342,13 @@ def move_chunks(
         record = tx.get(keys.chunk_list(oid, first))
         if record is None:
             continue
-        places = decode_chunks(record)
-        current = [move for move in group if is_at(places, move.number - first, move.old)]
+        start, extents = decode_list(record)
+        current = [move for move in group if is_at(extents, move.number - first, move.old)]
         if current:
-            copied = {move.number - first: move.new for move in current}
-            tx.put(keys.chunk_list(oid, first), _with_places(record, copied))
+            for move in current:
+                number = move.number - first
+                extents[number] = extents[number]._replace(place=move.new)
+            tx.put(keys.chunk_list(oid, first), encode_list(start, extents))
             done += current
     count_in(tx, [move.new for move in done])
     if done:
@@ -228,23 +356,10 @@ def move_chunks(
     return count_out(tx, [move.old for move in done])
 
 
-def _with_places(record: bytes, places: Mapping[int, Location]) -> bytes:
-    """The record of a list with other places for some chunks of the file's own."""
-    if is_extents(record):
-        start, extents = decode_extents(record)
-        for number, place in places.items():
-            extents[number] = extents[number]._replace(place=place)
-        return encode_extents(start, extents)
-    chunks = decode_chunks(record)
-    for number, place in places.items():
-        chunks[number] = place
-    return encode_chunks(chunks)
-
-
-def is_at(chunks: Chunks, number: int, place: Location) -> bool:
-    """Whether the list's chunk ``number`` lies at this place."""
-    known = chunks[number] if number < len(chunks) else None
-    return known is not None and (known.container, known.offset) == (place.container, place.offset)
+def is_at(extents: Sequence[Extent], number: int, place: Location) -> bool:
+    """Whether the list's extent ``number`` is a chunk of the file's own at this place."""
+    known = extents[number] if number < len(extents) else Extent(0)
+    return known.place is not None and not known.shared and shared.is_same(known.place, place)
 
 
 # --- containers -----------------------------------------------------------------------------------

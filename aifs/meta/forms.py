@@ -11,9 +11,7 @@ from aifs.core.errors import Stale
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace, quotas
-from aifs.meta.chunk_lists import Chunks
 from aifs.meta.degraded import find_unread, put_unread
-from aifs.meta.extents import put_extents, put_named
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
     Copy,
@@ -188,11 +186,8 @@ class FormChange(NamedTuple):
     """Whether its burst copy, if it has one, is on stable storage."""
     digests: bytes = b""
     """Checksums of new objects (see namespace.put_checksums)."""
-    chunks: Chunks = ()
-    """Of an interleaved file. Neither these nor ``extents`` if they are on record as a loose list.
-    """
     extents: Sequence[Extent] = ()
-    """Of an interleaved file of variable chunks."""
+    """Of an interleaved file; () if they are on record as a loose list."""
     unread: int = 0
     """Mask of the columns of a protected file that could not be written."""
     due: bool = False
@@ -243,11 +238,8 @@ def change_forms(
     Raises NotFound if one of the files has been erased; Stale if a shared chunk that an extent
     names is neither new nor on record (any more); ChangedElsewhere. Nothing is changed then.
     """
-    lists = {c.inode.oid: c.extents for c in changes if c.inode.lists_extents}
-    if lists:
-        put_extents(tx, {oid: extents for oid, extents in lists.items() if extents}, new)
-        for oid in lists:
-            put_named(tx, oid)
+    if lists := {c.inode.oid: c.extents for c in changes if c.extents}:
+        chunks.put_lists(tx, lists, new)
     garbage: list[int] = []
     for change in changes:
         stored = namespace.get_inode(tx, change.inode.ino)
@@ -303,11 +295,8 @@ def _put_placed(tx: Transaction, change: FormChange) -> None:
         if change.unread or change.due:
             put_unread(tx, inode.oid, inode.ino, change.unread)
         namespace.put_checksums(tx, inode.oid, change.digests)
-    elif not inode.lists_extents:
-        if change.chunks:
-            chunks.put_chunks(tx, inode.oid, change.chunks)
-        else:
-            put_named(tx, inode.oid)
+    elif not change.extents:
+        chunks.put_named(tx, inode.oid)
 
 
 def _put_burst(tx: Transaction, ino: int, copy: Copy, durable: bool, now: int) -> None:

@@ -25,8 +25,8 @@
     k oid first                      checksums of a striped file: BLAKE3, 32 bytes for each MiB of
                                      the file, up to DIGESTS_PER_RECORD of them from MiB ``first``
                                      on; none if it was written in place or was mostly holes
-    l oid first                      chunk list, or extent list, of an interleaved file, from chunk
-                                     or extent ``first`` on (meta/chunk_lists.py)
+    l oid first                      chunk list of an interleaved file, from extent ``first`` on
+                                     (meta/chunk_lists.py)
     h digest                         shared chunk: where it lies, and how many extents name it
                                      (meta/shared.py)
     y oid                            loose: the chunk list oid is no file's (yet, or any more), and

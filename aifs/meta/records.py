@@ -9,9 +9,9 @@ inode
     birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of
     the default ACL, then: policy, access ACL, default ACL (meta/acl.py), [u8 replicas, u8 parity
     columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), named
-    (u64), inline bytes to the end form: 0 without a layout, 1 inline (the bytes are at the end;
+    (u64), inline bytes to the end. form: 0 without a layout, 1 inline (the bytes are at the end;
     also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
-    brackets), 5 interleaved as an extent list; plus 128: there is a burst copy; plus 64: ``named``
+    brackets); plus 128: there is a burst copy; plus 64: ``named``
     is there, as clones share the bytes (meta/sharing.py), or of a directory in its place ``shown``
     (i64, ns). flags: 16 immutable, 32 append only, 2^29
     what is made in the directory belongs to its project (those of chattr(1)); 2 in the
@@ -53,7 +53,7 @@ from aifs.layout.kinds import chunks_of, objects_of
 from aifs.layout.striped import Striped
 
 FORMAT = 1
-EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, VARIABLE = range(6)
+EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED = range(5)
 _HAS_COPY, _IS_SHARED = 128, 64
 
 IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT, SNAPSHOT = 0x10, 0x20, 0x20000000, 0x80000000
@@ -194,11 +194,6 @@ class Inode:
         return chunks_of(self.layout)
 
     @property
-    def lists_extents(self) -> bool:
-        """Whether the file is an extent list."""
-        return self.layout is not None and self.chunks is not None and self.chunks.variable
-
-    @property
     def space(self) -> int:
         """Bytes that a copy of it takes: its size, without holes."""
         return min(self.size, self.blocks * 512)
@@ -268,7 +263,7 @@ class Inode:
                     _PROTECTION.pack(layout.replicas, layout.parity) + servers,
                 )
         else:
-            form, unit = VARIABLE if layout.variable else INTERLEAVED, layout.chunk
+            form, unit = INTERLEAVED, layout.chunk
         head = INODE.pack(
             FORMAT,
             form
@@ -364,8 +359,8 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             offset += _PROTECTION.size
             inode.layout = _striped(unit, record[offset : offset + 2 * count], replicas, parity)
             offset += 2 * count
-        elif base in (INTERLEAVED, VARIABLE):
-            inode.layout = Interleaved(unit, base == VARIABLE)
+        elif base == INTERLEAVED:
+            inode.layout = Interleaved(unit)
         if form & _HAS_COPY:
             inode.copy = Copy._make(_COPY.unpack_from(record, offset))
             offset += _COPY.size

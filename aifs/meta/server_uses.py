@@ -11,8 +11,8 @@ from typing import NamedTuple
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
+from aifs.meta.chunks import shares_of
 from aifs.meta.degraded import find_unread
-from aifs.meta.extents import shares_of
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst, decode_inode
 from aifs.meta.slices import read_slice

@@ -19,9 +19,10 @@ from aifs.data.containers.scan import ScannedChunk
 from aifs.data.servers import Servers
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
-from aifs.layout.interleaved import Location, padded, redundancy_of
+from aifs.layout.interleaved import Extent, Location, padded, redundancy_of
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
+from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, decode_list
 from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
@@ -219,17 +220,19 @@ def _live(
     tx: ReadTransaction, container: int, found: Sequence[ScannedChunk]
 ) -> list[tuple[ScannedChunk, Location]]:
     """Those chunks that a list, or the record of a shared chunk, names at just this place."""
-    lists: dict[tuple[int, int], chunks.Chunks] = {}
+    lists: dict[tuple[int, int], Sequence[Extent]] = {}
     live = []
     for chunk in found:
         header = chunk.header
         if header.oid:
-            first = header.number - header.number % chunks.CHUNKS_PER_RECORD
+            number = header.number % CHUNKS_PER_RECORD
+            first = header.number - number
             if (header.oid, first) not in lists:
                 record = tx.get(keys.chunk_list(header.oid, first))
-                lists[header.oid, first] = [] if record is None else chunks.decode_chunks(record)
+                lists[header.oid, first] = [] if record is None else decode_list(record)[1]
             known = lists[header.oid, first]
-            place = known[header.number - first] if header.number - first < len(known) else None
+            extent = known[number] if number < len(known) else Extent(0)
+            place = None if extent.shared else extent.place
         else:
             shared = find_shared(tx, header.digest)
             place = None if shared is None else shared.place

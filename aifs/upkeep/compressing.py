@@ -73,15 +73,15 @@ class Compressing:
 
     async def _become(self, subject: Subject, source: FileSource, stored: StoredFiles) -> bool:
         """Have the file consist of what is stored, unless it has been changed."""
-        [chunks] = stored.lists
-        is_long, done = len(chunks) > LISTED_AT_ONCE, False
+        [extents] = stored.lists
+        is_long, done = len(extents) > LISTED_AT_ONCE, False
         try:
             if is_long:  # no transaction should take long
-                await self._containers.list_chunks(source.oid, chunks, stored.lost)
+                await self._containers.list_extents(source.oid, extents, (), stored.lost)
             async with alone([subject.file]):
                 if subject.is_unchanged():
                     form = {"layout": source.layout, "oid": source.oid}
-                    flip = Flip(subject.file, form, {"chunks": () if is_long else chunks})
+                    flip = Flip(subject.file, form, {"extents": () if is_long else extents})
                     await self._io.transitions.flip([flip], stored.lost)
                     done = True
         finally:

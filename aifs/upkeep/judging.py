@@ -15,7 +15,7 @@ from aifs.core.errors import FsError
 from aifs.data.checking.checks import CheckedPart, differ
 from aifs.data.checking.digests import DIGEST_BYTES, HASHED
 from aifs.data.server import DataServer
-from aifs.meta import chunks, extents, forms
+from aifs.meta import chunks, forms
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode
 from aifs.movers.movers import Movers
@@ -125,7 +125,7 @@ def find_parts(tx: ReadTransaction, inode: Inode, start: int) -> Sequence[Checke
     """The checksums of a file for some MiB from ``start`` on; none if nobody has them."""
     end = min(start + LISTED, inode.size)
     if inode.chunks is not None:
-        return (_extents if inode.lists_extents else _chunks)(tx, inode, start, end)
+        return _extents(tx, inode, inode.chunks.chunk, start, end)
     number = start // HASHED
     first, digests = forms.get_checksums(tx, inode.oid, number)
     # The record has all of the piece: its length is a multiple of that.
@@ -138,32 +138,14 @@ def find_parts(tx: ReadTransaction, inode: Inode, start: int) -> Sequence[Checke
     ]
 
 
-def _chunks(tx: ReadTransaction, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
-    parts: list[CheckedPart] = []
-    layout = inode.chunks
-    assert layout is not None
-    while (number := start // layout.chunk + len(parts)) * layout.chunk < end:
-        first, places = chunks.get_chunks(tx, inode.oid, number)
-        if not first <= number < first + len(places):
-            return []  # the list is damaged: fsck names it
-        last = min(-(-end // layout.chunk), first + len(places))
-        parts += [
-            CheckedPart(
-                n * layout.chunk,
-                layout.length(n, inode.size),
-                place.digest if (place := places[n - first]) else None,
-            )
-            for n in range(number, last)
-        ]
-    return parts
-
-
-def _extents(tx: ReadTransaction, inode: Inode, start: int, end: int) -> Sequence[CheckedPart]:
+def _extents(
+    tx: ReadTransaction, inode: Inode, chunk: int, start: int, end: int
+) -> Sequence[CheckedPart]:
     """Of the chunks that begin in this range, and of the zeros in it."""
     parts: list[CheckedPart] = []
     at = start
     while at < end:
-        offset, _, found = extents.get_extents(tx, inode.oid, at)
+        offset, found = chunks.get_extents(tx, inode.oid, chunk, at)
         for length, place, _ in found:
             at = offset + length
             if place is not None and length and start <= offset < end:

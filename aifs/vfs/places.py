@@ -20,8 +20,8 @@ import trio
 from aifs.core.errors import Unavailable
 from aifs.files.file_io import FileIO
 from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_chunks
-from aifs.meta.extents import get_extents
+from aifs.meta.chunk_lists import decode_list
+from aifs.meta.chunks import resolve
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode
@@ -72,12 +72,8 @@ def first_places(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, tupl
     places = {}
     for inode, record in zip(stored, lists, strict=True):
         with suppress(Unavailable):
-            if inode.lists_extents:
-                found = [extent.place for extent in get_extents(tx, inode.oid, 0)[2]]
-            else:
-                found = decode_chunks(record or b"")
-            for place in found:
-                if place is not None:
+            for extent in decode_list(record)[1]:
+                if (place := resolve(tx, extent).place) is not None:
                     places[inode.ino] = place.container, place.offset
                     break
     return places

@@ -23,8 +23,7 @@ from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE, BURST_FIRST
 from aifs.layout.striped import Striped
 from aifs.meta import hosts, keys
-from aifs.meta.chunks import find_container
-from aifs.meta.extents import shares_of
+from aifs.meta.chunks import find_container, shares_of
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import SNAPSHOT, Inode
 from aifs.meta.slices import read_slice

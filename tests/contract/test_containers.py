@@ -19,7 +19,7 @@ from aifs.data.chunk_codec import unpack_header
 from aifs.data.containers import pieces
 from aifs.data.containers.pieces import StoredPiece
 from aifs.data.containers.scan import ContainerScan
-from aifs.layout.interleaved import HEADER_BYTES, STRIPE
+from aifs.layout.interleaved import HEADER_BYTES, STRIPE, Extent
 from tests.support.data_servers import data_servers, failing, hooked, open_below
 from tests.support.memory import in_memory
 from tests.support.points import armed
@@ -357,7 +357,7 @@ async def test_a_chunk_that_has_moved_is_found_again(servers, tmp_path):
             places,
             lost,
         ):
-            made.lists[1] = places
+            made.extents[1] = [Extent(place.raw, place) for place in places]
             made.record(places, lost)
         os.unlink(server.where((0, container)))
         made.files.forget()

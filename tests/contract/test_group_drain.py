@@ -18,7 +18,7 @@ from aifs.core.errors import NoSpace, Unavailable
 from aifs.files import containers
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.hint import Policy
-from aifs.layout.interleaved import redundancy_of
+from aifs.layout.interleaved import Interleaved, redundancy_of
 from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunks, keys, shared
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
@@ -146,7 +146,7 @@ async def test_what_is_equal_is_stored_once(directory, kind):
         assert len(await shared_chunks(fs)) == len(EQUAL) // CHUNK + 1 + 4
         for ino in contents:
             inode = await fs.getattr(ino)
-            assert inode.lists_extents and inode.layout.chunk == CHUNK
+            assert inode.layout == Interleaved(CHUNK)
         await check_contents(fs, contents)
     async with mounted(directory) as fs:
         assert str(fs.recovered) == "nothing to recover"

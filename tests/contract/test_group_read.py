@@ -20,7 +20,7 @@ from aifs.data.latency import Hedging
 from aifs.data.reading.blocks import BLOCK_MAX, FilledSource
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
-from aifs.layout.interleaved import Extent, Interleaved
+from aifs.layout.interleaved import Extent
 from tests.support.data_servers import data_servers, hooked
 from tests.support.shelf import KINDS, Shelf, shelf
 
@@ -30,7 +30,7 @@ MOST = READERS - 1
 """Bytes fetched to bytes stored: which of them are fetched by the block depends on who comes first.
 """
 
-LAYOUT = Interleaved(4 * MIB, variable=True)
+CHUNK = 4 * MIB
 
 
 def random_bytes(length: int) -> bytes:
@@ -56,7 +56,7 @@ async def servers(tmp_path):
 async def share(made: Shelf, chunks: Sequence[bytes], level: int = 0) -> list[Extent]:
     """Stored chunks, as extents of whichever files."""
     contents = dict(enumerate(chunks, start=1))
-    await made.store(contents, chunk=LAYOUT.chunk, level=level)
+    await made.store(contents, chunk=CHUNK, level=level)
     return [Extent(len(data), made.lists[oid][0], shared=True) for oid, data in contents.items()]
 
 
@@ -66,11 +66,11 @@ class File:
     def __init__(self, made: Shelf, extents: Sequence[Extent]) -> None:
         self.size = sum(extent.length for extent in extents)
         self._extents = extents
-        self._objects = ChunkedObjects(made.files, LAYOUT, self._load)
+        self._objects = ChunkedObjects(made.files, self._load)
 
-    async def _load(self, offset: int) -> tuple[int, int, Sequence[Extent]]:
+    async def _load(self, offset: int) -> tuple[int, Sequence[Extent]]:
         await trio.lowlevel.checkpoint()
-        return 0, 0, self._extents
+        return 0, self._extents
 
     async def read(self, offset: int, length: int) -> bytes:
         return bytes(

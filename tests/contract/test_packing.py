@@ -184,15 +184,15 @@ async def test_a_list_that_there_was_no_room_to_flip_to_is_dropped(
     """Files of a batch that lacks room get objects of their own; the lists of their chunks go."""
     monkeypatch.setattr(draining, "LISTED_AT_ONCE", 0)
     async with opened(directory, modes.WAITING) as fs:
-        listed, list_chunks = list[int](), fs.containers.list_chunks
+        listed, list_extents = list[int](), fs.containers.list_extents
 
         async def some(oid: int, *args: Any) -> None:
-            await list_chunks(oid, *args)
+            await list_extents(oid, *args)
             listed.append(oid)
             if len(listed) == 2:
                 raise NoSpace("no more room")
 
-        monkeypatch.setattr(fs.containers, "list_chunks", some)
+        monkeypatch.setattr(fs.containers, "list_extents", some)
         content = {b"%d" % number: os.urandom(20 * KIB) for number in range(3)}
         inos = {name: await write_file(fs, name, data) for name, data in content.items()}
         await drained(fs, *inos.values())

@@ -188,7 +188,7 @@ async def test_chunks_of_a_container(directory: Path, where: str) -> None:
             scanned = await carried_out(fs, where, scan, Scanning(container, entry, 0))
             assert scanned.offset == entry.length
             found |= {(container, at, header.digest) for at, header in scanned.chunks}
-        assert found == {(place.container, place.offset, place.digest) for place in origin.chunks}
+        assert found == {(e.place.container, e.place.offset, e.digest) for e in origin.extents}
 
 
 @pytest.mark.parametrize("function", [inspect, compare])

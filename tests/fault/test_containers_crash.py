@@ -47,8 +47,8 @@ from aifs.layout.interleaved import (
 )
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, extents, journal, keys, lmdb_database, namespace, shared
-from aifs.meta.chunk_lists import decode_extents, is_extents
+from aifs.meta import chunks, journal, keys, lmdb_database, namespace, shared
+from aifs.meta.chunk_lists import decode_list
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
@@ -75,7 +75,7 @@ CONTAINER = 120_000
 ROW = container_layout((0, 1, 2), Redundancy(1, 2, 1)).row
 CHUNK = 16384
 LAYOUT = Interleaved(CHUNK)
-VARIABLE = Interleaved(CHUNK, variable=True)
+LAYOUT = Interleaved(CHUNK)
 POINTS = [
     name
     for name in sorted(faults.POINTS)
@@ -262,10 +262,10 @@ class Copies:
 
 
 def put_files(
-    tx: Transaction, sources: list[FileSource], lists: list[chunks.Chunks], lost: dict[int, int]
+    tx: Transaction, sources: list[FileSource], lists: list[list[Extent]], lost: dict[int, int]
 ) -> None:
-    for source, places in zip(sources, lists, strict=True):
-        chunks.put_chunks(tx, source.oid, places)
+    chunks.put_lists(tx, {s.oid: extents for s, extents in zip(sources, lists, strict=True)})
+    for source in sources:
         inode = Inode(
             source.ino,
             0o100644,
@@ -294,10 +294,10 @@ def put_extent_lists(
     lost: dict[int, int],
     new: frozenset[bytes],
 ) -> None:
-    extents.put_extents(tx, dict(zip(oids, lists, strict=True)), new)
+    chunks.put_lists(tx, dict(zip(oids, lists, strict=True)), new)
     for ino, oid, content in zip(inos, oids, contents, strict=True):
-        extents.put_named(tx, oid)
-        inode = Inode(ino, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, oid=oid, layout=VARIABLE)
+        chunks.put_named(tx, oid)
+        inode = Inode(ino, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, oid=oid, layout=LAYOUT)
         namespace.put_inode(tx, inode)
     chunks.put_lost(tx, lost)
 
@@ -327,9 +327,9 @@ def accounts(tx: ReadTransaction) -> tuple[dict[int, chunks.Container], dict[int
     named = Counter()
     places = []
     for _, value in tx.range(*keys.all_of(b"l")):
-        places += filter(None, chunks.decode_chunks(value))
-        if is_extents(value):
-            named.update(extent.digest for extent in decode_extents(value)[1] if extent.shared)
+        extents = decode_list(value)[1]
+        places += [e.place for e in extents if e.place is not None and not e.shared]
+        named.update(extent.digest for extent in extents if extent.shared)
     for key, value in tx.range(*keys.all_of(b"h")):
         known = shared.decode_shared(keys.shared_digest(key), value)
         assert known.references == named.pop(keys.shared_digest(key))
@@ -613,7 +613,7 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
         piece = HashedPiece(copies(batch[0]), 1, 0, 12000, digest, 0)
         slots = mount.containers.slots(mount.redundancy)
         async with mount.containers.append_pieces([piece], slots, mount.movers) as (places, lost):
-            await mount.engine.transact(extents.replace_shared, places, lost)
+            await mount.engine.transact(chunks.replace_shared, places, lost)
         assert (
             (await mount.engine.view(shared.find_shared, digest)).references == known.references > 1
         )
@@ -696,7 +696,7 @@ async def test_a_damaged_chunk_stays_where_it_is(
         for ino in inos[:5] + inos[6:-3]:
             await mount.delete(ino)
         oid = (await mount.engine.view(namespace.get_inode, inos[5])).oid
-        place = (await mount.engine.view(chunks.get_chunks, oid, 0))[1][0]
+        place = (await mount.engine.view(chunks.get_extents, oid, CHUNK, 0))[1][0].place
         server: DataServer = mount.servers[place.server]
         with open(server.where((0, place.container)), "r+b") as file:
             file.seek(place.offset + HEADER_BYTES + 10)

@@ -131,8 +131,9 @@ class Files:
             if isinstance(inode.layout, Striped):
                 found[inode.oid] = ino, inode.oid, inode.layout
                 continue
-            _, places = await fs.store.engine.view(chunks.get_chunks, inode.oid, 0)
-            for number in {place.container for place in places}:
+            chunk = inode.layout.chunk
+            _, extents = await fs.store.engine.view(chunks.get_extents, inode.oid, chunk, 0)
+            for number in {extent.place.container for extent in extents}:
                 record = await fs.store.engine.view(chunks.find_container, number)
                 found[number] = 0, number, record.layout
         return list(found.values())

@@ -31,7 +31,7 @@ from aifs.data.objects.settled import InObjects
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
-from aifs.meta.chunk_lists import encode_chunks, encode_extents
+from aifs.meta.chunk_lists import encode_list
 from aifs.meta.forms import describe_objects
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Copy, Inode
@@ -54,12 +54,10 @@ ORIGINS: list[Origin] = [
     Copy(0x8000, 30),
     InObjects(7, 70, Striped(4096, (1, 2, 3), 1, 1), 0b10, b"d" * 64),
     InChunks(
-        Interleaved(MIB),
-        (None, PLACE),
-        (),
+        (Extent(MIB), Extent(1000, PLACE)),
         ((70, ContainerEntry(container_layout((1,)), 5000, 0b1)),),
     ),
-    InChunks(Interleaved(MIB, True), (), (Extent(5), Extent(1000, PLACE, True))),
+    InChunks((Extent(5), Extent(1000, PLACE, True))),
 ]
 
 
@@ -207,10 +205,10 @@ async def test_others_have_their_turn_while_a_long_list_is_described(
             await trio.sleep(0)
 
     async with opened(directory, sound=False) as fs:
-        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * 1000)
+        await fs.store.engine.transact(chunks.put_records, 70, [Extent(MIB)] * 1000)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
-            assert (await fs.io.capacity.describe(long_list)).chunks == (None,) * 1000
+            assert (await fs.io.capacity.describe(long_list)).extents == (Extent(MIB),) * 1000
             nursery.cancel_scope.cancel()
     assert turns >= 1000 // chunks.CHUNKS_PER_RECORD
 
@@ -237,22 +235,21 @@ async def test_a_list_that_lacks_chunks_is_not_described(
 ) -> None:
     """Its last record says too little, or nothing."""
     async with opened(directory, sound=False) as fs:
-        await fs.store.engine.transact(chunks.put_chunks, 70, [None] * count)
-        await fs.store.engine.transact(put_list, 512, encode_chunks([]))
-        with pytest.raises(Unavailable, match=f"lacks chunk {count}"):
+        await fs.store.engine.transact(chunks.put_records, 70, [Extent(MIB)] * count)
+        await fs.store.engine.transact(put_list, 512, encode_list(512 * MIB, []))
+        with pytest.raises(Unavailable, match="damaged|has nothing for byte"):
             await fs.io.capacity.describe(long_list)
 
 
 async def test_a_list_whose_extents_overlap_is_not_described(
     directory: Path, long_list: Inode
 ) -> None:
-    long_list.layout = Interleaved(MIB, variable=True)
     long_list.size = 100 * MIB
-    records = [encode_extents(start, [Extent(MIB)] * 64) for start in (0, 64 * MIB - 1)]
+    records = [encode_list(start, [Extent(MIB)] * 64) for start in (0, 64 * MIB - 1)]
     async with opened(directory, sound=False) as fs:
         for number, record in enumerate(records):
             await fs.store.engine.transact(put_list, 64 * number, record)
-        with pytest.raises(Unavailable, match="has two for byte"):
+        with pytest.raises(Unavailable, match="has two extents for byte"):
             await fs.io.capacity.describe(long_list)
 
 
@@ -264,8 +261,8 @@ async def test_chunks_that_have_been_moved_are_described_anew(
         await moved_out(fs, ino)
         capacity, told = fs.io.capacity, list[Origin]()
         right = await capacity.describe(await fs.getattr(ino))
-        gone = [place and place._replace(container=1 << 40) for place in right.chunks]
-        outdated = right._replace(chunks=tuple(gone))
+        gone = [e._replace(place=e.place._replace(container=1 << 40)) for e in right.extents]
+        outdated = right._replace(extents=tuple(gone))
         answers = iter([outdated, right])
 
         async def describe(inode: Inode) -> Origin:

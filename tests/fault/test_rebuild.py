@@ -20,7 +20,8 @@ from aifs.files.types import ROOT
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, degraded, keys, moves
+from aifs.meta import degraded, keys, moves
+from aifs.meta.chunk_lists import decode_list
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores
@@ -624,7 +625,11 @@ async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
     """A chunk that cannot be told any more, not even where it ends; its file is deleted."""
     async with containers_of(directory, "2x2", [100_000] * 40, sound=False) as (fs, files, paths):
         places = await fs.store.engine.view(
-            lambda tx: [p for k, v in tx.range(*keys.all_of(b"l")) for p in chunks.decode_chunks(v)]
+            lambda tx: [
+                extent.place
+                for _, value in tx.range(*keys.all_of(b"l"))
+                for extent in decode_list(value)[1]
+            ]
         )
         offsets = {
             container: sorted(p.offset for p in places if p.container == container)

@@ -110,9 +110,11 @@ class Files:
                             inode.layout.object_length(column, inode.size),
                         )
                 elif inode.layout is not None:
-                    for first in range(0, inode.layout.count(inode.size), 64):
-                        _, places = await fs.store.engine.view(chunks.get_chunks, inode.oid, first)
-                        for place in places:
+                    for first in range(0, inode.size, 64 * inode.layout.chunk):
+                        _, extents = await fs.store.engine.view(
+                            chunks.get_extents, inode.oid, inode.layout.chunk, first
+                        )
+                        for place in [extent.place for extent in extents]:
                             record = await fs.store.engine.view(
                                 chunks.find_container, place.container
                             )
@@ -288,7 +290,7 @@ def test_what_is_lost_is_named_with_all_its_names(
         flip(fs.store.servers[inode.layout.servers[1]].where((inode.ino, inode.oid)), 3)
         ino = files.inos[b"chunks", b"file-3"]
         oid = (await fs.getattr(ino)).oid
-        place = (await fs.store.engine.view(chunks.get_chunks, oid, 0))[1][0]
+        place = (await fs.store.engine.view(chunks.get_extents, oid, MIB, 0))[1][0].place
         flip(
             fs.store.servers[place.server].where((0, place.container)), place.offset + 20
         )  # its header
@@ -322,9 +324,8 @@ def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"plain", b"chunks"])
         ino = files.inos[b"chunks", b"file-3"]
-        place = (await fs.store.engine.view(chunks.get_chunks, (await fs.getattr(ino)).oid, 0))[1][
-            0
-        ]
+        oid = (await fs.getattr(ino)).oid
+        place = (await fs.store.engine.view(chunks.get_extents, oid, MIB, 0))[1][0].place
         flip(fs.store.servers[place.server].where((0, place.container)), place.offset + 2000)
         parent = await fs.lookup(ROOT, b"chunks")
         await fs.unlink(parent.ino, b"file-3")

@@ -19,11 +19,10 @@ from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import FileSource
 from aifs.data.naming import object_path
 from aifs.files.types import Caller, SetAttr
-from aifs.layout.interleaved import Interleaved
+from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunk_lists, chunks, keys, namespace
-from aifs.meta.chunks import Chunks
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, encode_entry
 from aifs.store.store import format_store, open_store
@@ -121,9 +120,9 @@ class DamagedStore:
             self.ino[path] = ino = (await fs.mknod(*self._place(path), 0o100644, 0, NOBODY)).ino
             sources.append(FileSource(ino, ino, len(data), copies(data), Interleaved(CHUNK), 0))
 
-        def flip(tx: Transaction, lists: list[Chunks]) -> None:
-            for source, places in zip(sources, lists, strict=True):
-                chunks.put_chunks(tx, source.oid, places)
+        def flip(tx: Transaction, lists: list[list[Extent]]) -> None:
+            for source, extents in zip(sources, lists, strict=True):
+                chunks.put_lists(tx, {source.oid: extents})
                 inode = namespace.get_inode(tx, source.ino)
                 inode.layout, inode.oid, inode.size = source.layout, source.oid, source.size
                 namespace.put_inode(tx, inode)
@@ -276,7 +275,7 @@ class DamagedStore:
     def container(self) -> tuple[int, Path]:
         """Number and path of the container that the first chunk of /a/chunks lies in."""
         oid = self.inode("/a/chunks").oid
-        place = self.transact(lambda tx: chunks.get_chunks(tx, oid, 0)[1][0])
+        place = self.transact(lambda tx: chunks.get_extents(tx, oid, CHUNK, 0)[1][0].place)
         return place.container, Path(
             object_path(self.config.servers[place.server], 0, place.container)
         )

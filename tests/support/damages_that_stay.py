@@ -4,13 +4,12 @@ from functools import partial
 from pathlib import Path
 
 from aifs.data import chunk_codec
-from aifs.layout.interleaved import Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
 from aifs.meta import keys
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.records import Copy
-from tests.support.damaged import CHUNK, COMMON, DamagedStore
+from tests.support.damaged import COMMON, DamagedStore
 from tests.support.damages import COMMON_CHUNK, Damage, common, put_shared, register
 
 STAYS: dict[str, Damage] = {}
@@ -165,8 +164,3 @@ def unreadable_record_of_an_extent_list(store: DamagedStore) -> None:
 @stays(("lost-chunk", "/z/other"))
 def extent_list_of_another_size(store: DamagedStore) -> None:
     store.change("/z/other", size=799)
-
-
-@stays(("lost-chunk", "/z/other"))
-def extent_list_of_a_file_of_another_form(store: DamagedStore) -> None:
-    store.change("/z/other", layout=Interleaved(CHUNK))

@@ -15,7 +15,7 @@ from aifs.data.containers.pieces import HashedPiece
 from aifs.layout.interleaved import Extent, Interleaved, Location, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, extents, namespace, shared
+from aifs.meta import chunks, namespace, shared
 from aifs.meta.kv import Transaction
 from aifs.vfs import Caller, Filesystem
 from tests.support.copies import Copies
@@ -130,7 +130,7 @@ async def _store(
             ino: [_extent(row, to_store, places) for row in rows] for ino, rows in lists.items()
         }
         inodes = [replace(await fs.getattr(ino), mtime_ns=time.time_ns()) for ino in contents]
-        layout = Interleaved(chunk, variable=True)
+        layout = Interleaved(chunk)
         mtimes = {inode.ino: inode.mtime_ns for inode in inodes}
         args = layout, oids, mtimes, whole, frozenset(new), lost
         try:
@@ -160,7 +160,7 @@ def _record(
     lost: Mapping[int, int],
 ) -> list[int]:
     garbage: list[int] = []
-    extents.put_extents(tx, {oids[ino]: rows for ino, rows in lists.items()}, new)
+    chunks.put_lists(tx, {oids[ino]: rows for ino, rows in lists.items()}, new)
     for ino, rows in lists.items():
         inode = namespace.get_inode(tx, ino)
         garbage += namespace.discard_layout(tx, inode)

@@ -67,10 +67,8 @@ class Shelf:
         self.carry_out = lambda value, cancelled: append(value, tools, cancelled)
         self._how = self.slots, self.carry_out
         self.writer = ContainerWriter(self, CONTAINER)
-        self.lists = {}
         self.extents: dict[int, list[Extent]] = {}
         self.shared: dict[bytes, Location] = {}
-        self.layouts = {}
         self.table: dict[int, Striped] = {}
         self.ends: dict[int, int] = {}
         self.lost: dict[int, int] = {}
@@ -79,13 +77,16 @@ class Shelf:
 
     def go_on(self, other: "Shelf") -> None:
         """With all that is known there."""
-        self.lists, self.layouts, self.table, self.ends = (
-            other.lists,
-            other.layouts,
-            other.table,
-            other.ends,
-        )
+        self.extents, self.table, self.ends = other.extents, other.table, other.ends
         self.lost, self._ids = other.lost, other._ids
+
+    @property
+    def lists(self) -> dict[int, list[Location | None]]:
+        """Where the files' own chunks lie."""
+        return {
+            oid: [None if extent.shared else extent.place for extent in extents]
+            for oid, extents in self.extents.items()
+        }
 
     @property
     def server_of(self) -> dict[int, int]:
@@ -145,17 +146,19 @@ class Shelf:
                 if keep:
                     self.record(places, lost)
                 for source, file in zip(sources, cut, strict=True):
-                    chunks = [None if piece is None else next(following) for piece in file]
+                    extents = [
+                        Extent(source.layout.length(number, source.size), piece and next(following))
+                        for number, piece in enumerate(file)
+                    ]
                     if keep:
-                        self.lists[source.oid], self.layouts[source.oid] = chunks, source.layout
+                        self.extents[source.oid] = extents
             return places
 
     async def store_extents(
         self, contents: dict[int, bytes], chunk: int = 65536, level: int = 0
     ) -> None:
-        """The same as extent lists: cut at borders that differ from file to file, with zeros left
-        out, and equal chunks stored once, but for each fifth, which is the file's own."""
-        layout = Interleaved(chunk, True)
+        """The same as files of a group: cut at borders that differ from file to file, without
+        zeros, and equal chunks are stored once, except each fifth, which is the file's own."""
         with self.sources(contents, chunk, level) as sources:
             lists: dict[int, list[Extent]] = {}
             wanted: dict[tuple, pieces.HashedPiece] = {}
@@ -195,26 +198,16 @@ class Shelf:
                     key = (extent.digest, source.oid, index)
                     place = self.shared[extent.digest] if extent.shared else found.get(key)
                     placed.append(extent._replace(place=place))
-                self.layouts[source.oid], self.extents[source.oid] = layout, placed
-                self.lists[source.oid] = [
-                    None if extent.shared else extent.place for extent in placed
-                ]
+                self.extents[source.oid] = placed
 
     def objects(self, oid: int) -> ChunkedObjects:
-        async def load(index: int):
-            await trio.lowlevel.checkpoint()
-            first = index - index % 5
-            return first, self.lists[oid][first : first + 5]
-
-        async def load_extents(offset: int):
+        async def load(offset: int):
             await trio.lowlevel.checkpoint()
             starts = list(accumulate((extent.length for extent in self.extents[oid]), initial=0))
             first = max(number for number in range(0, len(starts), 5) if starts[number] <= offset)
-            return starts[first], first, self.extents[oid][first : first + 5]
+            return starts[first], self.extents[oid][first : first + 5]
 
-        if self.layouts[oid].variable:
-            return ChunkedObjects(self.files, self.layouts[oid], load_extents, self.verify)
-        return ChunkedObjects(self.files, self.layouts[oid], load, self.verify)
+        return ChunkedObjects(self.files, load, self.verify)
 
     async def content(self, oid: int, size: int) -> bytes:
         return bytes(await self.objects(oid).read(0, size, size, True)) if size else b""

@@ -1,26 +1,21 @@
-"""Chunk lists and the table of containers: records, and counts that stay right whatever happens."""
+"""The table of containers: records, and counts that stay right whatever happens."""
+
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
-from aifs.layout.interleaved import HEADER_BYTES, Location, container_layout, padded
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Location, container_layout, padded
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
-from aifs.meta.chunks import CHUNKS_PER_RECORD, Container, Move
+from aifs.meta.chunks import Container, Move
 from aifs.meta.records import Degraded, decode_garbage
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 from tests.support.memory_engine import MemoryEngine
 
-GOLDEN_LIST = (
-    "0103010500000000000000070000000000000002006d02000000000000"
-    "000103000000e80300000a00000000000000"
-    + "01" * 32
-    + "0000ea010000ea0100005700000000000000"
-    + "02" * 32
-)
 GOLDEN_CONTAINER = "010010000000000000030000000000000000000100010103050001000300"
 
 PLAIN = container_layout((1,))
@@ -30,35 +25,8 @@ LAYOUTS = (
     container_layout((0, 1, 2), Redundancy(1, 2, 1)),
 )
 
-locations = st.builds(
-    Location,
-    st.integers(0, 3),
-    st.integers(1, 5),
-    st.integers(0, 1 << 40),
-    st.integers(1, 1 << 22),
-    st.integers(1, 1 << 22),
-    st.integers(0, 1),
-    st.binary(min_size=32, max_size=32),
-).map(lambda place: place._replace(server=place.container % 3))
-
-
-@given(st.lists(st.none() | locations, min_size=1, max_size=CHUNKS_PER_RECORD))
-def test_list_round_trip(places):
-    record = chunks.encode_chunks(places)
-    assert chunks.decode_chunks(record) == places
-    shares = {container: live for container, _, live in chunks.decode_shares(record)}
-    for container in shares:
-        stored = [place.stored for place in places if place and place.container == container]
-        assert shares[container] == sum(stored) + HEADER_BYTES * len(stored)
-    for damaged in (record[:-1], record + b"\0", b"\3" + record[1:], b""):
-        with pytest.raises(Unavailable):
-            chunks.decode_chunks(damaged)
-
 
 def test_golden_records():
-    first = Location(2, 7, 10, 3, 1000, 1, b"\1" * 32)
-    second = Location(2, 7, 0x57, 490, 490, 0, b"\2" * 32)
-    assert chunks.encode_chunks([first, None, second]).hex() == GOLDEN_LIST
     coded = Container(Striped(65536, (5, 1, 3), 1, 1), 0x1000, 3)
     assert coded.encode().hex() == GOLDEN_CONTAINER
     assert chunks.decode_container(bytes.fromhex(GOLDEN_CONTAINER)) == coded
@@ -97,14 +65,14 @@ class Table:
         self.lost: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.open: set[int] = set()
-        self.files: dict[int, list[Location | None]] = {}
+        self.files: dict[int, list[Extent]] = {}
         self.garbage: set[int] = set()
 
     def live(self, container: int) -> int:
         places = [
             place
             for file in self.files.values()
-            for place in file
+            for _, place, _ in file
             if place and place.container == container
         ]
         return sum(HEADER_BYTES + place.stored for place in places)
@@ -129,10 +97,13 @@ class Table:
             self.open.remove(container)
             self.garbage.update(await transact(chunks.seal_container, container))
         elif kind == "put":
-            file = [self.place(number + index, size + index) for index in range(size % 150 + 1)]
-            await transact(chunks.put_chunks, number, file)
+            file = [
+                Extent(size + index, self.place(number + index, size + index))
+                for index in range(size % 150 + 1)
+            ]
+            await transact(chunks.put_lists, {number: file})
             self.files[number] = file
-            lost = {place.container: 1 for place in file if place} if size % 2 else {}
+            lost = {e.place.container: 1 for e in file if e.place} if size % 2 else {}
             await transact(chunks.put_lost, lost)
             self.lost |= lost
         elif kind == "drop" and self.files:
@@ -142,11 +113,11 @@ class Table:
         elif kind == "move" and self.files:
             oid = sorted(self.files)[size % len(self.files)]
             moves = []
-            for index, old in enumerate(self.files[oid]):
-                new = self.place(number, 5) if old else None
+            for index, (_, old, _) in enumerate(self.files[oid]):
+                new = old and self.place(number, old.stored)
                 if new and index % 3:
                     moves.append(Move(oid, index, old, new))
-                    self.files[oid][index] = new
+                    self.files[oid][index] = Extent(new.raw, new)
                 elif new:  # the list does not name this place
                     moves.append(Move(oid, index, old._replace(offset=old.offset + 1), new))
             nowhere = Location(1, 1, 0, 1, 1, 0, bytes(32))
@@ -174,10 +145,12 @@ class Table:
             -(-len(file) // 64) for file in self.files.values()
         )
         for oid, file in self.files.items():
-            for index in range(0, len(file), 50):
-                first, found = chunks.get_chunks(tx, oid, index)
+            starts = list(accumulate((extent.length for extent in file), initial=0))
+            for offset in starts[:-1:50]:
+                start, found = chunks.get_extents(tx, oid, 1 << 14, offset)
+                first = starts.index(start)
                 assert file[first : first + len(found)] == found
-                assert first <= index < first + len(found)
+                assert start <= offset < starts[first + len(found)]
 
 
 @settings(deadline=None)
@@ -201,9 +174,8 @@ async def test_counts(plan):
 async def test_unknown_container_is_refused():
     engine = MemoryEngine()
     with pytest.raises(Unavailable, match="container 5"):
-        await engine.transact(chunks.put_chunks, 1, [Location(0, 5, 0, 1, 1, 0, bytes(32))])
-    with pytest.raises(Unavailable, match="list of chunks 1"):
-        await engine.view(chunks.get_chunks, 1, 0)
+        place = Location(0, 5, 0, 1, 1, 0, bytes(32))
+        await engine.transact(chunks.put_lists, {1: [Extent(1, place)]})
 
 
 async def test_plain_containers_make_their_server_indispensable():

@@ -72,7 +72,9 @@ def test_each_wrong_mib_of_a_large_file_is_told(store: DamagedStore) -> None:
 
 def test_changed_bytes_of_chunks_are_found(store: DamagedStore) -> None:
     number, path = store.container()
-    places = store.transact(lambda tx: chunks.get_chunks(tx, store.ino["/a/chunks"], 0)[1])
+    oid = store.ino["/a/chunks"]
+    extents = store.transact(lambda tx: chunks.get_extents(tx, oid, CHUNK, 0)[1])
+    places = [extent.place for extent in extents]
     _spoil(path, places[1].offset + HEADER_BYTES)
     _spoil(path, places[2].offset + 20)
     _spoil(path, places[2].offset + HEADER_BYTES + 1)

@@ -167,8 +167,8 @@ def test_what_is_left_of_a_loose_list_counts_until_it_is_dropped(
         tx.put(keys.chunk_list(other, 0), first)
         tx.put(keys.chunk_list(other, 2 * CHUNKS_PER_RECORD), last)
         tx.put(keys.loose(other), b"")
-        _, extents_of_first = chunk_lists.decode_extents(first)
-        _, extents_of_last = chunk_lists.decode_extents(last)
+        _, extents_of_first = chunk_lists.decode_list(first)
+        _, extents_of_last = chunk_lists.decode_list(last)
         for extent in [*extents_of_first, *extents_of_last]:
             if extent.shared:
                 known = shared.find_shared(tx, extent.digest)

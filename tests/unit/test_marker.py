@@ -10,10 +10,10 @@ from aifs.core.errors import StoreError
 from aifs.data.marker import Marker, read_marker, write_marker
 
 MARKER = Marker(
-    "aifs 1", "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "data", 3, "2025-01-01T00:00:00+00:00"
+    "aifs 2", "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "data", 3, "2025-01-01T00:00:00+00:00"
 )
 FIELDS = json.loads(
-    '{"format": "aifs 1", "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": '
+    '{"format": "aifs 2", "store": "5a0cbd2e-4d0b-4f7a-b6b7-0d5f7c5f6a10", "role": "data", "id": '
     "3, "
     '"created": "2025-01-01T00:00:00+00:00"}'
 )
@@ -37,7 +37,7 @@ def test_the_database_of_a_store_is_named(tmp_path):
 
 def test_a_marker_can_be_replaced(tmp_path):
     write_marker(str(tmp_path), MARKER)
-    other = Marker("aifs 1", "another", "meta", 0, "2025-01-02T00:00:00+00:00")
+    other = Marker("aifs 2", "another", "meta", 0, "2025-01-02T00:00:00+00:00")
     write_marker(str(tmp_path), other)
     assert read_marker(str(tmp_path)) == other
 
@@ -54,7 +54,7 @@ def test_a_marker_can_be_replaced(tmp_path):
         (json.dumps(FIELDS | {"id": "3"}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"store": None}).encode(), "damaged marker"),
         (json.dumps(FIELDS | {"database": 1}).encode(), "damaged marker"),
-        (json.dumps(FIELDS | {"format": "aifs 2"}).encode(), "format 'aifs 2', but this version"),
+        (json.dumps(FIELDS | {"format": "aifs 1"}).encode(), "format 'aifs 1', but this version"),
         (json.dumps(FIELDS | {"format": 1}).encode(), "an unreleased version of AIFS made"),
     ],
 )

@@ -105,8 +105,8 @@ def test_a_store_can_be_moved_with_its_burst_directory(tmp_path: Path) -> None:
 
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
     config = make_store(tmp_path / "store")
-    change(config, lambda tx: superblock(tx, format="aifs 2"))
-    with pytest.raises(StoreError, match="has format 'aifs 2'; this version knows 'aifs 1' alone"):
+    change(config, lambda tx: superblock(tx, format="aifs 3"))
+    with pytest.raises(StoreError, match="has format 'aifs 3'; this version knows 'aifs 2' alone"):
         opened(config)
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import trio
 
@@ -15,34 +15,31 @@ from aifs.core.tasks import run_all
 from aifs.data.chunk_codec import PLAIN
 from aifs.data.containers.files import ContainerFiles
 from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM
-from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Interleaved, Location
+from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Location
 
-Chunks = Sequence[Location | None]
-Load = Callable[[int], Awaitable[tuple[int, Chunks]]]
-"""Where some chunks of a file lie, among them the one asked for: number of the first, places (None:
-a hole).
-"""
-
-LoadExtents = Callable[[int], Awaitable[tuple[int, int, Sequence[Extent]]]]
-"""Some extents of a file, among them that with the byte asked for: where the first begins, its
-number, and they.
+Load = Callable[[int], Awaitable[tuple[int, Sequence[Extent]]]]
+"""Some extents of a file that follow each other, among them the one with the byte asked for; and
+where the first begins.
 """
 
 
 class _Known(NamedTuple):
-    """Chunks of a file that follow each other. Chunk i is bytes ``starts``[i] to ``starts``[i + 1]
-    - 1.
+    """Extents of a file that follow each other. Extent i is bytes ``starts``[i] to ``starts``[i +
+    1] - 1.
     """
 
     starts: Sequence[int]
-    places: Chunks
+    extents: Sequence[Extent]
+
+
+_NOTHING = _Known((0,), ())
 
 
 class _Part(NamedTuple):
     """Bytes of one chunk, to be read: those from ``within`` on, of which the first is byte
     ``offset`` of the file. ``asked``: how many the request is for that they are a part of."""
 
-    place: Location | None
+    extent: Extent
     offset: int
     within: int
     target: memoryview
@@ -57,17 +54,15 @@ class ChunkedObjects:
     def __init__(
         self,
         containers: ContainerFiles,
-        layout: Interleaved,
-        load: Load | LoadExtents,
+        load: Load,
         verify: bool = False,
     ) -> None:
-        """``load`` tells extents if the layout is variable. ``verify``: compare all bytes with
-        checksums, not just those of chunks that are fetched whole anyway."""
+        """``verify``: compare all bytes with checksums, not just those of chunks that are fetched
+        whole anyway."""
         self._containers = containers
-        self._layout = layout
         self._load = load
         self._verify = verify
-        self._known = _Known((0,), ())
+        self._known = _NOTHING
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; what lacks
@@ -77,10 +72,10 @@ class ChunkedObjects:
         waiting = []
         done = 0
         while done < length:
-            start, end, place = await self._find(offset + done)
+            start, end, extent = await self._find(offset + done)
             within = offset + done - start
             target = buffer[done : done + min(end - offset - done, length - done)]
-            part = _Part(place, offset + done, within, target, length)
+            part = _Part(extent, offset + done, within, target, length)
             done += len(target)
             if not self._read_now(part):
                 waiting.append(part)
@@ -97,7 +92,7 @@ class ChunkedObjects:
             part[:] = await self.read(offset + start, len(part), size, True)
 
     def _read_now(self, part: _Part) -> bool:
-        place, offset, within, target, _ = part
+        (_, place, _), offset, within, target, _ = part
         if place is None:
             target[:] = bytes(len(target))
             return True
@@ -116,18 +111,18 @@ class ChunkedObjects:
         try:
             await self._read_waiting(part)
         except Unavailable:
-            self._known = _Known((0,), ())
+            self._known = _NOTHING
             _, _, moved = await self._find(part.offset)
-            if moved is None or moved == part.place:
+            if moved.place is None or moved == part.extent:
                 raise
-            await self._read_waiting(
-                part._replace(place=moved)
-            )  # it was compacted, or replaced, meanwhile
+            # It was compacted, or replaced, meanwhile.
+            await self._read_waiting(part._replace(extent=moved))
 
     async def _read_waiting(self, part: _Part) -> None:
-        place, _, within, target, _ = part
+        (_, place, is_shared), _, within, target, asked = part
         assert place is not None  # a hole takes no waiting
-        if place.codec == PLAIN and not self._verify and not self._reads_whole(place, part.asked):
+        is_whole = self._verify or (is_shared and self._reads_whole(place, asked))
+        if place.codec == PLAIN and not is_whole:
             await self._containers.read(
                 place.container, place.offset + HEADER_BYTES + within, target
             )
@@ -135,43 +130,35 @@ class ChunkedObjects:
             target[:] = (await self._containers.read_chunk(place))[within : within + len(target)]
 
     def _reads_whole(self, place: Location, asked: int) -> bool:
-        """Whether to read by way of the whole chunk: other files may share it, and be read, too."""
-        if not self._layout.variable:
-            return False
+        """Whether to read a shared chunk as a whole: other files have it, and may be read, too."""
         is_waste = asked < min(WHOLE_BLOCKS_FROM, place.raw)
         return not is_waste or self._containers.has_chunk(place)
 
-    async def _find(self, offset: int) -> tuple[int, int, Location | None]:
-        """Start and end of the chunk with byte ``offset`` of the file, and where it lies."""
+    async def _find(self, offset: int) -> tuple[int, int, Extent]:
+        """Start and end of the extent with byte ``offset`` of the file, and it."""
         known = self._known
         if not known.starts[0] <= offset < known.starts[-1]:
             known = self._known = await self._learn(offset)
             if not known.starts[0] <= offset < known.starts[-1]:
-                raise Unavailable(f"the chunk with byte {offset} lacks in the list of chunks")
+                raise Unavailable(f"the chunk list has nothing for byte {offset}")
         number = bisect_right(known.starts, offset) - 1
-        return known.starts[number], known.starts[number + 1], known.places[number]
+        return known.starts[number], known.starts[number + 1], known.extents[number]
 
     async def _learn(self, offset: int) -> _Known:
-        if self._layout.variable:
-            # What ``load`` tells depends on the layout, which no type can say.
-            start, _, extents = await cast(LoadExtents, self._load)(offset)
-            starts = list(accumulate((extent.length for extent in extents), initial=start))
-            return _Known(starts, [extent.place for extent in extents])
-        chunk = self._layout.chunk
-        first, places = await cast(Load, self._load)(offset // chunk)
-        return _Known(range(first * chunk, (first + len(places) + 1) * chunk, chunk), places)
+        start, extents = await self._load(offset)
+        return _Known(list(accumulate([e.length for e in extents], initial=start)), extents)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
         """As Bytes.data_range, by the chunks."""
         while offset < size:
             await self._find(offset)
-            starts, places = self._known
+            starts, extents = self._known
             number = bisect_right(starts, offset) - 1
-            while number < len(places) and places[number] is None:
+            while number < len(extents) and extents[number].place is None:
                 number += 1
             offset = max(offset, starts[number])
-            if number < len(places):
-                while number < len(places) and places[number] is not None:
+            if number < len(extents):
+                while number < len(extents) and extents[number].place is not None:
                     number += 1
                 return min(offset, size), min(starts[number], size)
             await trio.lowlevel.checkpoint()

@@ -3,7 +3,7 @@
 Each host *offers* the digests of what it has; those travel, not the bytes. What several have, and
 the store has not, is planned with the bandwidths of all their burst devices, and of their links;
 each host *keeps* its part of that: it appends the chunks, and names them in a list that no file has
-(extents.put_loose), which is garbage when the group has ended, or the host has died. So to all who
+(chunks.put_loose), which is garbage when the group has ended, or the host has died. So to all who
 have the same bytes they are chunks that the store has: each host then stores its own files, as if
 there were no others. Whatever fails, a chunk that is not there is stored by who needs it.
 """

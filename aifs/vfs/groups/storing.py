@@ -28,7 +28,7 @@ from aifs.files.flips import DrainOutcome, Flips
 from aifs.group import planner
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, extents, shared
+from aifs.meta import chunks, shared
 from aifs.meta.kv import Engine
 from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
@@ -200,7 +200,7 @@ class MemberKind:
                 place = work.places.get(extent.digest if extent.shared else (member.ino, index))
                 if place is not None:
                     found[index] = extent._replace(place=place)
-        member.extents, member.layout = found, Interleaved(self.chunk, variable=True)
+        member.extents, member.layout = found, Interleaved(self.chunk)
 
     def count(self, drained: list[Prepared], work: _Work) -> None:
         """These have been flipped: what they have is in the store, and counts in the report."""
@@ -293,7 +293,7 @@ class Storing:
             async with self._appended(kind, work):
                 places = [work.places[digest] for digest in work.right]
                 for garbage in await self._engine.transact(
-                    extents.replace_shared, places, work.lost
+                    chunks.replace_shared, places, work.lost
                 ):
                     self._collector.add_garbage(garbage)
                 faults.reach(_REPLACED)

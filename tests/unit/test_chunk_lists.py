@@ -1,7 +1,8 @@
-"""Extent lists and shared chunks: records, and counts that stay right whatever happens."""
+"""Chunk lists and shared chunks: records, and counts that stay right whatever happens."""
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -17,14 +18,14 @@ from aifs.layout.interleaved import (
     named,
 )
 from aifs.layout.redundancy import Redundancy
-from aifs.meta import chunks, extents, forms, keys, namespace, shared
+from aifs.meta import chunks, forms, keys, namespace, shared
 from aifs.meta.chunk_lists import (
     CHUNKS_PER_RECORD,
-    decode_chunks,
-    decode_extents,
+    decode_list,
     decode_shares,
-    encode_extents,
-    is_extents,
+    encode_list,
+    is_last,
+    shared_digests,
     start_of,
 )
 from aifs.meta.chunks import Move
@@ -35,7 +36,7 @@ from aifs.meta.shared import Shared
 from tests.support.memory_engine import MemoryEngine
 
 GOLDEN_LIST = (
-    "0203010010000000000000"
+    "0103010010000000000000"
     "0700000000000000"
     "0200"
     "2a02000000000000"
@@ -62,15 +63,20 @@ extent = (
 )
 
 
-@given(st.integers(0, 1 << 60), st.lists(extent, min_size=1, max_size=CHUNKS_PER_RECORD))
+@given(
+    st.integers(0, 1 << 60),
+    st.lists(extent, min_size=1, max_size=CHUNKS_PER_RECORD)
+    | st.lists(own.map(lambda place: Extent(place.raw, place)), min_size=1, max_size=9),
+)
 def test_list_round_trip(start, some):
-    record = encode_extents(start, some)
-    assert is_extents(record) and start_of(record) == start
-    assert decode_extents(record) == (start, some)
-    assert decode_chunks(record) == [None if extent.shared else extent.place for extent in some]
+    record = encode_list(start, some)
+    assert start_of(record) == start and is_last(record) == (len(some) < CHUNKS_PER_RECORD)
+    assert decode_list(record) == (start, some)
+    assert shared_digests(record) == [extent.digest for extent in some if extent.shared]
     live = Counter()
-    for place in filter(None, decode_chunks(record)):
-        live[place.container] += HEADER_BYTES + place.stored
+    for _, place, is_shared in some:
+        if place is not None and not is_shared:
+            live[place.container] += HEADER_BYTES + place.stored
     assert {container: length for container, _, length in decode_shares(record)} == live
     for damaged in (
         record[:-1],
@@ -80,14 +86,14 @@ def test_list_round_trip(start, some):
         record[:1] + b"\0" + record[2:],
     ):
         with pytest.raises(Unavailable):
-            decode_extents(damaged)
+            decode_list(damaged)
 
 
 @given(st.binary(max_size=300))
 def test_anything_else_is_damage(record):
-    for decode in (decode_extents, decode_chunks):
+    for decode in (decode_list, shared_digests, decode_shares):
         try:
-            decode(b"\2" + record)
+            decode(b"\1" + record)
         except Unavailable:
             pass
     with pytest.raises(Unavailable):
@@ -97,10 +103,10 @@ def test_anything_else_is_damage(record):
 def test_golden_records():
     place = Location(2, 7, 0x57, 490, 1000, 1, b"\1" * 32)
     some = [Extent(1 << 40), named(4 << 20, b"\2" * 32), Extent(1000, place)]
-    assert encode_extents(1 << 12, some).hex() == GOLDEN_LIST
+    assert encode_list(1 << 12, some).hex() == GOLDEN_LIST
     assert Shared(Location(0, 7, 0x57, 10, 100, 1, bytes(32)), 3).encode().hex() == GOLDEN_SHARED
-    inode = Inode(5, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=7, layout=Interleaved(4 << 20, True))
-    assert inode.encode()[1] == 5
+    inode = Inode(5, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=7, layout=Interleaved(4 << 20))
+    assert inode.encode()[1] == 3
     assert decode_inode(5, inode.encode()) == inode
 
 
@@ -120,34 +126,37 @@ class Reads:
 async def test_extents_are_found_by_offset(lengths, data):
     engine = MemoryEngine()
     whole = [Extent(length) for length in lengths]
-    await engine.transact(extents.put_list, 1, whole)
+    chunk = data.draw(st.integers(1, 9))  # extents of zeros may be larger
+    await engine.transact(chunks.put_records, 1, whole)
 
     def look(tx) -> None:
         for _ in range(5):
             offset = data.draw(st.integers(0, sum(lengths) - 1))
-            start, first, found = extents.get_extents(tx, 1, offset)
-            assert start <= offset < start + found[0].length and len(found) <= extents.RESOLVED
-            assert start == sum(lengths[:first]) and whole[first : first + len(found)] == found
+            start, found = chunks.get_extents(tx, 1, chunk, offset)
+            assert start <= offset < start + sum(extent.length for extent in found)
+            first = list(accumulate(lengths, initial=0)).index(start)
+            assert whole[first : first + len(found)] == found
 
     await engine.view(look)
 
 
-async def test_looking_up_takes_few_steps():
+@pytest.mark.parametrize("chunk", [1 << 20, 4 << 20])
+async def test_looking_up_takes_few_steps(chunk):
     engine = MemoryEngine()
-    await engine.transact(extents.put_list, 1, [Extent(4 << 20)] * (1 << 16))
+    await engine.transact(chunks.put_records, 1, [Extent(4 << 20)] * (1 << 16))
 
     def look(tx) -> None:
         for offset in (0, 1 << 30, 1 << 37, (1 << 38) - 1):
             reads = Reads(tx)
-            extents.get_extents(reads, 1, offset)
-            assert reads.count <= 25
+            chunks.get_extents(reads, 1, chunk, offset)
+            assert reads.count <= (1 if chunk == 4 << 20 else 25)
 
     await engine.view(look)
     for offset in (1 << 38, 1 << 50):
-        with pytest.raises(Unavailable, match="has none for byte"):
-            await engine.view(extents.get_extents, 1, offset)
-    with pytest.raises(Unavailable, match="lacks its beginning"):
-        await engine.view(extents.get_extents, 2, 0)
+        with pytest.raises(Unavailable, match="has nothing for byte"):
+            await engine.view(chunks.get_extents, 1, chunk, offset)
+    with pytest.raises(Unavailable, match="the beginning of the chunk list 2 is missing"):
+        await engine.view(chunks.get_extents, 2, chunk, 0)
 
 
 class Files:
@@ -200,7 +209,7 @@ class Files:
                 else:  # perhaps in vain
                     appended[digest] = self.place(index, digest)
                     file.append(Extent(length, appended[digest], True))
-            await transact(extents.put_extents, {number: file}, set(appended))
+            await transact(chunks.put_lists, {number: file}, set(appended))
             self.places = appended | self.places
             self.files[number] = file
         elif kind == "drop" and self.files:
@@ -230,7 +239,7 @@ class Files:
                 digest: self.place(number, digest) for digest in self.places if digest[0] % 2
             }
             self.garbage.update(
-                await transact(extents.replace_shared, [unknown, *replaced.values()])
+                await transact(chunks.replace_shared, [unknown, *replaced.values()])
             )
             self.places |= replaced
 
@@ -260,16 +269,16 @@ class Files:
                 <= chunks.find_container(tx, place.container).length
             )
         for oid, file in self.files.items():
-            start, first, some = extents.get_extents(
-                tx, oid, sum(extent.length for extent in file) // 2
-            )
-            assert some and start == sum(extent.length for extent in file[:first])
+            starts = list(accumulate((extent.length for extent in file), initial=0))
+            start, some = chunks.get_extents(tx, oid, 4096, starts[-1] // 2)
+            first = starts.index(start)
+            assert some
             for was, now in zip(file[first:], some, strict=False):
                 place = self.places[was.digest]._replace(server=0) if was.shared else was.place
                 assert now == was._replace(place=place)
             shares = Counter()
             for _, record in tx.range(*keys.chunk_lists(oid)):
-                for container, server, length in extents.shares_of(tx, record):
+                for container, server, length in chunks.shares_of(tx, record):
                     shares[container] += length
                     assert server == 1
             stored = Counter()
@@ -305,7 +314,7 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
     await engine.transact(chunks.put_container, 7, container_layout((1,)))
 
     def inode(number: int) -> Inode:
-        layout = Interleaved(4096, variable=True)
+        layout = Interleaved(4096)
         return Inode(number, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=number + 50, layout=layout)
 
     for number in (20, 21):
@@ -340,21 +349,20 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
     some = [Extent(9, place, True)] * CHUNKS_PER_RECORD
     for first in (0, CHUNKS_PER_RECORD):
-        await engine.transact(extents.put_loose, 1, first, 9 * first, some, {place.digest}, {7: 2})
+        await engine.transact(chunks.put_loose, 1, first, 9 * first, some, {place.digest}, {7: 2})
     await engine.transact(
-        extents.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)]
+        chunks.put_loose, 1, 2 * CHUNKS_PER_RECORD, 18 * CHUNKS_PER_RECORD, [Extent(1)]
     )
     assert (await engine.view(shared.find_shared, place.digest)).references == 2 * CHUNKS_PER_RECORD
     container, lost = await engine.view(chunks.find_readable, 7)
     assert (container.live, lost) == (HEADER_BYTES + 9, 2)
-    assert (await engine.view(extents.get_extents, 1, 18 * CHUNKS_PER_RECORD))[2] == [Extent(1)]
+    last = 18 * CHUNKS_PER_RECORD
+    assert await engine.view(chunks.get_extents, 1, 9, last) == (last, [Extent(1)])
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is not None
     with pytest.raises(Stale):
-        await engine.transact(extents.put_loose, 2, 0, 0, [named(9, b"\2" * 32)])
+        await engine.transact(chunks.put_loose, 2, 0, 0, [named(9, b"\2" * 32)])
     assert await engine.view(lambda tx: tx.get(keys.loose(2))) is None
-    inode = Inode(
-        20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096, variable=True)
-    )
+    inode = Inode(20, 0o100644, 0, 0, 1, 0, 9, 0, 0, 0, 0, oid=1, layout=Interleaved(4096))
     await engine.transact(namespace.put_inode, replace(inode, layout=None, copy=Copy(0, 120)))
     assert await engine.transact(forms.change_forms, [FormChange(inode)]) == [120]
     assert await engine.view(lambda tx: tx.get(keys.loose(1))) is None
@@ -364,7 +372,7 @@ async def test_a_long_list_is_loose_until_a_file_has_it():
 
 async def test_a_shared_chunk_without_record_is_named():
     engine = MemoryEngine()
-    await engine.transact(extents.put_list, 1, [named(9, b"\2" * 32)])
+    await engine.transact(chunks.put_records, 1, [named(9, b"\2" * 32)])
     with pytest.raises(Unavailable, match="shared chunk 0202"):
-        await engine.view(extents.get_extents, 1, 0)
+        await engine.view(chunks.get_extents, 1, 9, 0)
     assert await engine.transact(chunks.drop_chunks, 1) == []
