@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from aifs.cli.arguments import PATH, SIZE
+from aifs.cli.command import PATH, SIZE, Column, Report, Table, command, number
 from aifs.core import files, trees
 
 _ROUNDS = 3
@@ -22,20 +22,16 @@ _BUSY = 0.8  # of the time, and it is a processor that limits
 _TELLING_S = 0.05  # processors are told of in steps of 10 ms
 
 
-@click.command(
+@command(
     "bench",
     short_help="Measure how fast a directory is, and say what limits it.",
-    epilog="\b\nExamples:\n  aifs bench /mnt/store\n"
-    "  aifs bench /mnt/store --against /nvme/plain --size 4GiB",
+    examples="aifs bench /mnt/store\naifs bench /mnt/store --against /nvme/plain --size 4GiB",
 )
 @click.argument("directory", type=PATH)
 @click.option("--against", type=PATH, help="A plain directory to compare with, on the same disk.")
 @click.option("--size", type=SIZE, default="256MiB", help="Of what is written at a time.  [256MiB]")
 @click.option("--files", "count", type=click.IntRange(1), default=500, help="Small files.  [500]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def bench_command(
-    directory: str, against: str | None, size: int, count: int, as_json: bool
-) -> None:
+def bench_command(directory: str, against: str | None, size: int, count: int) -> Report:
     """Measure a large file, small files, names and a checkpoint in DIRECTORY, on a mount or
     anywhere.
 
@@ -46,25 +42,24 @@ def bench_command(
     (aifs why DIRECTORY shows which); --against tells these two apart. It says nothing of what took
     too little time. Rates are medians of 3 rounds.
     """
-    from aifs.cli.output import print_json, print_table
-
     rows = _measure(directory, against, max(size, _SHARDS), count)
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    columns = ["work", "rate", "", "limited by"] + (["plain", "ratio"] if against else [])
-    shown = []
-    for row in rows:
-        line = [row.work, f"{row.rate:,.0f}", f"{row.unit}/s", row.limited_by]
-        if row.plain is not None and row.ratio is not None:
-            line += [f"{row.plain:,.0f}", f"{row.ratio:.2f}"]
-        shown.append(line)
-    print_table(columns, shown, right=("rate", "plain", "ratio"))
+    columns = _COLUMNS if against else _COLUMNS[:-2]
+    return Report([asdict(row) for row in rows], Table(columns, rows))
+
+
+_COLUMNS = (
+    Column("work"),
+    Column("rate", lambda row: f"{row.rate:,.0f}", number),
+    Column("", lambda row: f"{row.unit}/s"),
+    Column("limited by", "limited_by"),
+    Column("plain", lambda row: f"{row.plain:,.0f}", number),
+    Column("ratio", lambda row: f"{row.ratio:.2f}", number),
+)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What one kind of work has come to."""
+    """The result of one kind of work."""
 
     work: str
     """In words."""
@@ -163,7 +158,7 @@ def _daemon_of(path: str) -> int:
     return hints.read(mount.mountpoint, hints.STATUS)["pid"] if mount is not None else 0
 
 
-# --- the works: each gets its directory, bytes, number of files; returns how much it has done ---
+# --- the works: each gets its directory, bytes, index of files; returns how much it has done ---
 
 
 def _write(path: str, size: int, count: int) -> float:
@@ -204,8 +199,8 @@ def _save(path: str, size: int, count: int) -> float:
 
 def _create(path: str, size: int, count: int) -> float:
     files.make_dir(f"{path}/small")
-    for number in range(count):
-        fd = files.open_file(f"{path}/small/{number}", create=True)
+    for index in range(count):
+        fd = files.open_file(f"{path}/small/{index}", create=True)
         try:
             files.write_at(fd, _SMALL, 0)
         finally:
@@ -214,14 +209,14 @@ def _create(path: str, size: int, count: int) -> float:
 
 
 def _stat(path: str, size: int, count: int) -> float:
-    for number in range(count):
-        os.stat(f"{path}/small/{number}")
+    for index in range(count):
+        os.stat(f"{path}/small/{index}")
     return count
 
 
 def _read_small(path: str, size: int, count: int) -> float:
-    for number in range(count):
-        with open(f"{path}/small/{number}", "rb", buffering=0) as file:
+    for index in range(count):
+        with open(f"{path}/small/{index}", "rb", buffering=0) as file:
             file.read()
     return count
 
@@ -231,8 +226,8 @@ def _list(path: str, size: int, count: int) -> float:
 
 
 def _remove(path: str, size: int, count: int) -> float:
-    for number in range(count):
-        files.unlink(f"{path}/small/{number}")
+    for index in range(count):
+        files.unlink(f"{path}/small/{index}")
     files.remove_dir(f"{path}/small")
     return count
 

@@ -1,4 +1,6 @@
-"""``aifs checkpoints``: what checkpoints there are, whether they are whole, and which are kept."""
+"""``aifs checkpoints`` and ``aifs publish``: the checkpoints of a directory, whether they are whole
+and which are kept; and a directory's final name, whole and durable, with a manifest.
+"""
 
 import os
 from pathlib import Path
@@ -6,61 +8,52 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import DURATION, PATH, SIZE
+from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, command, group, number
 from aifs.cli.load_plan import load_command
+from aifs.cli.output import count, print_error, progress, size, when
+from aifs.core.errors import UserError
 
 if TYPE_CHECKING:
     from aifs.client import Checkpoint
 
-
-@click.group(
-    "checkpoints", short_help="List, verify and remove checkpoints, and say which are kept."
+_CHECKPOINTS = (
+    Column("checkpoint", lambda one: one.path.name),
+    Column("step", show=number),
+    Column("published", "time", when),
+    Column("size", "size", size),
+    Column("files", show=number),
+    Column("state"),
+    Column("problem"),
 )
-def checkpoints_group() -> None:
+
+
+@group("checkpoints", short_help="List, verify and remove checkpoints, and say which are kept.")
+def checkpoints_command() -> None:
     """Show, verify and remove the checkpoints of a directory, in an AIFS or any other
     filesystem.
     """
 
 
-checkpoints_group.add_command(load_command)
+checkpoints_command.add_command(load_command)
 
 
-@checkpoints_group.command("ls", epilog="\b\nExample:\n  aifs checkpoints ls /mnt/store/run")
+@checkpoints_command.command("ls", examples="aifs checkpoints ls /mnt/store/run", sizes=True)
 @click.argument("path", type=PATH)
 @click.option(
     "--pending",
     is_flag=True,
-    help="Also what is being saved, or is left of a save that did not end.",
+    help="Also saves that have not ended, or are left of a save that did not end.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def ls_command(path: str, pending: bool, as_json: bool) -> None:
+def ls_command(path: str, pending: bool) -> Report:
     """List the checkpoints in the directory PATH, the newest last.
 
     A checkpoint is complete if all files that its manifest names are there with their sizes (verify
     reads them, too).
     """
-    from aifs.cli.output import describe_time, print_json, print_table
     from aifs.client import list_checkpoints
-    from aifs.core.units import describe_size
 
     found = list_checkpoints(path, pending=pending)
-    if as_json:
-        print_json([_describe(one) for one in found])
-        return
-    rows = [
-        (
-            one.path.name,
-            "" if one.step is None else one.step,
-            describe_time(one.time),
-            describe_size(one.size),
-            one.files,
-            one.state,
-            one.problem,
-        )
-        for one in found
-    ]
-    columns = ("checkpoint", "step", "published", "size", "files", "state", "problem")
-    print_table(columns, rows, right=("step", "size", "files"))
+    return Report([_describe(one) for one in found], Table(_CHECKPOINTS, found))
 
 
 def _describe(one: "Checkpoint") -> dict[str, Any]:
@@ -76,14 +69,12 @@ def _describe(one: "Checkpoint") -> dict[str, Any]:
     }
 
 
-@checkpoints_group.command(
-    "latest", epilog="\b\nExample:\n  aifs checkpoints latest /mnt/store/run"
-)
+@checkpoints_command.command("latest", examples="aifs checkpoints latest /mnt/store/run")
 @click.argument("path", type=PATH)
 @click.option(
     "--any", "in_place", is_flag=True, help="Also one that is not known to be whole, if not empty."
 )
-def latest_command(path: str, in_place: bool) -> int:
+def latest_command(path: str, in_place: bool) -> Report | int:
     """Print the path of the newest complete checkpoint in the directory PATH. Exit code 1 if there
     is none.
 
@@ -91,7 +82,6 @@ def latest_command(path: str, in_place: bool) -> int:
     their manifests. If a directory of an AIFS has none, its program writes in place: this prints
     the one with the highest step that is not empty, and warns.
     """
-    from aifs.cli.output import print_error
     from aifs.client import list_checkpoints
     from aifs.client.checkpoints.attributes import is_aifs
     from aifs.client.checkpoints.catalog import NOT_SHOWN, newest_of
@@ -106,21 +96,17 @@ def latest_command(path: str, in_place: bool) -> int:
         others = " (--any: also what may not be whole)" if newest_of(found, True) else ""
         print_error(f"{path}: there is no complete checkpoint here{others}")
         return 1
-    print(newest)
-    return 0
+    return Report({"path": str(newest)}, str(newest))
 
 
-@checkpoints_group.command(
-    "verify", epilog="\b\nExample:\n  aifs checkpoints verify /mnt/store/run/step-100"
-)
+@checkpoints_command.command("verify", examples="aifs checkpoints verify /mnt/store/run/step-100")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--all", "all_below", is_flag=True, help="All checkpoints in the directories PATH.")
-def verify_command(paths: tuple[str, ...], all_below: bool) -> int:
+def verify_command(paths: tuple[str, ...], all_below: bool) -> Report:
     """Read the checkpoints PATH and compare them with their manifests.
 
     Every file that is missing, has another size or other bytes is named, with exit code 1.
     """
-    from aifs.cli.output import print_error
     from aifs.client import list_checkpoints
 
     wanted = [Path(path) for path in paths]
@@ -129,19 +115,19 @@ def verify_command(paths: tuple[str, ...], all_below: bool) -> int:
         found = [one for path in paths for one in list_checkpoints(path)]
         wanted = [one.path for one in found if one.state != "no manifest"]
         unlisted = len(found) - len(wanted)
-    failed = [path for path in wanted if not _verify(path)]
+    results = [_verify(path) for path in wanted]
     if unlisted:
         print_error(f"not verified, since they have no manifest: {unlisted}")
-    return 1 if failed else 0
+    told = [each for each, _ in results]
+    is_whole = not any(each["problems"] for each in told)
+    lines = [line for _, line in results if line]
+    return Report(told, *lines, code=0 if is_whole else 1)
 
 
-def _verify(path: Path) -> bool:
-    from aifs.cli.output import count, print_error
-    from aifs.cli.progress import progress
+def _verify(path: Path) -> tuple[dict[str, Any], str]:
+    """For JSON, and in words; the problems are printed."""
     from aifs.client import verify
     from aifs.client.checkpoints.manifest import read
-    from aifs.core.errors import UserError
-    from aifs.core.units import describe_size
 
     try:
         listed = read(str(path))
@@ -158,24 +144,18 @@ def _verify(path: Path) -> bool:
         problems = verify(path, on_bytes)
     for problem in problems:
         print_error(f"{path}: {problem}")
+    told: dict[str, Any] = {"path": str(path), "problems": [str(problem) for problem in problems]}
     if problems:
-        return False
+        return told, ""
     assert listed is not None
-    what = (
-        ""
-        if all(file.blake3 for file in listed.files.values())
-        else "; they were saved without hashes"
-    )
-    print(
-        f"{path}: {count(len(listed.files), 'file')}, {describe_size(listed.size)}, as they were "
-        f"saved{what}"
-    )
-    return True
+    hashed = all(file.blake3 for file in listed.files.values())
+    without = "" if hashed else "; they were saved without hashes"
+    files = f"{count(len(listed.files), 'file')}, {size(listed.size)}"
+    told |= {"files": len(listed.files), "bytes": listed.size, "hashed": hashed}
+    return told, f"{path}: {files}, as they were saved{without}"
 
 
-@checkpoints_group.command(
-    "rm", epilog="\b\nExample:\n  aifs checkpoints rm /mnt/store/run/step-100"
-)
+@checkpoints_command.command("rm", examples="aifs checkpoints rm /mnt/store/run/step-100")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm_command(paths: tuple[str, ...], yes: bool) -> None:
@@ -202,8 +182,8 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
         remove(path)
 
 
-@checkpoints_group.command(
-    "keep", epilog="\b\nExample:\n  aifs checkpoints keep /mnt/store/run --last 3 --every 1000"
+@checkpoints_command.command(
+    "keep", examples="aifs checkpoints keep /mnt/store/run --last 3 --every 1000"
 )
 @click.argument("path", type=PATH)
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="The newest N.")
@@ -215,7 +195,7 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
 )
 @click.option(
     "--bytes",
-    "size",
+    "bytes_max",
     type=SIZE,
     metavar="SIZE",
     help="Remove the oldest as long as there are more bytes than this.",
@@ -226,13 +206,13 @@ def keep_command(
     last: int | None,
     every: int | None,
     age: float | None,
-    size: int | None,
+    bytes_max: int | None,
     dry_run: bool,
-) -> None:
+) -> Report:
     """Say which checkpoints of the directory PATH remain; prints those that have to go.
 
     An AIFS keeps to this from now on, at once and after each publish; setfattr -x user.aifs.keep
-    PATH ends that. Elsewhere it is done once. What one of --last, --every and --age keeps stays.
+    PATH ends that. Elsewhere it is done once. Each of --last, --every and --age keeps checkpoints.
     Counted and removed are only those that were published, or in an AIFS renamed into place. Never
     removed: the newest complete one, one that is in use, one that is damaged or pending. If steps
     and times of publishing disagree, nothing is removed.
@@ -240,8 +220,75 @@ def keep_command(
     from aifs.client import keep
     from aifs.core.retention import Keep, format_keep
 
-    policy = format_keep(Keep(last or 0, every or 0, age or 0.0, size or 0))
+    policy = format_keep(Keep(last or 0, every or 0, age or 0.0, bytes_max or 0))
     if not policy:
         raise click.UsageError("say what to keep: --last, --every, --age or --bytes")
-    for one in keep(path, policy, dry_run=dry_run):
-        print(one)
+    gone = [str(one) for one in keep(path, policy, dry_run=dry_run)]
+    return Report({"keep": policy, "removed": gone}, *gone)
+
+
+# --- publish --------------------------------------------------------------------------------------
+
+
+@command(
+    "publish",
+    short_help="Make a directory appear under its final name, complete.",
+    examples="aifs publish /mnt/store/run/tmp /mnt/store/run/step-100 --latest latest\n"
+    "aifs publish tmp iter_0000100 --tracker latest_checkpointed_iteration.txt --step 100\n"
+    "aifs publish tmp step-100 --ranks 8",
+    sizes=True,
+)
+@click.argument("tmp", type=PATH)
+@click.argument("final", type=PATH)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Refuse unless ranks 0 to N-1 have committed.",
+)
+@click.option("--latest", metavar="NAME", help="A symlink beside FINAL that shall lead to it.")
+@click.option("--tracker", metavar="NAME", help="A file beside FINAL that shall hold its step.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="The step; default: the number at the end of FINAL."
+)
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Put it in the place of a FINAL that is there already, which is removed.",
+)
+@click.option(
+    "--no-hash", is_flag=True, help="Do not read the files for the hashes of the manifest."
+)
+def publish_command(
+    tmp: str,
+    final: str,
+    ranks: int | None,
+    latest: str | None,
+    tracker: str | None,
+    step: int | None,
+    replace: bool,
+    no_hash: bool,
+) -> Report:
+    """Make the directory TMP appear as FINAL, with a manifest of its files.
+
+    Everything below is durable before the name appears; the pointers change with it in an AIFS,
+    right after it elsewhere. Nothing may write to TMP any more. Ranks commit by
+    aifs.client.commit(TMP, RANK), or in an AIFS, where user.aifs.pending says how many there are,
+    by: setfattr -n user.aifs.commit -v RANK TMP
+    """
+    from aifs.client import publish
+
+    done = publish(
+        tmp,
+        final,
+        step=step,
+        ranks=ranks,
+        latest=latest,
+        tracker=tracker,
+        replace=replace,
+        hash=not no_hash,
+    )
+    return Report(
+        {"path": final, "files": len(done.files), "bytes": done.size},
+        f"published {final}: {count(len(done.files), 'file')}, {size(done.size)}",
+    )

@@ -5,20 +5,25 @@ from contextlib import suppress
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, CommandGroup, Report, Table
+from aifs.cli.door import require_aifs
 from aifs.core.errors import ConfigError, MountError
 
-EPILOG = """
-\b
-Examples:
-  aifs config /srv/store
-  aifs config /etc/aifs/cluster.yaml -o layout.unit=4MiB
-  aifs config /mnt/store
-  aifs config set /mnt/store burst.drain_bandwidth 200MiB
+_EXAMPLES = """
+aifs config /srv/store
+aifs config /etc/aifs/cluster.yaml -o layout.unit=4MiB
+aifs config /mnt/store
+aifs config set /mnt/store burst.drain_bandwidth 200MiB
 """
 
+_KEYS = (Column("key"), Column("value"), Column("from"))
+_IN_FORCE = (
+    *_KEYS,
+    Column("can change", lambda row: "yes" if row["can_change"] else "when mounted again"),
+)
 
-class _ShowUnlessSet(click.Group):
+
+class _ShowUnlessSet(CommandGroup):
     """``aifs config SOURCE`` is ``aifs config show SOURCE``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -30,18 +35,16 @@ class _ShowUnlessSet(click.Group):
 @click.group(
     "config",
     cls=_ShowUnlessSet,
-    epilog=EPILOG,
     short_help="Show every key: its value, and where that comes from; change some.",
 )
-def config_group() -> None:
+def config_command() -> None:
     """Show the configuration of a SOURCE or a mount, and change it while it is mounted."""
 
 
-@config_group.command("show", epilog=EPILOG)
+@config_command.command("show", examples=_EXAMPLES)
 @click.argument("place", type=PATH, metavar="SOURCE|MOUNTPOINT")
 @click.option("-o", "options", multiple=True, metavar="KEY=VALUE,...", help="Keys, as for mount.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
+def show_command(place: str, options: tuple[str, ...]) -> Report:
     """Show every configuration key for SOURCE, or of the mount at MOUNTPOINT as it is in force: its
     value, and where it came from.
 
@@ -50,9 +53,7 @@ def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
     file config/default.yaml explains each key. Of a mount it is also shown which keys can change
     without mounting again.
     """
-    from aifs.cli.mounts import require_aifs
-    from aifs.cli.output import print_json, print_table
-    from aifs.cli.server_orders import recorded
+    from aifs.cli.server import recorded
     from aifs.core import config
     from aifs.fuse.options import parse
 
@@ -63,34 +64,25 @@ def show_command(place: str, options: tuple[str, ...], as_json: bool) -> None:
         if options:
             raise click.UsageError("-o is for a SOURCE; a mount has its options already")
         told = read_in_force(mountpoint)
-        if as_json:
-            print_json(told)
-            return
-        rows = [
-            (key, one["value"], one["from"], "yes" if one["can_change"] else "when mounted again")
-            for key, one in told.items()
-        ]
-        print_table(("key", "value", "from", "can change"), rows)
-        return
+        rows = [{"key": key, **one} for key, one in told.items()]
+        return Report(told, Table(_IN_FORCE, rows))
     _, overrides = parse(options, config.known_keys(), privileged=False)
     settings = list(recorded(config.load(place, overrides)).settings())
-    if as_json:
-        print_json({key: {"value": value, "origin": origin} for key, value, origin in settings})
-    else:
-        print_table(("key", "value", "from"), settings)
+    told = {key: {"value": value, "origin": origin} for key, value, origin in settings}
+    rows = [{"key": key, "value": value, "from": origin} for key, value, origin in settings]
+    return Report(told, Table(_KEYS, rows))
 
 
-@config_group.command("set", epilog=EPILOG)
+@config_command.command("set", examples=_EXAMPLES)
 @click.argument("mountpoint", type=PATH)
 @click.argument("key")
 @click.argument("value")
-def set_command(mountpoint: str, key: str, value: str) -> None:
+def set_command(mountpoint: str, key: str, value: str) -> Report:
     """Have the mount at MOUNTPOINT use another VALUE for KEY, until it is mounted again: write it
-    into the YAML of the store to keep it. For root, and for who has mounted.
+    into the YAML of the store to keep it. For root, and for the user who has mounted.
 
     aifs config MOUNTPOINT shows which keys can change.
     """
-    from aifs.cli.mounts import require_aifs
     from aifs.core.config import suggestion
 
     path = require_aifs(mountpoint)
@@ -102,15 +94,17 @@ def set_command(mountpoint: str, key: str, value: str) -> None:
     except OSError as error:
         raise ConfigError(error.strerror or str(error)) from None
     now = read_in_force(path)[key]["value"]
-    print(f"{key} is {now} until the next mount, and was {before[key]['value']}")
+    old = before[key]["value"]
+    text = f"{key} is {now} until the next mount, and was {old}"
+    return Report({"key": key, "value": now, "before": old}, text)
 
 
 def read_in_force(mountpoint: str) -> dict[str, dict[str, str]]:
-    """By key, what the mount has in force: its "value", "from" and "can_change". Raises
+    """By key, the "value" that the mount has in force, its "from" and "can_change". Raises
     MountError."""
     try:
         return hints.read(mountpoint, hints.CONFIG)
     except PermissionError:
         raise MountError(
-            f"{mountpoint}: only root and who has mounted may see its configuration"
+            f"{mountpoint}: only root and the user who has mounted may see its configuration"
         ) from None

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aifs.cli import dataset_plot
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Pairs, Report, Table, group, number
+from aifs.cli.output import count, describe_error, duration, print_error, progress, size
+from aifs.core.errors import DatasetError
 
 if TYPE_CHECKING:
     from aifs.client.data import Dataset
@@ -21,8 +23,8 @@ _COLUMNAR = ("parquet", "arrow")
 _AT_ONCE = 1000  # rows that are decoded before others are let go of
 
 
-@click.group("dataset", short_help="Datasets: what they are, whether they are whole, how fast.")
-def dataset_group() -> None:
+@group("dataset", short_help="Datasets: what they are, whether they are whole, how fast.")
+def dataset_command() -> None:
     """Datasets that aifs.client.data reads: directories of Parquet, Arrow, JSON lines, text, tar,
     Megatron, fixed-size records, or of files; on a mount or anywhere."""
 
@@ -38,74 +40,64 @@ def _dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@dataset_group.command(
+@dataset_command.command(
     "index",
     short_help="Make the index of a dataset.",
-    epilog="\b\nExample:\n  aifs dataset index /mnt/store/c4",
+    examples="aifs dataset index /mnt/store/c4",
 )
 @_dataset_options
-def index_command(path: str, **options: Any) -> None:
+def index_command(path: str, **options: Any) -> Report:
     """Read the footers or headers of all files of the dataset PATH, unless it has an index that is
-    right, and keep what they say beside the files: jobs start in less than a second then."""
-    from aifs.cli.output import count
-
+    right, and keep them beside the files: jobs start in less than a second then."""
     dataset, seconds = _opened(path, options)
-    files, rows = count(len(dataset.index.paths), "file"), count(len(dataset), "row")
-    print(f"{files}, {rows}: {seconds:.1f} s")
+    files, rows = len(dataset.index.paths), len(dataset)
+    return Report(
+        {"files": files, "rows": rows, "seconds": round(seconds, 3)},
+        f"{count(files, 'file')}, {count(rows, 'row')}: {duration(seconds)}",
+    )
 
 
-@dataset_group.command(
+@dataset_command.command(
     "show",
     short_help="Show what a dataset consists of.",
-    epilog="\b\nExamples:\n  aifs dataset show /mnt/store/c4\n"
-    "  aifs dataset show /mnt/store/c4 --plot order.svg",
+    examples="aifs dataset show /mnt/store/c4\naifs dataset show /mnt/store/c4 --plot order.svg",
+    sizes=True,
 )
 @_dataset_options
 @click.option("--plot", type=PATH, help="Draw which file an epoch reads when (svg, png, pdf).")
 @click.option("--seed", type=int, help="Draw this order, not that of an epoch that is read now.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def show_command(
-    path: str, plot: str | None, seed: int | None, as_json: bool, **options: Any
-) -> None:
+def show_command(path: str, plot: str | None, seed: int | None, **options: Any) -> Report:
     """Show the format, files, blocks, rows and bytes of the dataset PATH, and how long it took to
     index or to find that the index is right. On a mount --plot also draws which files are in the
     burst tier, and how far an epoch's readers are."""
-    from aifs.cli.output import print_facts, print_json
-    from aifs.core.units import describe_size
-
     dataset, seconds = _opened(path, options)
     index = dataset.index
     # Of a directory of files the one "file" is a list of them, each of which is a row.
-    size = sum(index.sizes) if not index.catalogue else None
+    bytes_ = sum(index.sizes) if not index.catalogue else None
     told = {
         "format": dataset.format,
         "files": len(index.paths) if not index.catalogue else len(dataset),
         "blocks": len(index.rows),
         "rows": len(dataset),
-        "bytes": size,
+        "bytes": bytes_,
         "seconds": round(seconds, 3),
     }
     if plot is not None:
         dataset_plot.plot(dataset, seed, plot)
-    if as_json:
-        print_json(told)
-        return
-    print_facts((told | {"bytes": "-" if size is None else describe_size(size)}).items())
+    shown = {"bytes": "-" if bytes_ is None else size(bytes_), "seconds": f"{seconds:.3f}"}
+    return Report(told, Pairs((told | shown).items()))
 
 
-@dataset_group.command(
+@dataset_command.command(
     "verify",
     short_help="Read and decode every row of a dataset.",
-    epilog="\b\nExample:\n  aifs dataset verify /mnt/store/c4",
+    examples="aifs dataset verify /mnt/store/c4",
 )
 @_dataset_options
-def verify_command(path: str, **options: Any) -> int:
+def verify_command(path: str, **options: Any) -> Report:
     """Read and decode all rows of the dataset PATH, and check that an epoch gives each of them
-    once, and that Parquet and Arrow files have the same columns. What is damaged is told by file
-    and place; the exit code is 9 then."""
-    from aifs.cli.output import count, print_error
-    from aifs.core.errors import DatasetError
-
+    once, and that Parquet and Arrow files have the same columns. Damage is named by file and
+    place; the exit code is 9 then."""
     dataset, _ = _opened(path, options)
     _check_order(dataset)
     damaged = list(_damaged(dataset))
@@ -116,43 +108,41 @@ def verify_command(path: str, **options: Any) -> int:
             f"{path}: {count(len(damaged), 'block')} of {len(dataset.index.rows)} cannot be read,"
             " or not with the others"
         )
-    print(f"{count(len(dataset), 'row')} in {count(len(dataset.index.rows), 'block')}: all right")
-    return 0
+    rows, blocks = len(dataset), len(dataset.index.rows)
+    text = f"{count(rows, 'row')} in {count(blocks, 'block')}: all right"
+    return Report({"rows": rows, "blocks": blocks}, text)
 
 
-@dataset_group.command(
+@dataset_command.command(
     "bench",
     short_help="Measure how fast a dataset is read in different orders.",
-    epilog="\b\nExample:\n  aifs dataset bench /mnt/store/c4 --seconds 30",
+    examples="aifs dataset bench /mnt/store/c4 --seconds 30",
 )
 @_dataset_options
 @click.option("--seconds", type=click.FloatRange(0.01), default=5.0, help="For each order.  [5]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def bench_command(path: str, seconds: float, as_json: bool, **options: Any) -> None:
+def bench_command(path: str, seconds: float, **options: Any) -> Report:
     """Read the dataset PATH in file order, shuffled by blocks, and by single rows anywhere, by one
     process, for some seconds each. What the page cache holds is read from there: the first order
     may be the slowest."""
-    from aifs.cli.output import print_json, print_table
-
     dataset, _ = _opened(path, options)
     bytes_per_row = sum(dataset.index.lengths) / max(len(dataset), 1)
     rates = {shuffle: _rate(dataset, shuffle, seconds) for shuffle in _SHUFFLES}
-    if as_json:
-        print_json({name: {"rows_per_s": rate} for name, rate in rates.items()})
-        return
     plain = rates["none"] or 1.0
-    rows = []
-    for name, rate in rates.items():
+    columns = (
+        Column("order", lambda row: _SHUFFLES[row[0]]),
+        Column("rows/s", lambda row: f"{row[1]:,.0f}", number),
         # Of a directory of files these would be the bytes of their list.
-        speed = "-" if dataset.index.catalogue else f"{rate * bytes_per_row / 1e6:,.1f}"
-        rows.append((_SHUFFLES[name], f"{rate:,.0f}", speed, f"{rate / plain:.2f}"))
-    columns = ("order", "rows/s", "MB/s", "ratio")
-    print_table(columns, rows, right=columns[1:])
+        Column("MB/s", lambda row: f"{row[1] * bytes_per_row / 1e6:,.1f}", number)
+        if not dataset.index.catalogue
+        else Column("MB/s", lambda row: "-", number),
+        Column("ratio", lambda row: f"{row[1] / plain:.2f}", number),
+    )
+    told = {name: {"rows_per_s": rate} for name, rate in rates.items()}
+    return Report(told, Table(columns, rates.items()))
 
 
 def _opened(path: str, options: dict[str, Any]) -> "tuple[Dataset, float]":
     """And the seconds that it took."""
-    from aifs.cli.progress import progress
     from aifs.client import data
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -166,7 +156,6 @@ def _opened(path: str, options: dict[str, Any]) -> "tuple[Dataset, float]":
 
 def _check_order(dataset: "Dataset") -> None:
     """An epoch reads each row of each block once. Raises DatasetError."""
-    from aifs.core.errors import DatasetError
     from aifs.datasets.arrays import ArrayArithmetic
     from aifs.datasets.sequence import Epoch, EpochOrder
 
@@ -186,10 +175,6 @@ def _check_order(dataset: "Dataset") -> None:
 def _damaged(dataset: "Dataset") -> Iterator[str]:
     """What is wrong with each block that is not right."""
     from concurrent.futures import ThreadPoolExecutor
-
-    from aifs.cli.output import describe_error
-    from aifs.cli.progress import progress
-    from aifs.core.errors import DatasetError
 
     index = dataset.index
 

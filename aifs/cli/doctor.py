@@ -1,55 +1,52 @@
 """``aifs doctor``: what limits the speed of a mount, and what to change."""
 
 import os
+import socket
 import stat
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from aifs.cli.arguments import PATH
-from aifs.cli.output import count
+from aifs.cli.command import PATH, Column, Report, Table, command
+from aifs.cli.door import read_status, require_aifs
+from aifs.cli.output import count, describe_error, duration, size
 from aifs.cli.status import refusal_of
-from aifs.core.errors import MountError, StoreError
+from aifs.core.config import Config
+from aifs.core.errors import MountError, StoreError, UserError
+from aifs.core.kinds import split_endpoint
+from aifs.core.limits import within
 
 if TYPE_CHECKING:
-    from aifs.core.config import Config
+    from aifs.meta.replicated.blocking import BlockingDatabase, LiveHost
 
-EPILOG = """
-\b
-Examples:
-  aifs doctor
-  aifs doctor /srv/store
-  aifs doctor /mnt/store --json
-"""
+_CHECKS = (
+    Column("check", "name"),
+    Column("state", lambda check: _word(check)),
+    Column("why"),
+    Column("what to change", "fix"),
+)
 
 
-@click.command(
-    "doctor", epilog=EPILOG, short_help="Tell what limits the speed of a mount, and what to change."
+@command(
+    "doctor",
+    short_help="Show what limits the speed of a mount, and what to change.",
+    examples="aifs doctor\naifs doctor /srv/store\naifs doctor /mnt/store --json",
 )
 @click.argument("place", required=False, type=PATH, metavar="[MOUNTPOINT|SOURCE]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def doctor_command(place: str | None, as_json: bool) -> int:
-    """Check what a mount needs to run at full speed: on this machine, for the store SOURCE, or of
-    the mount at MOUNTPOINT.
+def doctor_command(place: str | None) -> Report:
+    """Check the needs of a mount at full speed: on this machine, for the store SOURCE, or of the
+    mount at MOUNTPOINT.
 
     Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the
     speed, else 1.
     """
-    from aifs.cli.output import print_json, print_table
-
     checks = checks_of(place)
-    if as_json:
-        print_json(checks)
-    else:
-        rows = [(check["name"], _word(check), check["why"], check["fix"]) for check in checks]
-        print_table(("check", "state", "why", "what to change"), rows)
-    return 1 if any(_limits(check) for check in checks) else 0
+    return Report(checks, Table(_CHECKS, checks), code=1 if any(map(_limits, checks)) else 0)
 
 
 def checks_of(place: str | None) -> list[dict[str, Any]]:
-    """What is checked of a mount, a store, or this machine, and what came out."""
-    from aifs.cli.cluster_checks import cluster_checks
-    from aifs.cli.mounts import read_status
+    """The checks of a mount, a store, or this machine, and their results."""
     from aifs.core import config
     from aifs.fuse.probe import probe
 
@@ -77,7 +74,6 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
 def _fault_of_store(loaded: "Config") -> str:
     """Why there is no store, or the caller cannot see it; '' if it is there. Of a cluster its
     database says so (``cluster_checks``)."""
-    from aifs.cli.output import describe_error
     from aifs.data.marker import read_marker
     from aifs.store.store import require_metadata
 
@@ -146,8 +142,6 @@ def _check(name: str, why: str, fix: str) -> dict[str, Any]:
 
 
 def _mountpoint(place: str | None) -> str | None:
-    from aifs.cli.mounts import require_aifs
-
     if place is None or not stat.S_ISDIR(os.stat(place).st_mode):
         return None
     try:
@@ -164,3 +158,157 @@ def _word(check: dict[str, Any]) -> str:
     if check["in_use"] is None:
         return "ok" if check["ok"] else "limits"
     return "in use" if check["in_use"] else "not in use"
+
+
+# --- a host of many -------------------------------------------------------------------------------
+
+_SLOW_S = 0.005
+"""A round trip to the database that takes longer is told: each change waits for one."""
+
+_ASKED = 5
+
+_CLOCK_S = 0.5
+"""Programs take times of files that differ by more for changes, or miss changes."""
+
+_CONNECT_S = 3.0
+"""A host that lives takes connections sooner."""
+
+_ANSWER_S = 10.0
+"""How long a data server may take to say whose it is."""
+
+_ROOM = 2
+"""Free space of the replica's filesystem that is enough, as a multiple of what the database has."""
+
+
+class ClusterCheck(NamedTuple):
+    """A check, its result, and what to do about it ("": nothing is wrong)."""
+
+    name: str
+    why: str
+    fix: str = ""
+
+
+_LOCKS = ClusterCheck(
+    "locks of files",
+    "flock and fcntl locks of regular files hold over all hosts; flock of directories and FIFOs, "
+    "and leases (F_SETLEASE), hold on one host alone: no FUSE mount hears of them",
+)
+
+
+def cluster_checks(config: Config) -> list[ClusterCheck]:
+    """Checks that follow from a fault that is reported are left out."""
+    from aifs.core.secret import read_secret
+    from aifs.meta.replicated.blocking import BlockingDatabase
+
+    try:
+        read_secret(config.meta.secret)
+    except StoreError as error:
+        return [_LOCKS, ClusterCheck("secret", str(error), "see there")]
+    checks = [_LOCKS, ClusterCheck("secret", f"{config.meta.secret} is its owner's alone")]
+    try:
+        with BlockingDatabase(config.meta.url, config.meta.secret) as database:
+            checks += [_reached(database), _clock(database)]
+            checks += _store(config, database)
+    except StoreError as error:
+        fix = "see there; aifs meta serve prints url and secret, and PostgreSQL's log"
+        checks.append(ClusterCheck("database", str(error), fix))
+    return checks
+
+
+def _reached(database: "BlockingDatabase") -> ClusterCheck:
+    took_s = []
+    for _ in range(_ASKED):
+        began_s = time.monotonic()
+        database.clock_s()
+        took_s.append(time.monotonic() - began_s)
+    middle_s = sorted(took_s)[_ASKED // 2]
+    why = f"PostgreSQL {database.version} answers in {duration(middle_s)}"
+    fix = "each change waits for it: bring it nearer, or give it a faster machine"
+    return ClusterCheck("database", why, fix if middle_s > _SLOW_S else "")
+
+
+def _clock(database: "BlockingDatabase") -> ClusterCheck:
+    began_s = time.time()
+    there_s = database.clock_s()
+    ahead_s = (began_s + time.time()) / 2 - there_s
+    how = "ahead of" if ahead_s > 0 else "behind"
+    why = f"{abs(ahead_s):.2f} s {how} that of the database's machine"
+    fix = "have both set by NTP: times of files differ between hosts"
+    return ClusterCheck("clock", why, fix if abs(ahead_s) > _CLOCK_S else "")
+
+
+def _store(config: Config, database: "BlockingDatabase") -> list[ClusterCheck]:
+    from aifs.data.storages import storage_at
+    from aifs.store.cluster import find_store, require_replica
+    from aifs.store.owner import find_holder
+
+    try:
+        store = find_store(database)
+    except StoreError as error:
+        return [ClusterCheck("store", str(error), "see there")]
+    wrong = ""
+    for path in config.servers:
+        try:
+            marker = within(_ANSWER_S, storage_at(path).read_marker)
+        except (StoreError, OSError) as error:
+            wrong = wrong or str(error)
+            continue
+        if marker.store != store:
+            wrong = f"{database.url} holds store {store}, and {path} is of store {marker.store}"
+            break
+    fix = "correct meta.url, or servers, in the SOURCE of this host" if wrong else ""
+    checks = [
+        ClusterCheck("store", wrong or f"the database holds {store}, as the servers say", fix)
+    ]
+    live = database.live_hosts()
+    mine = [host for host in live if host.name == config.host.name]
+    if mine and find_holder(config.meta.directory) is None:
+        why = f"a host with the name {config.host.name} uses the store, at {mine[0].address}"
+        checks.append(ClusterCheck("host.name", why, "give this host another one: host.name"))
+    checks += _network(config, [host for host in live if host.name != config.host.name])
+    try:
+        require_replica(config.meta.directory, store, database.url)
+        checks.append(_room(config.meta.directory, database.map_bytes()))
+    except StoreError as error:
+        checks.append(ClusterCheck("replica", str(error), "see there"))
+    return checks
+
+
+def _network(config: Config, others: "list[LiveHost]") -> list[ClusterCheck]:
+    """Whether others can know where this host is, and it reaches them."""
+    from aifs.store.hosts import own_address
+
+    try:
+        own = own_address(config)
+    except UserError as error:
+        return [ClusterCheck("host.address", str(error), "see there")]
+    checks = [ClusterCheck("host.address", f"others reach this host at {own}")]
+    for host in others:
+        try:
+            with socket.create_connection(split_endpoint(host.address), _CONNECT_S):
+                pass
+        except (OSError, ValueError) as error:
+            fix = "is a firewall between, or its host.address wrong? It costs speed, and locks wait"
+            why = f"is not reached at {host.address}: {error}"
+            checks.append(ClusterCheck(f"host {host.name}", why, fix))
+    return checks
+
+
+def _room(directory: str, needed: int) -> ClusterCheck:
+    from aifs.core.filesystems import is_local
+
+    place = directory
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    status = os.statvfs(place)
+    free = status.f_bavail * status.f_frsize
+    taken = 0
+    for name in os.listdir(place) if place == directory else ():
+        taken += os.stat(os.path.join(place, name)).st_blocks * 512
+    why = f"{size(free)} free in {place}; the metadata take {size(needed)} in the database"
+    if not is_local(place):
+        fix = "it is read all the time: name a meta.directory on a local disk"
+        return ClusterCheck("replica", f"{place} is on a network filesystem", fix)
+    is_little = free + taken < _ROOM * needed
+    fix = "make room there, or name another meta.directory" if is_little else ""
+    return ClusterCheck("replica", why, fix)

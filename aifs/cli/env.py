@@ -5,32 +5,30 @@ from typing import Any
 
 import click
 
-from aifs.cli.arguments import DURATION, PATH
+from aifs.cli.command import DURATION, PATH, Column, Report, Table, group
+from aifs.cli.output import count, duration, print_error, size, when
+from aifs.core.units import format_duration
 
 
-@click.group("env", short_help="Environments that are installed once for all ranks and hosts.")
-def env_group() -> None:
+@group("env", short_help="Environments that are installed once for all ranks and hosts.")
+def env_command() -> None:
     """Environments: directories that are made once for their key, and used in place."""
 
 
-RUN_EPILOG = """
-\b
-Examples:
-  env=$(aifs env run --dir /mnt/store/envs --key-from requirements.txt --venv --expire 7d \\
-        -- pip install -r requirements.txt)
-  aifs env use $env -- python train.py
-  aifs env run --dir envs --key-from environment.yml \\
-        -- sh -c 'conda env create -p "$AIFS_ENV" -f environment.yml'
-  aifs env run --dir /mnt/store/envs --key-from requirements.txt --capture /opt/site \\
-        -- pip install --target /opt/site -r requirements.txt
-"""
-
-
-@env_group.command(
+@env_command.command(
     "run",
-    epilog=RUN_EPILOG,
+    examples="""
+env=$(aifs env run --dir /mnt/store/envs --key-from requirements.txt --venv --expire 7d \\
+      -- pip install -r requirements.txt)
+aifs env use $env -- python train.py
+aifs env run --dir envs --key-from environment.yml \\
+      -- sh -c 'conda env create -p "$AIFS_ENV" -f environment.yml'
+aifs env run --dir /mnt/store/envs --key-from requirements.txt --capture /opt/site \\
+      -- pip install --target /opt/site -r requirements.txt
+""",
     context_settings={"ignore_unknown_options": True},
     short_help="Make an environment unless it is there, and print its path.",
+    prints=False,
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.option(
@@ -44,7 +42,11 @@ Examples:
     help="Files on whose contents the environment depends, such as a list of packages.",
 )
 @click.option(
-    "--key", "texts", multiple=True, metavar="TEXT", help="What else the environment depends on."
+    "--key",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="Other texts on which the environment depends.",
 )
 @click.option(
     "--venv",
@@ -56,8 +58,8 @@ Examples:
     "target",
     type=PATH,
     metavar="TARGET",
-    help="COMMAND installs into this directory, which is there already: what it adds and removes "
-    "is kept, and done to TARGET the next time, instead of running COMMAND.",
+    help="COMMAND installs into this directory, which is there already: the files that it adds and "
+    "removes are kept, and the same is done to TARGET the next time, instead of running COMMAND.",
 )
 @click.option(
     "--expire",
@@ -80,7 +82,7 @@ def run_command(
     not there.
 
     COMMAND finds the path to install to in AIFS_ENV; with --venv it runs as if the virtual
-    environment were active. What it prints goes to stderr. Of many that ask at the same time, on
+    environment were active. Its output goes to stderr. Of many that ask at the same time, on
     any host, one runs COMMAND, and the others wait. If COMMAND fails there is no environment, and
     its exit code is that of this command.
 
@@ -119,8 +121,6 @@ def _make(path: str, command: tuple[str, ...], venv: bool) -> None:
     import subprocess
     import sys
 
-    from aifs.cli.output import print_error
-
     makers = [(sys.executable, "-m", "venv", path)] if venv else []
     for maker in (*makers, command):
         try:
@@ -142,17 +142,13 @@ def _active(path: str) -> dict[str, str]:
     return variables
 
 
-USE_EPILOG = """
-\b
-Examples:
-  aifs env use /mnt/store/envs/5f0c... -- python train.py
-  torchrun --no-python aifs env use "$env" -- python train.py
-"""
-
-
-@env_group.command(
+@env_command.command(
     "use",
-    epilog=USE_EPILOG,
+    examples="""
+aifs env use /mnt/store/envs/5f0c... -- python train.py
+torchrun --no-python aifs env use "$env" -- python train.py
+""",
+    prints=False,
     context_settings={"ignore_unknown_options": True},
     short_help="Run a command in an environment.",
 )
@@ -173,72 +169,52 @@ def use_command(environment: str, command: tuple[str, ...]) -> None:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
 
-LS_EPILOG = """
-\b
-Examples:
-  aifs env ls /mnt/store/envs
-  aifs env ls /mnt/store/envs --json
-"""
+_MADE = (
+    Column("name"),
+    Column("bytes", show=size),
+    Column("made in", "took_s", duration),
+    Column("last use", "used_s", when),
+    Column("expires", "expire_s", lambda time_s: f"{format_duration(time_s)} unused", "never"),
+)
 
 
-@env_group.command("ls", epilog=LS_EPILOG, short_help="List the environments of a directory.")
-@click.argument("directory", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def ls_command(directory: str, as_json: bool) -> None:
-    """List the environments below DIRECTORY: size, seconds that they took, last use, expiry."""
-    from datetime import datetime
-
-    from aifs.cli.output import print_json, print_table
-    from aifs.client import startup
-    from aifs.core.units import describe_size, format_duration
-
-    found = startup.list_made(directory)
-    if as_json:
-        print_json(
-            [
-                {
-                    "name": name,
-                    "key": record.key,
-                    "made_s": record.made_s,
-                    "took_s": record.took_s,
-                    "bytes": record.bytes,
-                    "used_s": used_s,
-                    "expire_s": record.expire_s,
-                }
-                for name, (record, used_s) in found.items()
-            ]
-        )
-        return
-    rows = [
-        (
-            name,
-            describe_size(record.bytes),
-            f"{record.took_s:.1f} s",
-            datetime.fromtimestamp(used_s).strftime("%Y-%m-%d %H:%M"),
-            "never" if record.expire_s is None else f"{format_duration(record.expire_s)} unused",
-        )
-        for name, (record, used_s) in found.items()
-    ]
-    print_table(("name", "bytes", "made in", "last use", "expires"), rows, ("bytes", "made in"))
-
-
-EXPIRE_EPILOG = """
-\b
-Examples:
-  aifs env expire /mnt/store/envs
-"""
-
-
-@env_group.command(
-    "expire", epilog=EXPIRE_EPILOG, short_help="Remove the environments whose time is over."
+@env_command.command(
+    "ls",
+    short_help="List the environments of a directory.",
+    examples="aifs env ls /mnt/store/envs\naifs env ls /mnt/store/envs --json",
+    sizes=True,
 )
 @click.argument("directory", type=PATH)
-def expire_command(directory: str) -> None:
-    """Remove the environments below DIRECTORY whose time is over and that nobody uses, and what was
-    left of those that were never completed. Whoever makes one does this, too.
+def ls_command(directory: str) -> Report:
+    """List the environments below DIRECTORY: size, seconds that they took, last use, expiry."""
+    from aifs.client import startup
+
+    told = [
+        {
+            "name": name,
+            "key": record.key,
+            "made_s": record.made_s,
+            "took_s": record.took_s,
+            "bytes": record.bytes,
+            "used_s": used_s,
+            "expire_s": record.expire_s,
+        }
+        for name, (record, used_s) in startup.list_made(directory).items()
+    ]
+    return Report(told, Table(_MADE, told))
+
+
+@env_command.command(
+    "expire",
+    short_help="Remove the environments whose time is over.",
+    examples="aifs env expire /mnt/store/envs",
+)
+@click.argument("directory", type=PATH)
+def expire_command(directory: str) -> Report:
+    """Remove the environments below DIRECTORY whose time is over and that nobody uses, and the
+    rests of those that were never completed. aifs env run does this, too.
     """
-    from aifs.cli.output import count
     from aifs.client import startup
 
     removed = startup.expire(directory)
-    print(f"removed {count(len(removed), 'environment')}")
+    return Report({"removed": len(removed)}, f"removed {count(len(removed), 'environment')}")

@@ -1,12 +1,18 @@
-"""``aifs fsck``: check a store that is not mounted, and mend it."""
+"""``aifs fsck`` and ``aifs scrub``: check a store that is not mounted, and mend it; verify all
+bytes on the data servers, and repair them where other objects allow it.
+"""
 
+import json
+import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import PATH
-from aifs.core.errors import AifsError
+from aifs.cli import hints
+from aifs.cli.command import PATH, SIZE, Column, Pairs, Report, Table, command
+from aifs.cli.output import describe_error, print_error, progress, rate, size, when
+from aifs.core.errors import AifsError, MountError
 
 if TYPE_CHECKING:
     from aifs.check.findings import FsckReport
@@ -15,7 +21,18 @@ EXIT_CORRECTED = 1
 EXIT_UNCORRECTED = 4
 EXIT_CANNOT_CHECK = 8
 
-EPILOG = """
+_FINDINGS = (
+    Column("finding", "kind"),
+    Column("state", lambda item: "repaired" if item.repaired else "left"),
+    Column("where"),
+    Column("detail"),
+)
+
+
+@command(
+    "fsck",
+    short_help="Check a store that is not mounted, and mend it.",
+    epilog="""
 \b
 Exit codes, as fsck(8):
   0  nothing wrong
@@ -23,29 +40,20 @@ Exit codes, as fsck(8):
   2  wrong usage of the command line
   4  something is wrong and was not repaired
   8  the store could not be checked (wrong configuration, in use, damaged beyond reading)
-
-\b
-Examples:
-  aifs fsck /srv/store
-  aifs fsck /srv/store --repair
-  aifs fsck /srv/store --deep
-"""
-
-
-@click.command("fsck", epilog=EPILOG)
+""",
+    examples="aifs fsck /srv/store\naifs fsck /srv/store --repair\naifs fsck /srv/store --deep",
+)
 @click.argument("source", type=PATH)
 @click.option("--repair", is_flag=True, help="Mend what can be mended without guessing.")
 @click.option("--deep", is_flag=True, help="Also read all bytes that have checksums, and compare.")
 @click.option(
     "--force", is_flag=True, help="Take the store over from a host that is known to be dead."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def fsck_command(source: str, repair: bool, deep: bool, force: bool, as_json: bool) -> int:
+def fsck_command(source: str, repair: bool, deep: bool, force: bool) -> Report | int:
     """Check the store SOURCE, which must not be mounted. Changes nothing without --repair."""
     from rich.console import Console
 
     from aifs.check.fsck import check
-    from aifs.cli.output import describe_error, print_error, print_json
     from aifs.core import config
 
     console = Console(stderr=True)
@@ -55,37 +63,196 @@ def fsck_command(source: str, repair: bool, deep: bool, force: bool, as_json: bo
     except (AifsError, OSError) as error:
         print_error(describe_error(error))
         return EXIT_CANNOT_CHECK
-    if as_json:
-        findings = [
-            {
-                "kind": item.kind,
-                "where": item.where,
-                "detail": item.detail,
-                "repaired": item.repaired,
-            }
-            for item in report.findings
-        ]
-        print_json({"findings": findings, "counts": report.counts})
-        return exit_code(report)
-    return print_report(report)
+    return report_of(report)
 
 
-def print_report(report: "FsckReport") -> int:
-    """For people; the exit code."""
-    from aifs.cli.output import print_table
-
+def report_of(report: "FsckReport", *above: str) -> Report:
+    """The findings, with the exit code of fsck(8)."""
+    code = 0
     if report.findings:
-        rows = [
-            (item.kind, "repaired" if item.repaired else "left", item.where, item.detail)
-            for item in report.findings
-        ]
-        print_table(("finding", "state", "where", "detail"), rows)
+        mended = all(item.repaired for item in report.findings)
+        code = EXIT_CORRECTED if mended else EXIT_UNCORRECTED
     counts = ", ".join(f"{number} {name}" for name, number in report.counts.items())
-    print(f"{len(report.findings)} findings; checked {counts}")
-    return exit_code(report)
+    names = ("kind", "where", "detail", "repaired")
+    findings = [{name: getattr(item, name) for name in names} for item in report.findings]
+    return Report(
+        {"findings": findings, "counts": report.counts},
+        *above,
+        *([Table(_FINDINGS, report.findings)] if findings else []),
+        f"{len(findings)} findings; checked {counts}",
+        code=code,
+    )
 
 
-def exit_code(report: "FsckReport") -> int:
-    if not report.findings:
-        return 0
-    return EXIT_CORRECTED if all(item.repaired for item in report.findings) else EXIT_UNCORRECTED
+# --- scrub ----------------------------------------------------------------------------------------
+
+_PAUSE_S = 0.2
+
+_WRONG = (
+    Column("file", lambda item: ", ".join(item["paths"])),
+    Column("bytes", lambda item: f"{item['start']}-{item['end'] - 1}"),
+    Column("servers", lambda item: ", ".join(map(str, item["servers"]))),
+    Column("why", "reason"),
+)
+
+
+@command(
+    "scrub",
+    short_help="Read all bytes, and repair what is wrong.",
+    epilog="Exit codes: 0 if all is in order, or repaired; 1 if files are wrong still, which are "
+    "named.",
+    examples="aifs scrub /mnt/store --wait\naifs scrub /mnt/store --bandwidth 1GiB\n"
+    "aifs scrub /mnt/store --status\naifs scrub /mnt/store --stop\n"
+    "aifs scrub /srv/store --no-repair --json",
+    sizes=True,
+)
+@click.argument("place", type=PATH)
+@click.option("--wait", is_flag=True, help="Wait until it is done, with a progress bar.")
+@click.option(
+    "--status",
+    "only_status",
+    is_flag=True,
+    help="Show the findings of the scrub that runs, or of the last one.",
+)
+@click.option("--stop", is_flag=True, help="End the scrub that runs.")
+@click.option(
+    "--repair/--no-repair", default=True, help="Repair what can be repaired; the default."
+)
+@click.option(
+    "--bandwidth",
+    type=SIZE,
+    help="Bytes per second that it reads at most, 0: any number; else scrub.bandwidth.",
+)
+def scrub_command(
+    place: str,
+    wait: bool,
+    only_status: bool,
+    stop: bool,
+    repair: bool,
+    bandwidth: int | None,
+) -> Report:
+    """Read all bytes on the data servers, copies and parity included, compare them with their
+    checksums, repair those that other objects have, and name the files that are lost.
+
+    PLACE is a mountpoint, where it goes on in the background, or a SOURCE that is not mounted,
+    where the command does it. A mount scrubs by itself every scrub.interval. A scrub that is
+    interrupted goes on with the next mount.
+    """
+    import trio
+
+    order = (
+        "start"
+        + ("" if repair else ",no-repair")
+        + ("" if bandwidth is None else f",bandwidth={bandwidth}")
+    )
+    if only_status or stop:
+        order = "stop" if stop else ""
+    status = trio.run(_run, place, order, wait)
+    parts: list[Pairs | Table | str] = [
+        f"the scrub goes on in the background; aifs scrub --status {place} says how far it is"
+    ]
+    if not (order and status["running"]):
+        parts = [Pairs(facts(status))]
+        if status["wrong"]:
+            parts.append(Table(_WRONG, status["wrong"]))
+        if more := status["wrong_ranges"] - len(status["wrong"]):
+            parts.append(f"and {more} more, which the mount's log names")
+    is_wrong = status["wrong_ranges"] and not status["running"]
+    return Report(status, *parts, code=1 if is_wrong else 0)
+
+
+async def _run(place: str, order: str, wait: bool) -> dict[str, Any]:
+    from aifs.cli.server import OpenDoor, opened
+
+    async with opened(place) as door:
+        if isinstance(door, OpenDoor):
+            return await _by_ourselves(door.fs, order)
+        return _at_mount(door.where, order, wait)
+
+
+def _at_mount(mountpoint: str, order: str, wait: bool) -> dict[str, Any]:
+    try:
+        if order:
+            hints.put(mountpoint, hints.SCRUB, order)
+        status = hints.read(mountpoint, hints.SCRUB)
+        if wait and status["running"]:
+            with progress("scrubbing") as show:
+                while status["running"]:
+                    _show(show, status)
+                    time.sleep(_PAUSE_S)
+                    status = hints.read(mountpoint, hints.SCRUB)
+    except PermissionError:
+        raise MountError(f"{mountpoint}: only root may scrub a mount") from None
+    return status
+
+
+async def _by_ourselves(fs: Any, order: str) -> dict[str, Any]:
+    import trio
+
+    from aifs.files.types import ROOT
+    from aifs.meta.keys import ROOT_INO
+
+    await fs.scrub.load()
+    if order:
+        await fs.setxattr(ROOT_INO, hints.SCRUB.encode(), order.encode(), caller=ROOT)
+    if order.startswith("start"):
+        with progress("scrubbing") as show:
+            while fs.scrub.status()["running"] or not fs.rebuild.idle:
+                _show(show, fs.scrub.status())
+                with trio.move_on_after(_PAUSE_S):
+                    await fs.scrub.wait()
+                    await trio.sleep(_PAUSE_S / 10)
+    return json.loads(await fs.getxattr(ROOT_INO, hints.SCRUB.encode()))
+
+
+def _show(show: Any, status: dict[str, Any]) -> None:
+    done = status["read_bytes"]
+    show(done, max(done, int(done / status["share"])) if status["share"] else done)
+
+
+def facts(status: dict[str, Any]) -> list[tuple[str, object]]:
+    """Names and values."""
+    if not status["running"] and not status["ended_s"]:
+        return [("state", "none yet"), *_next(status)]
+    begun = when(status["begun_s"])
+    found = [
+        (
+            "state",
+            f"running, {status['share']:.0%}, {rate(status['rate'])}"
+            if status["running"]
+            else "not running",
+        ),
+        ("begun", begun),
+        (
+            "verified",
+            f"{status['objects']} files and containers, {size(status['read_bytes'])} read",
+        ),
+        (
+            "flaws",
+            (
+                f"{status['flaws']}: {status['repaired']} repaired, {status['rebuilding']} objects "
+                "handed to the rebuild"
+            ),
+        ),
+    ]
+    if status["put_off"] or status["unverified"]:
+        found.append(
+            (
+                "not verified",
+                (
+                    f"{status['put_off'] + status['unverified']}: being changed, or a server does "
+                    "not answer"
+                ),
+            )
+        )
+    copies = (
+        [f"{status['from_copies']} files restored from theirs"] if status["from_copies"] else []
+    )
+    copies += [f"{status['dropped_copies']} wrong ones dropped"] if status["dropped_copies"] else []
+    if copies:
+        found.append(("burst copies", ", ".join(copies)))
+    return found + _next(status)
+
+
+def _next(status: dict[str, Any]) -> list[tuple[str, object]]:
+    return [("next", when(status["next_s"]))] if status["next_s"] else []

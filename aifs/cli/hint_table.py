@@ -1,5 +1,4 @@
-"""``aifs hints``: what has been said of a file or directory by its extended attributes, and what
-can be."""
+"""``aifs hints``: the extended attributes of a file or directory, and their meaning."""
 
 import json
 import os
@@ -9,27 +8,27 @@ from typing import Any
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Report, Table, command
+from aifs.cli.door import require_inside
 
 _ELSEWHERE = ("info", "why", "hints", "places.N")
 """``aifs info`` and ``aifs why`` show them; all the others are in this table, or for the client."""
 
 
-@click.command(
+_HINTS = (Column("hint"), Column("value", show=lambda value: _short(value)), Column("meaning"))
+
+
+@command(
     "hints",
-    short_help="Show what the attributes user.aifs.* of a file or directory say.",
-    epilog="\b\nExample:\n  aifs hints /mnt/store/datasets\n"
-    "  setfattr -n user.aifs.tier -v capacity /mnt/store/datasets",
+    short_help="Show the attributes user.aifs.* of a file or directory.",
+    examples="aifs hints /mnt/store/datasets\n"
+    "setfattr -n user.aifs.tier -v capacity /mnt/store/datasets",
 )
 @click.argument("path", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def hints_command(path: str, as_json: bool) -> None:
-    """Show the hints (extended attributes user.aifs.*) of PATH: what each says now, and what may be
-    set by setfattr(1). A directory's layout, tier, expected_size, publish and mirror hold for what
-    is made in it from then on. A hint without a value has not been set."""
-    from aifs.cli.mounts import require_inside
-    from aifs.cli.output import print_json, print_table
-
+def hints_command(path: str) -> Report:
+    """Show the hints (extended attributes user.aifs.*) of PATH: their values, and those that can
+    be set by setfattr(1). A directory's layout, tier, expected_size, publish and mirror hold for
+    files that are made in it from then on. A hint without a value has not been set."""
     require_inside(path)
     found = {}
     for row in hints.read(path, hints.HINTS)["hints"]:
@@ -37,11 +36,12 @@ def hints_command(path: str, as_json: bool) -> None:
         if row["get"] and row["where"] != "root" and name not in _ELSEWHERE:
             is_walk = row["is_costly"] and os.path.isdir(path)
             found[name] = None if is_walk else _value(path, f"user.aifs.{name}"), row["help"]
-    if as_json:
-        print_json({name: value for name, (value, _) in found.items() if value is not None})
-        return
-    rows = [(f"user.aifs.{name}", _short(value), help) for name, (value, help) in found.items()]
-    print_table(("hint", "value", "meaning"), rows)
+    rows = [
+        {"hint": f"user.aifs.{name}", "value": value, "meaning": text}
+        for name, (value, text) in found.items()
+    ]
+    told = {name: value for name, (value, _) in found.items() if value is not None}
+    return Report(told, Table(_HINTS, rows))
 
 
 def _value(path: str, name: str) -> Any:
@@ -55,7 +55,7 @@ def _value(path: str, name: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Of JSON, what is worth a line."""
+    """The part of JSON that is worth a line."""
     if not isinstance(value, dict):
         return value or ""
     for key in ("reason", "state"):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aifs.cli.arguments import PATH, SIZE
+from aifs.cli.command import PATH, SIZE, Column, Report, Table, group
+from aifs.cli.output import print_error, size, when
 
 if TYPE_CHECKING:
     from aifs.client.startup import MadeRecord
@@ -14,24 +15,19 @@ if TYPE_CHECKING:
 IMAGE = click.argument("image", type=PATH, metavar="IMAGE")
 
 
-@click.group("image", short_help="Container images that are unpacked once for all hosts.")
-def image_group() -> None:
+@group("image", short_help="Container images that are unpacked once for all hosts.")
+def image_command() -> None:
     """Container images: unpacked once into a directory, from which all hosts mount them."""
 
 
-IMPORT_EPILOG = """
-\b
-Examples:
-  docker save train:3 -o train.tar
-  image=$(aifs image import train.tar /mnt/store)
-  skopeo copy docker://python:3.12-slim oci:python
-  aifs image import python /mnt/store
-"""
-
-
-@image_group.command(
+@image_command.command(
     "import",
-    epilog=IMPORT_EPILOG,
+    examples="""
+docker save train:3 -o train.tar
+image=$(aifs image import train.tar /mnt/store)
+skopeo copy docker://python:3.12-slim oci:python
+aifs image import python /mnt/store
+""",
     short_help="Unpack an image unless it is there, and print its path.",
 )
 @click.argument("source", type=PATH, metavar="ARCHIVE.tar|OCI-DIR")
@@ -44,10 +40,10 @@ Examples:
     show_default=True,
     help="An image that unpacks to more is refused.",
 )
-def import_command(source: str, directory: str, name: str | None, bytes_max: int) -> None:
+def import_command(source: str, directory: str, name: str | None, bytes_max: int) -> Report:
     """Unpack the image of an archive of `docker save`, or of an OCI layout (a directory, or an
-    archive of it), to DIR/images/DIGEST/rootfs, and print DIR/images/DIGEST. DIGEST is what Docker
-    calls the image's ID.
+    archive of it), to DIR/images/DIGEST/rootfs, and print DIR/images/DIGEST. DIGEST is the ID
+    of the image in Docker.
 
     Of many that import it at the same time, on any host, one does the work, and the others wait. It
     is there whole, or not at all: what is damaged, does not have its digests, or reaches out of its
@@ -56,19 +52,18 @@ def import_command(source: str, directory: str, name: str | None, bytes_max: int
     from aifs.client.startup.images import import_image
 
     with import_image(source, directory, name=name, bytes_max=bytes_max) as made:
-        print(made.path)
+        return Report({"path": made.path}, made.path)
 
 
-MOUNT_EPILOG = """
-\b
-Examples:
-  aifs image mount $image /run/train --upper /scratch/train
-  chroot /run/train python train.py
-  umount /run/train
-"""
-
-
-@image_group.command("mount", epilog=MOUNT_EPILOG, short_help="Mount an image.")
+@image_command.command(
+    "mount",
+    examples="""
+aifs image mount $image /run/train --upper /scratch/train
+chroot /run/train python train.py
+umount /run/train
+""",
+    short_help="Mount an image.",
+)
 @IMAGE
 @click.argument("mountpoint", type=PATH, metavar="MNT")
 @click.option(
@@ -112,58 +107,45 @@ def mount_command(image: str, mountpoint: str, upper: str | None) -> None:
 def _mount(*arguments: str) -> None:
     import subprocess
 
-    from aifs.cli.output import print_error
-
     done = subprocess.run(("mount", *arguments), capture_output=True, text=True)
     if done.returncode:
         print_error(" ".join(done.stderr.split()))
         raise click.exceptions.Exit(6)
 
 
-LS_EPILOG = """
-\b
-Examples:
-  aifs image ls /mnt/store
-  aifs image ls /mnt/store --json
-"""
+_IMAGES = (
+    Column("digest"),
+    Column("names", show=" ".join),
+    Column("bytes", show=size),
+    Column("imported", "made_s", when),
+)
 
 
-@image_group.command("ls", epilog=LS_EPILOG, short_help="List the images of a directory.")
+@image_command.command(
+    "ls",
+    sizes=True,
+    examples="""
+aifs image ls /mnt/store
+aifs image ls /mnt/store --json
+""",
+    short_help="List the images of a directory.",
+)
 @click.argument("directory", type=PATH, metavar="DIR")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def ls_command(directory: str, as_json: bool) -> None:
+def ls_command(directory: str) -> Report:
     """List the images below DIR: digest, names, size, when they were imported."""
-    from datetime import datetime
-
-    from aifs.cli.output import print_json, print_table
     from aifs.client import startup
-    from aifs.core.units import describe_size
 
-    found = startup.list_made(os.path.join(directory, "images"))
-    if as_json:
-        print_json(
-            [
-                {
-                    "digest": digest,
-                    "names": _names_of(record),
-                    "bytes": record.bytes,
-                    "made_s": record.made_s,
-                    "took_s": record.took_s,
-                }
-                for digest, (record, _) in found.items()
-            ]
-        )
-        return
-    rows = [
-        (
-            digest,
-            " ".join(_names_of(record)),
-            describe_size(record.bytes),
-            datetime.fromtimestamp(record.made_s).strftime("%Y-%m-%d %H:%M"),
-        )
-        for digest, (record, _) in found.items()
+    told = [
+        {
+            "digest": digest,
+            "names": _names_of(record),
+            "bytes": record.bytes,
+            "made_s": record.made_s,
+            "took_s": record.took_s,
+        }
+        for digest, (record, _) in startup.list_made(os.path.join(directory, "images")).items()
     ]
-    print_table(("digest", "names", "bytes", "imported"), rows, ("bytes",))
+    return Report(told, Table(_IMAGES, told))
 
 
 def _names_of(record: "MadeRecord") -> list[str]:
@@ -172,14 +154,13 @@ def _names_of(record: "MadeRecord") -> list[str]:
     return [*map(str, names)] if isinstance(names, list) else []
 
 
-RM_EPILOG = """
-\b
-Examples:
-  aifs image rm $image
-"""
-
-
-@image_group.command("rm", epilog=RM_EPILOG, short_help="Remove an image.")
+@image_command.command(
+    "rm",
+    examples="""
+aifs image rm $image
+""",
+    short_help="Remove an image.",
+)
 @IMAGE
 def rm_command(image: str) -> None:
     """Remove IMAGE, which is not mounted on this host. That it is mounted on another one is not

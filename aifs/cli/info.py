@@ -1,12 +1,21 @@
-"""``aifs info``: where the bytes of a file lie, and who else has them."""
+"""``aifs info``, ``aifs layout`` and ``aifs group``: where the bytes of files lie, how new ones are
+laid out on the data servers, and files that are written together.
+"""
 
+import os
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Pairs, Report, Table, command, group, number
+from aifs.cli.door import require_inside
+from aifs.cli.output import count, duration, size
+from aifs.core.errors import UserError
+
+if TYPE_CHECKING:
+    from aifs.layout.hint import Policy
 
 _TYPES = {
     stat.S_IFLNK: "symlink",
@@ -17,16 +26,25 @@ _TYPES = {
 }
 
 
-@click.command(
+_PARTS = (
+    Column("server", show=number),
+    Column("domain"),
+    Column("state"),
+    Column("bytes", show=size),
+    Column("path"),
+)
+
+
+@command(
     "info",
     short_help="Show where the bytes of a file lie.",
-    epilog="\b\nExamples:\n  aifs info /mnt/store/model.pt\n"
-    "  aifs info --tree /mnt/store/run/.snapshots/before-merge",
+    examples="aifs info /mnt/store/model.pt\n"
+    "aifs info --tree /mnt/store/run/.snapshots/before-merge",
+    sizes=True,
 )
 @click.argument("path", type=PATH)
-@click.option("--tree", is_flag=True, help="Of a directory, add up what all files below have.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def info_command(path: str, tree: bool, as_json: bool) -> None:
+@click.option("--tree", is_flag=True, help="Of a directory, add up the bytes of all files below.")
+def info_command(path: str, tree: bool) -> Report:
     """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not
     followed.
 
@@ -37,36 +55,20 @@ def info_command(path: str, tree: bool, as_json: bool) -> None:
     and snapshots elsewhere have, too. Those of a directory are added up with --tree, with the
     number of files below and their bytes as ls shows them.
     """
-    from aifs.cli.output import print_facts, print_json, print_table
-    from aifs.core.units import describe_size
-
     info = _read_info(path, tree)
-    if as_json:
-        print_json(info)
-        return
-    parts, layout, copy = info.pop("parts", []), info.pop("layout", None), info.pop("copy", None)
-    if copy:
+    shown = {key: value for key, value in info.items() if key not in ("parts", "layout", "copy")}
+    if copy := info.get("copy"):
         where = f"host {copy['host']}" if "host" in copy else copy["path"]
-        info["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
-    if layout:
-        info["layout"] = describe_layout(layout)
+        shown["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
+    if layout := info.get("layout"):
+        shown["layout"] = describe_layout(layout)
     if "compression" in info:
-        info["compression"] = f"{info['compression']:.2f}x"
-    print_facts(info.items())
-    if parts:
-        print()
-        rows = [
-            (
-                part["server"],
-                part["domain"],
-                part["state"],
-                describe_size(part["bytes"]),
-                part["path"],
-            )
-            for part in parts
-        ]
-        what = "container" if "chunk" in layout else "path"
-        print_table(("server", "domain", "state", "bytes", what), rows, right=("server", "bytes"))
+        shown["compression"] = f"{info['compression']:.2f}x"
+    parts: list[Pairs | Table] = [Pairs(shown.items())]
+    if info.get("parts"):
+        last = Column("container" if "chunk" in info["layout"] else "path", "path")
+        parts.append(Table((*_PARTS[:-1], last), info["parts"]))
+    return Report(info, *parts)
 
 
 def describe_layout(layout: dict[str, Any]) -> str:
@@ -83,8 +85,6 @@ def describe_layout(layout: dict[str, Any]) -> str:
 
 
 def _read_info(path: str, tree: bool) -> dict[str, Any]:
-    from aifs.cli.mounts import require_inside
-
     found = require_inside(path, follow=False)
     kind = _TYPES.get(stat.S_IFMT(found.st_mode))
     if kind:  # the kernel lets nobody ask user.* attributes of these
@@ -93,3 +93,217 @@ def _read_info(path: str, tree: bool) -> dict[str, Any]:
     if tree or not stat.S_ISDIR(found.st_mode):
         info |= hints.read(path, hints.SHARING, follow=False)
     return info
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+_EXAMPLES = """
+aifs layout get /mnt/store/models
+aifs layout set /mnt/store/models unit=4MiB,count=2
+aifs layout set /mnt/store/models none
+aifs layout explain /mnt/store/models
+aifs layout explain kind=interleaved,compress=zstd:3
+"""
+
+_LAYOUTS = """
+\b
+A layout is KEY=VALUE,...; keys that are left out are as the store has them:
+  kind      striped: large files have objects of their own; interleaved: all share containers
+  unit      bytes that go to one server before the next one's turn, such as 4MiB
+  count     servers of a file; 0: all
+  servers   those to choose from, as 0:2:3
+  replicas  copies of each byte, on different servers
+  ec        DATA+PARITY columns, such as 4+2; none
+  compress  of interleaved files: zstd:LEVEL, none
+"""
+
+
+@group("layout", epilog=_LAYOUTS, short_help="Show, set and explain how files lie on servers.")
+def layout_command() -> None:
+    """How new files of a directory are laid out on the data servers."""
+
+
+@layout_command.command("get", epilog=_LAYOUTS, examples=_EXAMPLES)
+@click.argument("path", type=PATH)
+def get_command(path: str) -> Report:
+    """Print the layout that new files below the directory PATH get, or that the file PATH has."""
+    text = _read(path)
+    return Report({"layout": text}, text)
+
+
+@layout_command.command("set", epilog=_LAYOUTS, examples=_EXAMPLES)
+@click.argument("path", type=PATH)
+@click.argument("layout")
+def set_command(path: str, layout: str) -> Report:
+    """Have files that are made below the directory PATH from now on laid out by LAYOUT, or the
+    empty file PATH; none takes it back. Files that are there stay as they are.
+
+    For its owner, and for root.
+    """
+    before = _read(path)
+    if layout == "none":
+        if before != _DEFAULT:
+            hints.remove(path, hints.LAYOUT)
+    else:
+        hints.put(path, hints.LAYOUT, layout)
+    now = _read(path)
+    return Report({"layout": now, "before": before}, f"{path}: {now}, and was {before}")
+
+
+@layout_command.command("explain", epilog=_LAYOUTS, examples=_EXAMPLES)
+@click.argument("what", metavar="PATH|LAYOUT")
+def explain_command(what: str) -> Report:
+    """Say in words what LAYOUT means, or the layout of PATH: where bytes go, how many servers may
+    be lost, and what it takes.
+    """
+    from aifs.layout.hint import parse_layout_hint
+
+    is_path = "=" not in what or os.path.lexists(what)
+    text = _read(PATH.convert(what, None, click.get_current_context())) if is_path else what
+    words = in_words(parse_layout_hint(text))
+    sentences = [f"  {sentence}" for sentence in words]
+    return Report({"layout": text, "words": words}, text, *sentences)
+
+
+_DEFAULT = "count=0"
+
+
+def _read(path: str) -> str:
+    require_inside(path)
+    try:
+        return os.fsdecode(os.getxattr(path, hints.LAYOUT))
+    except OSError as error:
+        if hints.is_missing(error):
+            return _DEFAULT
+        raise
+
+
+def in_words(policy: "Policy") -> list[str]:
+    """The meaning of a layout, a sentence for each of its keys."""
+    from aifs.core.units import format_size
+    from aifs.layout.redundancy import Redundancy
+
+    unit = format_size(policy.unit) if policy.unit else "the store's stripe unit"
+    if policy.kind == "interleaved":
+        words = ["All files share containers: those that are drained together lie together."]
+        if policy.compress:
+            words.append(f"Their chunks are compressed with zstd, level {policy.compress}.")
+    else:
+        words = [
+            f"Files of {unit} or more, or of 1 MiB if that is less, have objects of their own; "
+            "smaller ones share containers.",
+            f"Of a large file {unit} go to one server before the next one's turn.",
+        ]
+        if policy.compress:
+            words.append("Nothing of that is compressed: compress counts for interleaved files.")
+    which = f" of {', '.join(map(str, policy.servers))}" if policy.servers else ""
+    protection = policy.redundancy(Redundancy())
+    if policy.parity:
+        width = policy.data + policy.parity
+        words.append(
+            f"A file lies on {width} servers{which}: {policy.data} columns of data, "
+            f"{policy.parity} of parity."
+        )
+    elif policy.count:
+        servers = policy.count * protection.replicas
+        words.append(f"A file lies on {servers} server{'s' * (servers != 1)}{which}.")
+    else:
+        words.append(f"A file is spread over all servers{which}.")
+    if protection.is_protected:
+        columns = (policy.data + policy.parity) / policy.data if policy.parity else policy.replicas
+        words.append(
+            f"Any {protection.tolerates} of its servers may be lost; it takes {columns:.3g} times "
+            "the space."
+        )
+    elif policy.replicas:
+        words.append("It is not protected: what lies on a server that is lost is lost.")
+    else:
+        words.append("It is protected as the store says (layout.replicas, layout.ec).")
+    return words
+
+
+# --- group ----------------------------------------------------------------------------------------
+
+
+@group("group", short_help="Grouped writes: show one.")
+def group_command() -> None:
+    """Grouped I/O: the reads or writes of many ranks are planned as one."""
+
+
+_MEMBERS = (Column("file", "name"), Column("bytes", show=size), Column("state"))
+
+
+@group_command.command(
+    "show",
+    examples="aifs group show /mnt/store/step-100\naifs group show /mnt/store/step-100 --json",
+    sizes=True,
+)
+@click.argument("path", type=PATH)
+def show_group_command(path: str) -> Report:
+    """Show the group that PATH belongs to: the ranks that are missing, the bytes that are stored
+    once, the time that it took.
+
+    PATH is a directory that has a group, or had one, or anything below it.
+    """
+    require_inside(path)
+    try:
+        told = hints.read(path, hints.GROUP)
+    except OSError as error:
+        if not hints.is_missing(error):
+            raise
+        raise UserError(
+            f"{path} has no group, and lies below none; setfattr -n user.aifs.group begins one"
+        ) from None
+    parts: list[Pairs | Table | str] = [Pairs(_told(told))]
+    if told["files"]:
+        parts.append(Table(_MEMBERS, told["files"]))
+        if more := told["file_count"] - len(told["files"]):
+            parts.append(f"and {count(more, 'file')} more")
+    return Report(told, *parts)
+
+
+def _host(told: dict[str, Any]) -> str:
+    has = [f"ranks {', '.join(map(str, told['ranks']))}"] if told["ranks"] else []
+    has += ["files"] if told["has_files"] else []
+    has += ["sees to it"] if told["sees_to_it"] else []
+    return f"{told['name']} ({'; '.join(has)})" if has else told["name"]
+
+
+def _told(told: dict[str, Any]) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [
+        ("group", f"{told['name']}, {count(told['ranks'], 'rank')}, committed by {told['commit']}"),
+        ("state", told["state"] + (f": {told['error']}" if told["error"] else "")),
+    ]
+    if told["hosts"]:
+        facts.append(("hosts", ", ".join(map(_host, told["hosts"]))))
+    if told["missing"]:
+        facts.append(("missing", "ranks " + ", ".join(map(str, told["missing"]))))
+    elif told["missing_files"]:
+        facts.append(("missing", count(told["missing_files"], "file")))
+    shares = [
+        ("distinct", "distinct_bytes"),
+        ("duplicates", "duplicate_bytes"),
+        ("zeros", "zero_bytes"),
+        ("found", "found_bytes"),
+    ]
+    facts.append(("bytes", size(told["bytes"])))
+    facts += [(name, size(told[key])) for name, key in shares]
+    begun, times = told["times"]["open"], told["times"]
+    facts += [
+        (name, f"{duration(times[name] - begun)} after the beginning")
+        for name in ("committed", "buffered", "durable")
+        if times[name]
+    ]
+    if told["publish"]:
+        facts.append(
+            (
+                "publish",
+                (
+                    f"{told['publish']}: "
+                    f"{'done' if told['published'] else told['publish_error'] or 'not yet'}"
+                ),
+            )
+        )
+    if told["drain_error"]:
+        facts.append(("waits", told["drain_error"]))
+    return facts

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Pairs, Report, Table, command, number
+from aifs.cli.door import walk
+from aifs.cli.output import size
 from aifs.client.checkpoints import attributes
 
 if TYPE_CHECKING:
@@ -21,18 +24,17 @@ WAYS = {
     "the others of its host share its memory",
 }
 
-EPILOG = """
-\b
-Examples:
-  aifs checkpoints load --plan /mnt/store/run/step-100 --ranks 16 --hosts 2
-  aifs checkpoints load --plan /mnt/store/run/step-200 --ranks 64 --sharded --tensors
-  aifs checkpoints load --plan /mnt/store/model.pt --ranks 8 --hosts 8 --together --json
-"""
 
-
-@click.command("load", epilog=EPILOG, short_help="Show what each rank of a job will read.")
+@command(
+    "load",
+    short_help="Show what each rank of a job will read.",
+    examples="aifs checkpoints load --plan /mnt/store/run/step-100 --ranks 16 --hosts 2\n"
+    "aifs checkpoints load --plan /mnt/store/run/step-200 --ranks 64 --sharded --tensors\n"
+    "aifs checkpoints load --plan /mnt/store/model.pt --ranks 8 --hosts 8 --together --json",
+    sizes=True,
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--plan", is_flag=True, help="Show it; what loads is the job itself.")
+@click.option("--plan", is_flag=True, help="Show it; the job itself loads.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="N", help="Otherwise one for each PATH."
 )
@@ -55,7 +57,6 @@ Examples:
     "dimension, as FSDP does; otherwise for all.",
 )
 @click.option("--tensors", is_flag=True, help="List the tensors, too, in the order of reading.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 def load_command(
     paths: tuple[str, ...],
     plan: bool,
@@ -64,8 +65,7 @@ def load_command(
     together: bool,
     sharded: bool,
     tensors: bool,
-    as_json: bool,
-) -> None:
+) -> Report:
     """Show which bytes each rank will read of the checkpoint PATH (or of one file for each rank),
     where these are now, and in which order they are read.
 
@@ -74,29 +74,25 @@ def load_command(
     groups, safetensors): a directory with as many files as ranks has one for each, in the order of
     the numbers in their names. JSON has each range.
 
-    A plan does not know: what is in memory already, which nobody is asked for; what is drained,
-    staged or evicted until then; speeds, by which a job that has loaded before may choose another
-    way; that ranks in containers of their own read all, where they cannot see the first rank of
-    their host; which tensors the job asks for (all of them, here), and what it uses of a file that
-    is mapped, and when. torch.load passes over some bytes between tensors, and reads some twice.
+    A plan does not know: bytes in memory, which nobody is asked for; drains, stages and evictions
+    until then; speeds, by which a job that has loaded before may choose another way; that ranks in
+    containers of their own read all, where they cannot see the first rank of their host; which
+    tensors the job asks for (all of them, here), and the used parts of a file that is mapped.
+    torch.load passes over some bytes between tensors, and reads some twice.
     """
     if not plan:
         raise click.UsageError("say --plan: what loads a checkpoint is the job itself")
-    from aifs.cli.output import print_json
-    from aifs.cli.trees import walk
     from aifs.client.torch.load_plan import plan_load
 
-    # First of all, as what is looked into may be brought into the burst tier.
+    # First of all, because files that are looked into may be brought into the burst tier.
     before = {file: _place(file) for path in paths for file in walk(os.path.realpath(path))}
     try:
         found = plan_load(paths, ranks or len(paths), hosts, together=together, sharded=sharded)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     places = {path: before.get(os.path.realpath(path)) or _place(path) for path in found.sizes}
-    if as_json:
-        print_json(_facts(found, places))
-    else:
-        _print(found, places, tensors)
+    told = _facts(found, places)
+    return Report(told, *_parts(found, told, places, tensors))
 
 
 def _place(path: str) -> str:
@@ -160,39 +156,38 @@ def _facts(found: "LoadPlan", places: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _print(found: "LoadPlan", places: dict[str, str], tensors: bool) -> None:
-    from aifs.cli.output import print_facts, print_table
-    from aifs.core.units import describe_size
+_FILES = (Column("bytes", show=size), Column("where", "place"), Column("file", "path"))
+_TENSORS = (
+    Column("bytes", lambda row: row[1].end - row[1].begin, size),
+    Column("tensor", lambda row: row[0]),
+    Column("where", lambda row: f"{row[1].path} at {row[1].begin}"),
+)
 
-    once, for_each_host = _from_servers(found, places)
-    served = describe_size(once)
-    if for_each_host > once:
-        served += f"; {describe_size(for_each_host)} if the hosts do not read at the same time"
-    facts = [
-        ("loader", found.loader),
-        ("way", WAYS[found.way]),
-        ("from servers", served),
-    ]
+
+def _bytes_in(place: str, row: tuple[int, dict[str, Any]]) -> int | None:
+    return row[1]["places"][place] or None
+
+
+def _parts(
+    found: "LoadPlan", told: dict[str, Any], places: dict[str, str], tensors: bool
+) -> list[Pairs | Table]:
+    served = size(told["server_bytes"])
+    if told["server_bytes_max"] > told["server_bytes"]:
+        apart = size(told["server_bytes_max"])
+        served += f"; {apart} if the hosts do not read at the same time"
+    facts = [("loader", found.loader), ("way", WAYS[found.way]), ("from servers", served)]
     if not found.tensors:
         facts.append(("order", "not known: no tensors, or more than weights, are in the pickle"))
-    print_facts(facts)
-    print()
-    columns = _columns(places)
-    rows = []
-    for number, rank in enumerate(found.ranks):
-        by_place = _by_place(rank.ranges, places)
-        cells = [describe_size(size) if size else "" for size in by_place.values()]
-        rows.append((number, rank.host, describe_size(sum(by_place.values())), *cells))
-    heads = ("rank", "host", "reads", *columns)
-    print_table(heads, rows, heads)
-    print()
-    rows = [(describe_size(size), places[path], path) for path, size in found.sizes.items()]
-    print_table(("bytes", "where", "file"), rows, ("bytes",))
+    ranks = [
+        Column("rank", lambda row: row[0], number),
+        Column("host", lambda row: row[1]["host"], number),
+        Column("reads", lambda row: row[1]["bytes"], size),
+    ]
+    for place in _columns(places):
+        ranks.append(Column(place, partial(_bytes_in, place), size))
+    parts: list[Pairs | Table] = [Pairs(facts), Table(ranks, enumerate(told["ranks"]))]
+    parts.append(Table(_FILES, told["files"]))
     if tensors:
-        print()
-        rows = [
-            (describe_size(each.end - each.begin), name, f"{each.path} at {each.begin}")
-            for name, ranges in found.tensors
-            for each in ranges
-        ]
-        print_table(("bytes", "tensor", "where"), rows, ("bytes",))
+        rows = [(name, each) for name, ranges in found.tensors for each in ranges]
+        parts.append(Table(_TENSORS, rows))
+    return parts

@@ -1,8 +1,8 @@
-"""The command ``aifs``: collects the commands, and turns errors into one line and a documented exit
+"""The command ``aifs``: finds the commands, and turns errors into one line and a documented exit
 code.
 
-Commands are imported when they are asked for, and import what they need when they run, so that
-small commands start fast.
+A command is imported when it is asked for, and imports the rest when it runs, so that small
+commands start fast.
 """
 
 import importlib
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import click
 
 import aifs
-from aifs.cli.output import describe_error, print_error
+from aifs.cli.command import CommandGroup
+from aifs.cli.output import describe_error, near, print_error
 from aifs.core.errors import AifsError, UserError
 
 EXIT_INTERRUPTED = 130
@@ -32,7 +33,7 @@ MOUNT_PACKAGES = frozenset(
         "zstandard",
     )
 )
-"""What the extra ``mount`` installs, as it is imported."""
+"""The packages of the extra ``mount``, as they are imported."""
 
 _OTHER_PACKAGES = {
     "matplotlib": ("figures", "figures"),
@@ -41,7 +42,7 @@ _OTHER_PACKAGES = {
     "pyarrow": ("datasets", "data"),
     "torch": ("checkpoints of PyTorch", "torch"),
 }
-"""What other packages are for, and the extras that install them."""
+"""The uses of other packages, and the extras that install them."""
 
 EPILOG = """
 SOURCE is a directory, which holds the whole store (metadata, four data servers), or a YAML file
@@ -68,66 +69,60 @@ Exit codes:
   8  a checkpoint cannot be made, is not there, or is not what its manifest says
   9  a dataset cannot be read, or is not the one that was indexed
  10  an environment or image cannot be made, or is not there
+130  interrupted by Ctrl-C
+A command that runs another one (env run, env use, start run) has the exit code of that one;
 fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
 _COMMANDS = {
-    "format": "aifs.cli.format:format_command",
-    "mount": "aifs.cli.mount:mount_command",
-    "umount": "aifs.cli.umount:umount_command",
-    "status": "aifs.cli.status:status_command",
-    "info": "aifs.cli.info:info_command",
-    "doctor": "aifs.cli.doctor:doctor_command",
-    "stats": "aifs.cli.stats:stats_command",
-    "top": "aifs.cli.top:top_command",
-    "trace": "aifs.cli.trace:trace_command",
-    "why": "aifs.cli.why:why_command",
-    "profile": "aifs.cli.profile:profile_command",
-    "debug": "aifs.cli.debug:debug_command",
-    "drain": "aifs.cli.drain:drain_command",
-    "warm": "aifs.cli.warm:warm_command",
-    "evict": "aifs.cli.evict:evict_command",
-    "quota": "aifs.cli.quota:quota_group",
-    "pin": "aifs.cli.pin:pin_command",
-    "unpin": "aifs.cli.pin:unpin_command",
-    "rm": "aifs.cli.rm:rm_command",
-    "clone": "aifs.cli.clone:clone_command",
-    "trash": "aifs.cli.trash:trash_group",
-    "snapshot": "aifs.cli.snapshot:snapshot_group",
-    "publish": "aifs.cli.publish:publish_command",
-    "checkpoints": "aifs.cli.checkpoints:checkpoints_group",
-    "fsck": "aifs.cli.fsck:fsck_command",
-    "scrub": "aifs.cli.scrub:scrub_command",
-    "config": "aifs.cli.config:config_group",
-    "server": "aifs.cli.server:server_group",
-    "hosts": "aifs.cli.hosts:hosts_command",
-    "group": "aifs.cli.group:group_group",
-    "meta": "aifs.cli.meta:meta_group",
-    "env": "aifs.cli.env:env_group",
-    "image": "aifs.cli.image:image_group",
-    "dataset": "aifs.cli.dataset:dataset_group",
-    "start": "aifs.cli.start:start_group",
-    "hints": "aifs.cli.hint_table:hints_command",
-    "layout": "aifs.cli.layout:layout_group",
-    "bench": "aifs.cli.bench:bench_command",
-    "completion": "aifs.cli.completion:completion_command",
-    "manual": "aifs.cli.manual:manual_command",
+    "Stores and mounts": "format mount umount status info hosts server config meta fsck scrub",
+    "Finding faults": "doctor why stats top trace profile debug bench",
+    "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hints",
+    "Checkpoints": "checkpoints publish group",
+    "Jobs": "start env image dataset",
+    "This program": "completion manual",
 }
-"""Where each command is, in the order in which help lists them."""
+"""The commands, by the headings below which help lists them."""
+
+_NAMES = [name for names in _COMMANDS.values() for name in names.split()]
+
+_MODULES = {
+    "completion": "manual",
+    "format": "mount",
+    "group": "info",
+    "hosts": "server",
+    "hints": "hint_table",
+    "layout": "info",
+    "pin": "tiers",
+    "drain": "tiers",
+    "evict": "tiers",
+    "warm": "tiers",
+    "unpin": "tiers",
+    "profile": "trace",
+    "publish": "checkpoints",
+    "rm": "trash",
+    "scrub": "fsck",
+    "snapshot": "clone",
+    "stats": "status",
+    "top": "trace",
+    "why": "debug",
+}
+"""The modules of commands that do not have one of their name."""
 
 _SILENT = {"env"}
 """Commands that log nothing. Ranks wait for them when they start, and a fifth of what they import
 is logging."""
 
 
-class _Commands(click.Group):
-    """Imports a command when it is asked for: a job starts in less time than all of them take."""
+class _Commands(CommandGroup):
+    """All commands. Each is imported when it is asked for: a job starts in less time than all of
+    them take."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return _NAMES
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
+        if name not in _NAMES:
             return None
         if name not in _SILENT:
             import logging
@@ -135,8 +130,14 @@ class _Commands(click.Group):
             logging.basicConfig(  # a daemon sets up its own
                 format="aifs: %(message)s", level=logging.WARNING
             )
-        module, _, command = _COMMANDS[name].partition(":")
-        return getattr(importlib.import_module(module), command)
+        module = importlib.import_module(f"aifs.cli.{_MODULES.get(name, name)}")
+        return getattr(module, f"{name}_command")
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in _COMMANDS.items():
+            found = [self.get_command(ctx, name) for name in names.split()]
+            with formatter.section(heading):
+                formatter.write_dl([(c.name or "", c.get_short_help_str(70)) for c in found if c])
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -161,6 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            error = click.NoSuchOption(
+                error.option_name, possibilities=near(error.option_name, error.possibilities or ())
+            )
         print_error(" ".join(error.format_message().split()))
         return error.exit_code
     except BrokenPipeError:  # the reader of our output has enough
@@ -182,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AifsError, OSError) as error:
         print_error(describe_error(error))
         return error.exit_code if isinstance(error, UserError) else 1
-    except (click.Abort, KeyboardInterrupt) as error:
+    except (click.Abort, KeyboardInterrupt) as error:  # Abort: also where a question has no answer
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             return EXIT_INTERRUPTED
         print_error("not confirmed, so nothing was done")

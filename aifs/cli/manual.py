@@ -1,21 +1,23 @@
-"""``aifs manual``: man pages, made from the help of all commands."""
+"""``aifs manual`` and ``aifs completion``: man pages, made from the help of all commands, and the
+scripts by which a shell completes them.
+"""
 
 import os
 from collections.abc import Iterator
 
 import click
 
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Report, command
 
 
-@click.command(
+@command(
     "manual",
     short_help="Write man pages of all commands.",
-    epilog="\b\nExample:\n  aifs manual /usr/local/share/man/man1 && man aifs-mount",
+    examples="aifs manual /usr/local/share/man/man1 && man aifs-mount",
 )
 @click.argument("directory", type=PATH)
 @click.pass_context
-def manual_command(context: click.Context, directory: str) -> None:
+def manual_command(context: click.Context, directory: str) -> Report:
     """Write a man page of each command into DIRECTORY, made from what --help prints: aifs.1,
     aifs-mount.1, and so on. Those that are there are replaced."""
     from aifs.core import trees
@@ -25,7 +27,7 @@ def manual_command(context: click.Context, directory: str) -> None:
     for name, text in _pages(context.find_root().command, None):
         trees.replace_file(os.path.join(directory, f"{name}.1"), text.encode(), durable=False)
         pages += 1
-    print(f"{pages} pages in {directory}")
+    return Report({"pages": pages, "directory": directory}, f"{pages} pages in {directory}")
 
 
 def _pages(command: click.Command, above: click.Context | None) -> Iterator[tuple[str, str]]:
@@ -94,3 +96,21 @@ def _text(text: str) -> str:
 
 def _word(text: str) -> str:
     return f'"{_text(text)}"'
+
+
+@command(
+    "completion",
+    short_help="Print what a shell needs to complete commands.",
+    prints=False,
+    examples="source <(aifs completion bash)                                  in ~/.bashrc\n"
+    "aifs completion fish > ~/.config/fish/completions/aifs.fish",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion_command(context: click.Context, shell: str) -> None:
+    """Print the script with which SHELL completes commands, options and paths of aifs."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, "click knows the shells that it names"
+    print(found(context.find_root().command, {}, "aifs", "_AIFS_COMPLETE").source())

@@ -1,21 +1,61 @@
-"""``aifs mount``: mount a store. Also the protocol of mount(8) helpers (-sfnv, -o, -t after the
-paths).
+"""``aifs format`` and ``aifs mount``: make a store, and mount it. Also the protocol of mount(8)
+helpers (-sfnv, -o, -t after the paths), and the start of the daemon.
 """
 
+import fcntl
+import logging
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
-from aifs.cli.arguments import MOUNTPOINT, PATH
-from aifs.core.errors import MountError
+from aifs.cli.command import MOUNTPOINT, PATH, Pairs, Report, command
+from aifs.cli.output import describe_error, print_error
+from aifs.core import log
+from aifs.core.errors import AifsError, MountError, UserError
 
 if TYPE_CHECKING:
     from aifs.fuse.options import MountOptions
 
-EPILOG = """
+_logger = logging.getLogger(__name__)
+
+
+@command(
+    "format",
+    short_help="Make an empty store.",
+    examples="aifs format /srv/store\naifs format /etc/aifs/cluster.yaml",
+)
+@click.argument("source", type=PATH)
+@click.option(
+    "--force", is_flag=True, help="Erase a store that is there already, with all files in it."
+)
+def format_command(source: str, force: bool) -> Report:
+    """Make an empty store in SOURCE, a directory or a YAML file.
+
+    Makes the directories of the metadata, the data servers and the burst tier, and marks each as
+    part of this store. Directories that are not empty are refused, as is a SOURCE that holds
+    anything except its aifs.yaml.
+    """
+    from aifs.core import config
+    from aifs.store.store import format_store
+
+    loaded = config.load(source, {})
+    made = {
+        "uuid": format_store(loaded, force),
+        "metadata": loaded.meta.directory,
+        "servers": loaded.servers,
+        "burst": loaded.burst.directories,
+    }
+    facts = [("uuid", made["uuid"]), ("metadata", loaded.meta.directory)]
+    facts += [(f"server {number}", path) for number, path in enumerate(loaded.servers)]
+    facts += [(f"burst {number}", path) for number, path in enumerate(loaded.burst.directories)]
+    return Report(made, Pairs(facts))
+
+
+_MOUNT_OPTIONS = """
 \b
 Mount options (-o, separated by commas, may be repeated; the last one wins):
   ro, rw                  read-only or not (rw)
@@ -30,16 +70,16 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
                           for /etc/fstab: understood, nothing to do
   KEY=VALUE               any configuration key by its dotted path; aifs config lists them. Lists of
                           directories are separated by colons.
-
-\b
-Examples:
-  aifs mount /srv/store /mnt/store
-  aifs mount /etc/aifs/cluster.yaml /mnt/store -o ro,nosuid
-  aifs mount /srv/store /mnt/store -o layout.unit=4MiB -o log.level=debug
 """
 
 
-@click.command("mount", epilog=EPILOG)
+@command(
+    "mount",
+    epilog=_MOUNT_OPTIONS,
+    examples="aifs mount /srv/store /mnt/store\n"
+    "aifs mount /etc/aifs/cluster.yaml /mnt/store -o ro,nosuid\n"
+    "aifs mount /srv/store /mnt/store -o layout.unit=4MiB -o log.level=debug",
+)
 @click.argument("source", type=PATH)
 @click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("-o", "options", multiple=True, metavar="OPTION,...", help="Mount options and keys.")
@@ -75,9 +115,8 @@ def mount_command(
     and ends. The daemon logs to the file that the configuration key log.file names; SIGTERM and
     SIGINT unmount it cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
     """
-    from aifs.cli.daemon import run_in_background
-    from aifs.cli.mounts import register
-    from aifs.core import config, log
+    from aifs.cli.umount import register
+    from aifs.core import config
     from aifs.fuse.options import parse
     from aifs.store.store import find_metadata
 
@@ -113,7 +152,7 @@ def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -
     each remount.
     """
     from aifs.cli.config import read_in_force
-    from aifs.cli.mounts import require_aifs
+    from aifs.cli.door import require_aifs
     from aifs.core import config
 
     in_force = read_in_force(require_aifs(mountpoint))
@@ -134,7 +173,7 @@ def _remount(mountpoint: str, options: "MountOptions") -> None:
     alone.
     """
     from aifs.cli import hints
-    from aifs.cli.mounts import read_status, require_aifs
+    from aifs.cli.door import read_status, require_aifs
 
     path = require_aifs(mountpoint)
     if read_status(path)["read_only"] and not options.read_only:
@@ -164,9 +203,8 @@ def _change_flags(path: str, flags: list[str]) -> None:
 
 
 def _name_missing_servers(mountpoint: str) -> None:
-    """Whoever mounts should not have to look into the log for what the mount does without."""
+    """Print the servers that the mount does without, which else only the log has."""
     from aifs.cli import hints
-    from aifs.cli.output import print_error
 
     for server in hints.read(mountpoint, hints.STATUS)["servers"]:
         if server["state"] == "gone":
@@ -175,9 +213,9 @@ def _name_missing_servers(mountpoint: str) -> None:
 
 def _prepare(mountpoint: str) -> str:
     """The absolute path of a directory that can be mounted on. Raises MountError."""
-    from aifs.cli.answers import Stuck, is_dead
-    from aifs.cli.mounts import FSTYPE, end, mounted_at, resolve, unmount
-    from aifs.cli.output import print_error
+    from aifs.cli.door import Stuck, is_dead, resolve
+    from aifs.cli.umount import end, unmount
+    from aifs.core.mountinfo import FSTYPE, mounted_at
 
     path = resolve(mountpoint)
     while (mount := mounted_at(path)) is not None and mount.fstype == FSTYPE:
@@ -196,3 +234,106 @@ def _prepare(mountpoint: str) -> str:
         )
         raise MountError(f"{mountpoint}: {what}")
     return path
+
+
+# --- the daemon -----------------------------------------------------------------------------------
+# It leaves its caller: double fork, a session of its own, no terminal. It reports through a pipe:
+# its pid, then ``ready``, or ``error``, an exit code and one line. Until then, lines of libraries
+# on stderr are kept for that line: libfuse says only there why it failed.
+
+
+def run_in_background(
+    work: Callable[[Callable[[], None]], None], log_file: str, log_level: str
+) -> None:
+    """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it has called
+    ``on_ready``.
+
+    Raises the UserError that ``work`` ended with before that. When interrupted, it stops the
+    daemon.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Above the standard descriptors, which may have been closed when we were started.
+        _detach(work, fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, 3), log_file, log_level)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    with open(read_end, encoding="utf-8", errors="surrogateescape") as pipe:
+        pid = pipe.readline()
+        try:
+            report = pipe.read()
+        except KeyboardInterrupt:
+            os.kill(int(pid), signal.SIGTERM)
+            raise
+    word, _, rest = report.partition(" ")
+    if word == "ready":
+        return
+    if word != "error":
+        raise MountError(f"the daemon died before the mount was ready; its log is {log_file}")
+    code, _, message = rest.partition(" ")
+    error = UserError(message)
+    error.exit_code = int(code)
+    raise error
+
+
+def _detach(
+    work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str
+) -> None:
+    """In the first child: leave the session, fork again, run ``work`` there. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        if os.fork() > 0:
+            os._exit(0)
+        code = _run_daemon(work, pipe, log_file, log_level)
+    finally:
+        logging.shutdown()
+        os._exit(code)
+
+
+def _run_daemon(
+    work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str
+) -> int:
+    ready = False
+
+    def on_ready() -> None:
+        nonlocal ready
+        ready = True
+        os.dup2(1, 2)
+        os.write(pipe, b"ready")
+        os.close(pipe)
+
+    os.write(pipe, f"{os.getpid()}\n".encode())
+    early_stderr = _leave_terminal(pipe)
+    try:
+        log.setup(log_file, log_level)
+        work(on_ready)
+        return 0
+    except (AifsError, OSError, ImportError) as error:
+        message, code = describe_error(error), getattr(error, "exit_code", 1)
+        if ready:
+            _logger.error("the daemon stops: %s", message)
+    except BaseException as error:  # a bug: its stack belongs in the log, one line to the user
+        message, code = f"unexpected {type(error).__name__}: {error}; see {log_file}", 1
+        _logger.critical("the daemon stops", exc_info=True)
+    if not ready:
+        said = " ".join(os.pread(early_stderr, 4096, 0).decode(errors="replace").split())
+        reason = f" ({said})" if said else ""
+        os.write(pipe, f"error {code} {message}{reason}".encode(errors="surrogateescape"))
+    return code
+
+
+def _leave_terminal(pipe: int) -> int:
+    """Keep no file of the caller's but ``pipe``, nor its directory; returns a file that stderr goes
+    to.
+    """
+    os.chdir("/")
+    os.umask(0o022)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.closerange(3, pipe)
+    os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
+    early_stderr = os.memfd_create("early-stderr")
+    os.dup2(early_stderr, 2)
+    return early_stderr

@@ -1,19 +1,67 @@
-"""How commands print: JSON for programs, tables for people, errors in one line."""
+"""How commands print: JSON for programs, tables for people, errors in one line. Sizes, times and
+durations are printed in one way each.
+"""
 
+import difflib
 import errno
 import json
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
+
+from aifs.core.units import describe_size
 
 _WIDE = 1 << 16  # columns of what is no terminal: nothing is folded
 _LEAST = 12  # columns that a cell is folded to; a table of narrower ones is printed row by row
 _USUAL = 80  # columns of a terminal that does not know
 _GAP = 2
+NOTICE_S = 10.0  # between lines of progress where there is no terminal
+_NEAR = 0.7  # names that look less alike are no suggestion
+
+_exact = False
+
+
+def set_exact(exact: bool) -> None:
+    """Whether sizes are printed in bytes (``--bytes``) or with three digits and a unit."""
+    global _exact
+    _exact = exact
+
+
+def size(number: float) -> str:
+    """A size in bytes."""
+    return str(round(number)) if _exact else describe_size(round(number))
+
+
+def rate(bytes_per_s: float) -> str:
+    return f"{size(bytes_per_s)}/s"
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: ``12.5 ms``, ``4.21 s``, ``2.5 h``."""
+    for factor, unit, most in (
+        (1e6, "us", 1e-3),
+        (1e3, "ms", 1),
+        (1, "s", 600),
+        (1 / 60, "min", 7200),
+    ):
+        if seconds < most:
+            value = seconds * factor
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    return f"{seconds / 3600:.3g} h" if seconds < 3.6e6 else f"{seconds / 86400:.0f} d"
+
+
+def when(seconds: float) -> str:
+    """A time since the epoch, by the clock of this place, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def near(word: str, names: Iterable[str]) -> list[str]:
+    """The names that look like ``word``, the nearest first; at most two."""
+    return difflib.get_close_matches(word, list(names), n=2, cutoff=_NEAR)
 
 
 def print_json(value: Any) -> None:
@@ -115,11 +163,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_time(seconds: float) -> str:
-    """A time since the epoch, by the clock of this place, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 def describe_error(error: BaseException) -> str:
     """What went wrong in one line; an error of the system names its file first, as other commands
     do.
@@ -140,3 +183,55 @@ def describe_error(error: BaseException) -> str:
 
 def print_error(message: str) -> None:
     print(f"aifs: {message}", file=sys.stderr)
+
+
+Show = Callable[[int, int], None]
+"""Called with the bytes (or files) that are done, and with all of them."""
+
+
+@contextmanager
+def progress(what: str, of: str = "bytes") -> Iterator[Show]:
+    """Show how far ``what`` is: ``with progress("draining") as show: show(done, total)``.
+
+    ``of``: what is counted, bytes or files."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what, of)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *(
+            (DownloadColumn(binary_units=True), TransferSpeedColumn())
+            if of == "bytes"
+            else (MofNCompleteColumn(), TextColumn(of))
+        ),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(what: str, of: str) -> Show:
+    last = time.monotonic()
+    describe = size if of == "bytes" else lambda number: f"{number} {of}"
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= NOTICE_S:
+            last = time.monotonic()
+            print_error(f"{what}: {describe(done)} of {describe(total)}")
+
+    return show

@@ -7,48 +7,55 @@ from typing import Any
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import COUNT, PATH, SIZE
+from aifs.cli.command import COUNT, PATH, SIZE, Column, Report, Table, group, number
+from aifs.cli.door import mount_of, require_inside
+from aifs.cli.output import size as size_in_words
 from aifs.core.errors import UserError
 
-_JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning."
+_QUOTAS = (
+    Column("directory", "path"),
+    Column("size", "bytes", size_in_words, "-"),
+    Column("used", "used_bytes", size_in_words),
+    Column("", lambda quota: _share(quota["used_bytes"], quota["bytes"]), number),
+    Column("files", "files", number, "-"),
+    Column("used", "used_files", number),
+    Column("", lambda quota: _share(quota["used_files"], quota["files"]), number),
+    Column("state"),
 )
-_COLUMNS = ("directory", "size", "used", "", "files", "used", "", "state")
 _PAUSE_S = 0.1
 
 
-@click.group("quota", short_help="Limit how much may lie below a directory.")
-def quota_group() -> None:
+@group("quota", short_help="Limit how much may lie below a directory.")
+def quota_command() -> None:
     """Limit how many bytes and files may lie below directories, and see how much does.
 
     A quota counts the sizes of all files below its directory, holes included and copies on several
-    servers not, and all files, directories and symlinks, the directory itself included; what has
-    been removed until it is erased, in the background or when it is closed. Who would exceed one,
-    root too, gets "Disk quota exceeded" (EDQUOT). Quotas may lie within each other; then all of
-    them count. mv(1) copies what it moves into a quota or out of one, and such hard links are
-    refused.
+    servers not, and all files, directories and symlinks, the directory itself included. A removed
+    file counts until it is erased, in the background or when it is closed. A program that would
+    exceed one, root too, gets "Disk quota exceeded" (EDQUOT). Quotas may lie within each other;
+    then all of them count. mv(1) copies the files that it moves into a quota or out of one, and
+    such hard links are refused.
     """
 
 
-@quota_group.command(
+@quota_command.command(
     "set",
     short_help="Limit what lies below a directory (root).",
-    epilog="\b\nExamples:\n  aifs quota set /mnt/store/team --size 1TiB --files 1M\n"
-    "  aifs quota set /mnt/store/team --files none",
+    sizes=True,
+    examples="aifs quota set /mnt/store/team --size 1TiB --files 1M\n"
+    "aifs quota set /mnt/store/team --files none",
 )
 @click.argument("directory", type=PATH)
 @click.option("--size", metavar="SIZE", help="Bytes, such as 500GiB; none: unlimited.")
 @click.option("--files", metavar="COUNT", help="Files, such as 1M; none: unlimited.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until all that is there is counted.")
-def set_command(directory: str, size: str | None, files: str | None, no_wait: bool) -> None:
+def set_command(directory: str, size: str | None, files: str | None, no_wait: bool) -> Report:
     """Limit how much may lie below DIRECTORY, for root. What is not named stays as it was.
 
     The limits hold at once for what is made from now on; what is there is counted in the
     background, which takes about a second for 50,000 files. More than the limits may be there: then
     nothing is lost, and nothing grows.
     """
-    from aifs.cli.mounts import require_inside
-
     if size is None and files is None:
         raise click.UsageError("say --size, --files or both")
     require_inside(directory)
@@ -60,22 +67,20 @@ def set_command(directory: str, size: str | None, files: str | None, no_wait: bo
     hints.put(directory, hints.QUOTA, ",".join(limits))
     while not no_wait and hints.read(directory, hints.QUOTA)["state"] == "counting":
         time.sleep(_PAUSE_S)
-    _print([{"path": directory, **hints.read(directory, hints.QUOTA)}])
+    found = [{"path": directory, **hints.read(directory, hints.QUOTA)}]
+    return Report(found, Table(_QUOTAS, found))
 
 
-@quota_group.command(
+@quota_command.command(
     "ls",
     short_help="List quotas.",
-    epilog="\b\nExamples:\n  aifs quota ls /mnt/store\n  aifs quota ls /mnt/store --json",
+    sizes=True,
+    examples="aifs quota ls /mnt/store\n  aifs quota ls /mnt/store --json",
 )
 @click.argument("mountpoint", type=PATH)
-@_JSON
-def ls_command(mountpoint: str, as_json: bool) -> None:
+def ls_command(mountpoint: str) -> Report:
     """List the quotas of the store that is mounted at MOUNTPOINT: for root all, for others those of
     directories that they may read."""
-    from aifs.cli.mounts import mount_of
-    from aifs.cli.output import print_json
-
     path, found, after = mount_of(mountpoint), list[dict[str, Any]](), 0
     while True:
         page = hints.read(path, f"{hints.QUOTAS}.{after}")
@@ -85,54 +90,42 @@ def ls_command(mountpoint: str, as_json: bool) -> None:
             break
     for quota in found:
         quota["path"] = f"{path}{quota['path']}".rstrip("/")
-    if as_json:
-        print_json(found)
-    elif found:
-        _print(sorted(found, key=lambda quota: quota["path"]))
-    else:
-        print("there are no quotas")
+    if not found:
+        return Report(found, "there are no quotas")
+    return Report(found, Table(_QUOTAS, sorted(found, key=lambda quota: quota["path"])))
 
 
-@quota_group.command(
+@quota_command.command(
     "check",
     short_help="Show the quotas that count a file or directory.",
-    epilog="\b\nExamples:\n  aifs quota check /mnt/store/team/run-7\n"
-    "  aifs quota check /mnt/store/team --json",
+    sizes=True,
+    examples="aifs quota check /mnt/store/team/run-7\naifs quota check /mnt/store/team --json",
 )
 @click.argument("path", type=PATH)
-@_JSON
-def check_command(path: str, as_json: bool) -> int:
+def check_command(path: str) -> Report:
     """Show all quotas that count PATH, the innermost first, and how much of them is used. The exit
     code is 1 if one of them is used up, or if there is none.
 
     A daemon counts in the transaction that changes something; aifs fsck counts again.
     """
-    from aifs.cli.mounts import require_inside
-    from aifs.cli.output import print_json
-
     require_inside(path)
     found = _read(path)
     quotas = [{name: value for name, value in found.items() if name != "within"}, *found["within"]]
     for quota in quotas:
         quota["path"] = _path_above(path, quota["directory"])
-    if as_json:
-        print_json(quotas)
-    else:
-        _print(quotas)
-    return 1 if any(_is_full(quota) for quota in quotas) else 0
+    code = 1 if any(_is_full(quota) for quota in quotas) else 0
+    return Report(quotas, Table(_QUOTAS, quotas), code=code)
 
 
-@quota_group.command(
+@quota_command.command(
     "rm",
     short_help="Remove the quota of a directory (root).",
-    epilog="\b\nExample:\n  aifs quota rm /mnt/store/team",
+    examples="aifs quota rm /mnt/store/team",
 )
 @click.argument("directory", type=PATH)
 def rm_command(directory: str) -> None:
     """Remove the quota of DIRECTORY, for root: nothing is refused by it any more. Quotas above it
     and below it stay."""
-    from aifs.cli.mounts import require_inside
-
     require_inside(directory)
     if _read(directory)["directory"] != os.stat(directory).st_ino:
         raise UserError(f"{directory}: it has no quota of its own")
@@ -160,29 +153,6 @@ def _is_full(quota: dict[str, Any]) -> bool:
     return any(
         quota[limit] is not None and quota[used] >= quota[limit]
         for limit, used in (("bytes", "used_bytes"), ("files", "used_files"))
-    )
-
-
-def _print(quotas: list[dict[str, Any]]) -> None:
-    from aifs.cli.output import print_table
-    from aifs.core.units import describe_size
-
-    print_table(
-        _COLUMNS,
-        [
-            (
-                quota["path"],
-                "-" if quota["bytes"] is None else describe_size(quota["bytes"]),
-                describe_size(quota["used_bytes"]),
-                _share(quota["used_bytes"], quota["bytes"]),
-                "-" if quota["files"] is None else quota["files"],
-                quota["used_files"],
-                _share(quota["used_files"], quota["files"]),
-                quota["state"],
-            )
-            for quota in quotas
-        ],
-        right=_COLUMNS[1:-1],
     )
 
 

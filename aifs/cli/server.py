@@ -1,17 +1,32 @@
-"""``aifs server``: the data servers and burst directories of a store, which come and go while it is
-in use.
+"""``aifs server`` and ``aifs hosts``: the data servers and burst directories of a store, which come
+and go while it is in use, and its hosts.
+
+A store is reached by the mount that has it, or by opening it for as long as the command runs. Both
+ways an order is an extended attribute of its root (vfs/server_hints.py).
 """
 
+import json
 import os
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
 
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import DURATION, PATH
-from aifs.cli.output import count, print_error
-from aifs.core.errors import StoreError, TimeoutReached
-from aifs.core.units import describe_size, format_duration
+from aifs.cli.command import DURATION, PATH, Column, Report, Table, command, group, number
+from aifs.cli.door import aifs_at, holder_of, mount_of, read_status
+from aifs.cli.output import count, duration, print_error, progress, rate, size
+from aifs.core.config import Config
+from aifs.core.errors import (
+    AifsError,
+    FsError,
+    MountError,
+    StoreBusy,
+    StoreError,
+    TimeoutReached,
+)
+from aifs.core.units import format_duration
 
 _ID = click.IntRange(0, 0x7FFF)
 _BURST = click.option("--burst", is_flag=True, help="ID is that of a burst directory.")
@@ -25,8 +40,24 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
 _FAILED_SHOWN = 3
 
 
-@click.group("server", short_help="Add, drain, replace and remove data servers.")
-def server_group() -> None:
+_SERVERS = (
+    Column(
+        "server", lambda one: f"burst {one['id']}" if one["role"] == "burst" else str(one["id"])
+    ),
+    Column("standing"),
+    Column("state"),
+    Column("domain"),
+    Column("class"),
+    Column("used", "used_bytes", size, "unknown"),
+    Column("free", "free_bytes", size, "unknown"),
+    Column("left", lambda one: describe_left(one)),
+    Column("path"),
+    Column("last error", "last_error"),
+)
+
+
+@group("server", short_help="Add, drain, replace and remove data servers.")
+def server_command() -> None:
     """Look at, add, drain, replace and remove data servers and burst directories of a store.
 
     PLACE is a mountpoint, or a SOURCE, mounted or not. The work for a store that is not mounted is
@@ -35,109 +66,57 @@ def server_group() -> None:
     """
 
 
-@server_group.command(
+@server_command.command(
     "status",
-    epilog="\b\nExamples:\n  aifs server status /mnt/store\n  aifs server status /srv/store --json",
+    examples="aifs server status /mnt/store\naifs server status /srv/store --json",
+    sizes=True,
 )
 @click.argument("place", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def status_command(place: str, as_json: bool) -> None:
-    """Show the servers of PLACE: whether they work, and what is left on those that are drained or
+def status_command(place: str) -> Report:
+    """Show the servers of PLACE: whether they work, and the bytes left on those that are drained or
     lost.
     """
     import trio
 
-    from aifs.cli.output import print_json, print_table
-    from aifs.cli.server_orders import look
-
     state = trio.run(look, place)
-    if as_json:
-        print_json(state)
-        return
-    rows = [
-        (
-            _name(server),
-            server["standing"],
-            server["state"],
-            server["domain"],
-            server["class"],
-            _size(server["used_bytes"]),
-            _size(server["free_bytes"]),
-            describe_left(server),
-            server["path"],
-            server["last_error"],
-        )
-        for server in state["servers"]
-    ]
-    print_table(
-        (
-            "server",
-            "standing",
-            "state",
-            "domain",
-            "class",
-            "used",
-            "free",
-            "left",
-            "path",
-            "last error",
-        ),
-        rows,
-        right=("used", "free"),
-    )
+    lines = []
     if any(server["left"] and server["left"]["objects"] for server in state["servers"]):
-        print()
-        print(f"moving {describe_size(state['bytes_per_s'])}/s{_estimate(state)}")
+        rest_s = state["estimate_s"]
+        estimate = "" if rest_s is None else f", about {duration(rest_s)} left"
+        lines = ["", f"moving {rate(state['bytes_per_s'])}{estimate}"]
     for failed in state["failed"][:_FAILED_SHOWN]:
         print_error(f"{failed['path']}: {failed['reason']}")
-
-
-def _name(server: dict[str, Any]) -> str:
-    return f"burst {server['id']}" if server["role"] == "burst" else str(server["id"])
-
-
-def _size(size: int | None) -> str:
-    return "unknown" if size is None else describe_size(size)
+    return Report(state, Table(_SERVERS, state["servers"]), *lines)
 
 
 def describe_left(server: dict[str, Any]) -> str:
-    """What is left on a server that is to be left; '' for one in use."""
+    """The objects left on a server that is to be emptied; '' for one in use."""
     if server["standing"] == "active":
         return ""
     left = server["left"]
     if left is None:
         return "being counted"
     what = (
-        f"{count(left['objects'], 'object')} ({describe_size(left['bytes'])})"
+        f"{count(left['objects'], 'object')} ({size(left['bytes'])})"
         if left["objects"]
         else "nothing"
     )
     return what if server["successor"] is None else f"{what}, to {server['successor']}"
 
 
-def _estimate(state: dict[str, Any]) -> str:
-    return (
-        ""
-        if state["estimate_s"] is None
-        else f", about {format_duration(round(state['estimate_s']))} left"
-    )
-
-
-_ADD = """\b
-Examples:
-  aifs server add /srv/store /mnt/disk5/aifs
-  aifs server add --domain rack-b /mnt/store /mnt/b5/aifs
-  aifs server add --class cold /mnt/store /mnt/disks/aifs
-  aifs server add --burst /srv/store /nvme1/aifs-burst"""
-
-
-@server_group.command("add", epilog=_ADD)
+@server_command.command(
+    "add",
+    examples="aifs server add /srv/store /mnt/disk5/aifs\n"
+    "aifs server add --domain rack-b /mnt/store /mnt/b5/aifs\n"
+    "aifs server add --class cold /mnt/store /mnt/disks/aifs\n"
+    "aifs server add --burst /srv/store /nvme1/aifs-burst",
+)
 @click.option("--burst", is_flag=True, help="Add it to the burst tier: a directory on local NVMe.")
 @click.option(
     "--domain",
     default="",
     metavar="NAME",
-    help="What fails together with it, such as its host or rack.",
+    help="The part that fails together with it, such as its host or rack.",
 )
 @click.option(
     "--class",
@@ -148,14 +127,12 @@ Examples:
 )
 @click.argument("place", metavar="PLACE", type=PATH)
 @click.argument("directory", type=PATH)
-def add_command(burst: bool, domain: str, storage_class: str, place: str, directory: str) -> None:
+def add_command(burst: bool, domain: str, storage_class: str, place: str, directory: str) -> Report:
     """Make the empty DIRECTORY a data server of the store. New files use it, unless it has a class.
 
     The store remembers its servers; a YAML file need not list those that were added.
     """
     import trio
-
-    from aifs.cli.server_orders import opened
 
     directory = os.path.abspath(directory)
 
@@ -167,7 +144,8 @@ def add_command(burst: bool, domain: str, storage_class: str, place: str, direct
             await door.order(hints.SERVER_ADD, **fields)
             return _find(await door.state(), path=directory)
 
-    print(f"added {directory} to the store, as {_described(trio.run(add))}")
+    server = trio.run(add)
+    return Report(server, f"added {directory} to the store, as {_described(server)}")
 
 
 def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -185,14 +163,11 @@ def _described(server: dict[str, Any]) -> str:
     return f"{'burst directory' if server['role'] == 'burst' else 'data server'} {server['id']}"
 
 
-_DRAIN = """\b
-Examples:
-  aifs server drain /mnt/store 3 --wait
-  aifs server drain /mnt/store 3 --undo
-  aifs server drain --burst /mnt/store 0"""
-
-
-@server_group.command("drain", epilog=_DRAIN)
+@server_command.command(
+    "drain",
+    examples="aifs server drain /mnt/store 3 --wait\naifs server drain /mnt/store 3 --undo\n"
+    "aifs server drain --burst /mnt/store 0",
+)
 @_BURST
 @click.option("--undo", is_flag=True, help="Use it again. What has moved stays where it is.")
 @_WAIT
@@ -201,13 +176,11 @@ Examples:
 @click.argument("server", metavar="ID", type=_ID)
 def drain_command(
     burst: bool, undo: bool, wait: bool, timeout_s: float | None, place: str, server: int
-) -> None:
+) -> Report:
     """Move everything off the server ID. New files do not use it any more; nothing is unavailable
     meanwhile.
     """
     import trio
-
-    from aifs.cli.server_orders import OpenDoor, opened
 
     which = _which(burst, server)
 
@@ -222,14 +195,13 @@ def drain_command(
     emptied = trio.run(drain)
     name = _described(which)
     if undo:
-        print(f"{name} is used again")
+        text = f"{name} is used again"
     elif emptied:
-        print(
-            f"{name} is empty; take it out with: aifs server remove {'--burst ' * burst}{place} "
-            f"{server}"
-        )
+        out = f"aifs server remove {'--burst ' * burst}{place} {server}"
+        text = f"{name} is empty; take it out with: {out}"
     else:
-        print(f"{name} is being drained; aifs server status {place} shows how far it is")
+        text = f"{name} is being drained; aifs server status {place} shows how far it is"
+    return Report(which | {"empty": emptied}, text)
 
 
 def _which(burst: bool, server: int) -> dict[str, Any]:
@@ -241,8 +213,6 @@ async def wait_for_order(door: Any, which: dict[str, Any], timeout_s: float | No
     be moved.
     """
     import trio
-
-    from aifs.cli.progress import progress
 
     begin, total, pause_s = trio.current_time(), 0, _PAUSE_MIN_S
     with progress(f"emptying {_described(which)}") as show:
@@ -270,13 +240,11 @@ async def wait_for_order(door: Any, which: dict[str, Any], timeout_s: float | No
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
 
-_REPLACE = """\b
-Examples:
-  aifs server replace /mnt/store 3 /mnt/disk9/aifs
-  aifs server replace /srv/store 3 /mnt/disk9/aifs"""
-
-
-@server_group.command("replace", epilog=_REPLACE)
+@server_command.command(
+    "replace",
+    examples="aifs server replace /mnt/store 3 /mnt/disk9/aifs\n"
+    "aifs server replace /srv/store 3 /mnt/disk9/aifs",
+)
 @_WAIT
 @_TIMEOUT
 @click.argument("place", type=PATH)
@@ -284,14 +252,12 @@ Examples:
 @click.argument("directory", type=PATH)
 def replace_command(
     wait: bool, timeout_s: float | None, place: str, server: int, directory: str
-) -> None:
+) -> Report:
     """Have the empty DIRECTORY take over from the data server ID, under a number of its own.
 
-    What can be read from the old server is moved; what cannot is rebuilt from replicas or parity.
+    Objects that the old server still reads are moved; others are rebuilt from replicas or parity.
     """
     import trio
-
-    from aifs.cli.server_orders import OpenDoor, opened
 
     directory, which = os.path.abspath(directory), _which(False, server)
 
@@ -305,23 +271,17 @@ def replace_command(
             return new, waited
 
     new, waited = trio.run(replace)
+    text = f"takes over; aifs server status {place} shows how far it is"
     if waited:
-        print(
-            f"{_described(new)} has taken over; take the old one out with: aifs server remove "
-            f"{place} {server}"
-        )
-    else:
-        print(f"{_described(new)} takes over; aifs server status {place} shows how far it is")
+        text = f"has taken over; take the old one out with: aifs server remove {place} {server}"
+    return Report(new, f"{_described(new)} {text}")
 
 
-_REMOVE = """\b
-Examples:
-  aifs server remove /mnt/store 3
-  aifs server remove /mnt/store 3 --lost
-  aifs server remove --burst /srv/store 1"""
-
-
-@server_group.command("remove", epilog=_REMOVE)
+@server_command.command(
+    "remove",
+    examples="aifs server remove /mnt/store 3\naifs server remove /mnt/store 3 --lost\n"
+    "aifs server remove --burst /srv/store 1",
+)
 @_BURST
 @click.option(
     "--lost", is_flag=True, help="It is gone for good: give up what cannot be rebuilt from others."
@@ -346,13 +306,11 @@ def remove_command(
     timeout_s: float | None,
     place: str,
     server: int,
-) -> None:
+) -> Report:
     """Take the server ID out of the store, if nothing lies there any more. Its number is never used
     again.
     """
     import trio
-
-    from aifs.cli.server_orders import OpenDoor, opened
 
     which = _which(burst, server)
     confirmation = f"lose the files of {_described(which)}"
@@ -373,15 +331,14 @@ def remove_command(
                 await trio.sleep(_PAUSE_MAX_S)
 
     source, paths = trio.run(remove)
-    print(f"{_described(which)} is removed from the store")
     _warn_if_named(source, paths)
+    return Report(which, f"{_described(which)} is removed from the store")
 
 
 def _warn_if_named(source: str, paths: list[str]) -> None:
     """A configuration file that names a directory which is no part of the store any more keeps it
     from being mounted.
     """
-    from aifs.cli.output import print_error
     from aifs.core import config
 
     if config.is_directory_source(source):
@@ -418,3 +375,194 @@ def _advice(outcome: dict[str, Any], confirmation: str, place: str) -> str:
     if "would be lost" in outcome["reason"]:
         return f"; put it back, or give them up with: --force-lose-files {confirmation!r}"
     return ""
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+_HOSTS = (
+    Column("host", lambda host: f"{host['name']}{' (this one)' if host['is_this'] else ''}"),
+    Column("session", show=number),
+    Column("state"),
+    Column("lease left", "lease_left_s", duration),
+    Column("lag", show=number),
+    Column("undrained", "undrained_bytes", size, "unknown"),
+    Column("mirrors", "mirror_bytes", size, "unknown"),
+    Column("delegated", "delegations", number),
+    Column("role", lambda host: "yes" if host["has_role"] else ""),
+    Column("address"),
+)
+
+
+@command(
+    "hosts",
+    short_help="Show the hosts that have a store mounted.",
+    examples="aifs hosts /mnt/store\naifs hosts /mnt/store --json\n"
+    "aifs hosts /mnt/store --fence gpu-003",
+    sizes=True,
+)
+@click.argument("mountpoint", type=PATH)
+@click.option(
+    "--fence",
+    "fenced",
+    default="",
+    metavar="NAME",
+    help="End the session of the host NAME at once, instead of when its lease is over.",
+)
+def hosts_command(mountpoint: str, fenced: str) -> Report:
+    """Show all hosts that have the store of MOUNTPOINT mounted, as the database and they themselves
+    report.
+
+    A host that is silent has not renewed its lease. It is ended soon, and others go on without it.
+    A host that is joining copies the metadata, and serves nobody yet. The lag of a host is how many
+    changes of others it has not heard of. A directory that is delegated to a host is changed there
+    without waiting for the database. Undrained bytes are in the burst tier of their host alone,
+    except for the mirrors of them that other hosts keep; the mirrors of a host are of the bytes of
+    others. The host with the role does the background work of the whole store.
+
+    A host that is fenced changes nothing any more, wherever it hangs: its mount ends as soon as it
+    notices. Its undrained bytes are there again when it mounts the store again.
+    """
+    path = mount_of(mountpoint)
+    if not read_status(path)["cluster"]["hosts"]:
+        raise StoreError(f"{mountpoint}: its store has one host (meta.engine is local)")
+    if fenced:
+        hints.put(path, hints.FENCE, fenced)
+        return Report({"fenced": fenced}, f"the session of host {fenced} has ended")
+    state = hints.read(path, hints.HOSTS)
+    return Report(state, Table(_HOSTS, state["hosts"]))
+
+
+# --- reaching a store -----------------------------------------------------------------------------
+
+
+class Door(Protocol):
+    """The way to an open store."""
+
+    where: str
+
+    @property
+    def source(self) -> str:
+        """The SOURCE that the store was, or would be, mounted from."""
+
+    async def order(self, name: str, **fields: Any) -> None:
+        """Raises StoreError that says why the order is refused."""
+
+    async def state(self) -> dict[str, Any]:
+        """The value of ``user.aifs.servers``."""
+
+
+class MountDoor:
+    """By the mount at ``where``."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    @property
+    def source(self) -> str:
+        """The SOURCE of the mount."""
+        return read_status(self.where)["source"]
+
+    async def order(self, name: str, **fields: Any) -> None:
+        try:
+            hints.put(self.where, name, json.dumps(fields))
+        except PermissionError:
+            raise StoreError(f"{self.where}: only root may change the servers of a mount") from None
+        except OSError as error:
+            reason = (await self.state())["refused"] or error.strerror
+            raise StoreError(f"refused by the mount at {self.where}: {reason}") from None
+
+    async def state(self) -> dict[str, Any]:
+        try:
+            return hints.read(self.where, hints.SERVERS)
+        except OSError as error:
+            raise MountError(
+                f"{self.where}: the mount does not tell its servers: {error.strerror}"
+            ) from None
+
+
+class OpenDoor:
+    """By the filesystem that this process has open."""
+
+    def __init__(self, fs: Any, where: str) -> None:
+        self.fs = fs
+        self.where = self.source = where
+
+    async def order(self, name: str, **fields: Any) -> None:
+        from aifs.files.types import ROOT
+        from aifs.meta.keys import ROOT_INO
+
+        try:
+            await self.fs.setxattr(
+                ROOT_INO, name.encode(), os.fsencode(json.dumps(fields)), caller=ROOT
+            )
+        except FsError as error:
+            raise StoreError(str(error)) from None
+
+    async def state(self) -> dict[str, Any]:
+        from aifs.meta.keys import ROOT_INO
+
+        return json.loads(await self.fs.getxattr(ROOT_INO, hints.SERVERS.encode()))
+
+
+@asynccontextmanager
+async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
+    """The door to ``place``, a mountpoint or a SOURCE, mounted or not.
+
+    ``adding``: a directory that the configuration may name already. A store that is not mounted is
+    opened as by a mount, also if servers are missing. Raises StoreError, StoreBusy, ConfigError.
+    """
+    from aifs.vfs import open_filesystem
+
+    mountpoint = aifs_at(place)
+    async with AsyncExitStack() as stack:
+        if not mountpoint:
+            config = _tolerant(place)
+            try:
+                fs = await stack.enter_async_context(open_filesystem(config, adding=adding))
+            except StoreBusy as busy:
+                mountpoint = holder_of(config, busy)
+        yield MountDoor(mountpoint) if mountpoint else OpenDoor(fs, place)
+
+
+async def look(place: str) -> dict[str, Any]:
+    """The state of ``place``, a mountpoint or a SOURCE; a store that is not mounted is only looked
+    at.
+
+    Raises as ``opened``.
+    """
+    from aifs.store.store import open_store
+    from aifs.upkeep.server_admin import describe_idle
+
+    mountpoint = aifs_at(place)
+    if not mountpoint:
+        config = _tolerant(place)
+        try:
+            store = await open_store(config)
+        except StoreBusy as busy:
+            mountpoint = holder_of(config, busy)
+        else:
+            try:
+                return await describe_idle(store)
+            finally:
+                store.close()
+    return await MountDoor(mountpoint).state()
+
+
+def recorded(config: Config) -> Config:
+    """The same with the servers that its store has by now; as it is if there is no store, or that
+    cannot be seen."""
+    import trio
+
+    if config.is_cluster or not os.path.isdir(config.meta.directory):
+        return config
+    try:
+        rows = trio.run(look, config.source)["servers"]
+    except (AifsError, OSError):
+        return config
+    return config.with_servers(rows) if all(row["path"] for row in rows) else config
+
+
+def _tolerant(place: str) -> Config:
+    from aifs.core import config
+
+    return config.load(place, {"data.missing": "allow"})

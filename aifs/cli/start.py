@@ -3,11 +3,12 @@
 import os
 import signal
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Report, Table, group, is_json, number
+from aifs.cli.output import count, duration, print_error, size, when
 
 if TYPE_CHECKING:
     from aifs.client.startup.marks import MarkedOutput
@@ -34,8 +35,8 @@ _DIR = click.option(
 )
 
 
-@click.group("start", short_help="Record what the start of a job touches, and prefetch it.")
-def start_group() -> None:
+@group("start", short_help="Record what the start of a job touches, and prefetch it.")
+def start_command() -> None:
     """Starts of jobs: what one touches is recorded, and is there when the next one needs it."""
 
 
@@ -45,21 +46,17 @@ def _top(top: str | None) -> str:
     return top or startup.default_directory()
 
 
-RUN_EPILOG = """
-\b
-Examples:
-  aifs start run --job llama -- python train.py
-  srun aifs start run --job llama --key 64gpu -- torchrun train.py
-  aifs start run --dir /mnt/store/start --job eval -- ./evaluate.sh
-  aifs start run --job llama --marks -- sh -c 'echo AIFS-STAGE begin data; ./data.sh'
-"""
-
-
-@start_group.command(
+@start_command.command(
     "run",
-    epilog=RUN_EPILOG,
+    examples="""
+aifs start run --job llama -- python train.py
+srun aifs start run --job llama --key 64gpu -- torchrun train.py
+aifs start run --dir /mnt/store/start --job eval -- ./evaluate.sh
+aifs start run --job llama --marks -- sh -c 'echo AIFS-STAGE begin data; ./data.sh'
+""",
     context_settings={"ignore_unknown_options": True},
     short_help="Run a command whose start is recorded and prefetched.",
+    prints=False,
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.option("--job", required=True, metavar="NAME", help="Starts of this job are alike.")
@@ -86,7 +83,6 @@ def run_command(
     this command. What cannot be recorded is said once; COMMAND runs all the same. With --marks this
     command passes its output on, and ends when nobody can write to that any more.
     """
-    from aifs.cli.output import print_error
     from aifs.client import startup
     from aifs.client.startup import stages
 
@@ -143,68 +139,53 @@ def _run(command: tuple[str, ...], output: "MarkedOutput | None") -> int:
     return code if code >= 0 else 128 - code
 
 
-PREFETCH_EPILOG = """
-\b
-Examples:
-  aifs start prefetch llama
-  aifs start prefetch llama+64gpu --dir /mnt/store/start
-"""
-
-
-@start_group.command(
-    "prefetch", epilog=PREFETCH_EPILOG, short_help="Prefetch what a job will touch, and wait."
+@start_command.command(
+    "prefetch",
+    examples="""
+aifs start prefetch llama
+aifs start prefetch llama+64gpu --dir /mnt/store/start
+""",
+    short_help="Prefetch what a job will touch, and wait.",
 )
 @click.argument("job")
 @_DIR
-def prefetch_command(job: str, top: str | None) -> None:
-    """Read what the next start of JOB will touch into memory, for who starts it in another way, or
-    later. aifs start run does this by itself.
+def prefetch_command(job: str, top: str | None) -> Report:
+    """Read the files that the next start of JOB will touch into memory, to start it in another
+    way, or later. aifs start run does this by itself.
     """
-    from aifs.cli.output import count
     from aifs.client import startup
-    from aifs.core.units import describe_size
 
     fetched = startup.prefetch(startup.directory_of(_top(top), job))
-    print(
-        f"prefetched {describe_size(fetched.bytes)} of {count(fetched.files, 'file')}; "
-        f"changed since, or out of reach: {fetched.left_out}"
+    return Report(
+        {"files": fetched.files, "bytes": fetched.bytes, "left_out": fetched.left_out},
+        f"prefetched {size(fetched.bytes)} of {count(fetched.files, 'file')}; "
+        f"changed since, or out of reach: {fetched.left_out}",
     )
 
 
-LS_EPILOG = """
-\b
-Examples:
-  aifs start ls
-  aifs start ls --dir /mnt/store/start --json
-"""
+_JOBS = (
+    Column("job"),
+    Column("last run", "run"),
+    Column("files", show=number),
+    Column("touched", "bytes", size),
+    Column("when", "began_s", when),
+)
 
 
-@start_group.command("ls", epilog=LS_EPILOG, short_help="List jobs whose starts are recorded.")
+@start_command.command(
+    "ls",
+    short_help="List jobs whose starts are recorded.",
+    examples="aifs start ls\naifs start ls --dir /mnt/store/start --json",
+    sizes=True,
+)
 @_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def ls_command(top: str | None, as_json: bool) -> None:
-    """List the jobs: what the newest start has touched, and when it was."""
-    from datetime import datetime
-
-    from aifs.cli.output import print_json, print_table
+def ls_command(top: str | None) -> Report:
+    """List the jobs: the files that the newest start has touched, and when it was."""
     from aifs.client import startup
-    from aifs.core.units import describe_size
 
-    newest = {job: found[0] for job, found in startup.list_jobs(_top(top)).items() if found}
-    if as_json:
-        print_json([{"job": job, **_facts(record)} for job, record in newest.items()])
-        return
-    rows = [
-        (
-            job,
-            record.run,
-            len(record.files),
-            describe_size(record.bytes),
-            datetime.fromtimestamp(record.began_s).strftime("%Y-%m-%d %H:%M"),
-        )
-        for job, record in newest.items()
-    ]
-    print_table(("job", "last run", "files", "touched", "when"), rows, ("files", "touched"))
+    jobs = startup.list_jobs(_top(top)).items()
+    told = [{"job": job, **_facts(found[0])} for job, found in jobs if found]
+    return Report(told, Table(_JOBS, told))
 
 
 def _facts(record: "StartRecord") -> dict[str, object]:
@@ -218,60 +199,61 @@ def _facts(record: "StartRecord") -> dict[str, object]:
     }
 
 
-SHOW_EPILOG = """
-\b
-Examples:
-  aifs start show llama
-  aifs start show llama --json
-"""
+_FILES = (
+    Column("hot", show=size),
+    Column("of", "size", size),
+    Column("path", lambda file: file["path"] or f"inode {file['inode']}"),
+)
 
 
-@start_group.command("show", epilog=SHOW_EPILOG, short_help="Show what the next start prefetches.")
+@start_command.command(
+    "show",
+    examples="""
+aifs start show llama
+aifs start show llama --json
+""",
+    short_help="Show what the next start prefetches.",
+)
 @click.argument("job")
 @_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def show_command(job: str, top: str | None, as_json: bool) -> None:
-    """Show what the next start of JOB prefetches, in this order: what the last two touched."""
-    from aifs.cli.output import print_json, print_table
+def show_command(job: str, top: str | None) -> Report:
+    """Show the files that the next start of JOB prefetches, in this order: those that the last two
+    touched."""
     from aifs.client import startup
-    from aifs.core.units import describe_size
 
     records = startup.read_records(startup.directory_of(_top(top), job))
-    files = startup.plan(records)
-    if as_json:
-        print_json(
-            {
-                "records": [_facts(record) for record in records],
-                "files": [
-                    {"path": file.path, "inode": file.ino, "size": file.size, "hot": file.bytes}
-                    for file in files
-                ],
-            }
-        )
-        return
-    rows = [
-        (describe_size(file.bytes), describe_size(file.size), file.path or f"inode {file.ino}")
-        for file in files
+    files = [
+        {"path": file.path, "inode": file.ino, "size": file.size, "hot": file.bytes}
+        for file in startup.plan(records)
     ]
-    print_table(("hot", "of", "path"), rows, ("hot", "of"))
+    told = {"records": [_facts(record) for record in records], "files": files}
+    return Report(told, Table(_FILES, files))
 
 
-REPORT_EPILOG = """
-\b
-Examples:
-  aifs start report llama
-  aifs start report llama --run 1234 --json
-  aifs start report llama --html llama.html
-"""
+_STAGES = (
+    Column("stage"),
+    Column("ranks", show=number),
+    Column("median", "median_s", duration),
+    Column("max", "max_s", duration),
+    Column("max/median", lambda stage: f"{stage.ratio:.2f}", number),
+    Column("slowest"),
+    Column("its time went to", lambda stage: _spent(stage)),
+    Column("not ended", lambda stage: ", ".join(stage.unfinished)),
+)
 
 
-@start_group.command(
-    "report", epilog=REPORT_EPILOG, short_help="Show how long each stage of a start took, and whom."
+@start_command.command(
+    "report",
+    examples="""
+aifs start report llama
+aifs start report llama --run 1234 --json
+aifs start report llama --html llama.html
+""",
+    short_help="Show how long each stage of a start took, and whom.",
 )
 @click.argument("job")
 @click.option("--run", default="", metavar="RUN", help="Which start; otherwise the last one.")
 @_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
 @click.option(
     "--html",
     "page",
@@ -279,16 +261,13 @@ Examples:
     metavar="FILE",
     help="Write a page with a timeline of all ranks there instead; - is standard output.",
 )
-def report_command(
-    job: str, run: str, top: str | None, as_json: bool, page: IO[bytes] | None
-) -> None:
+def report_command(job: str, run: str, top: str | None, page: IO[bytes] | None) -> Report:
     """Show the stages that the ranks of JOB have noted by startup.stage: the median and the longest
     time, their ratio, and which rank was slowest, on what it has spent its time, or has not ended.
     """
-    from aifs.cli.output import print_json, print_table
     from aifs.client import startup
 
-    if page is not None and as_json:
+    if page is not None and is_json():
         raise click.UsageError("--json and --html: one of them")
     run, spans = startup.spans(startup.directory_of(_top(top), job), run)
     stages = startup.summary(spans)
@@ -296,45 +275,24 @@ def report_command(
         from aifs.cli import start_page
 
         page.write(start_page.page(job, run, spans, stages))
-        return
-    if as_json:
-        facts = [{**stage._asdict(), "ratio": stage.ratio} for stage in stages]
-        print_json({"run": run, "stages": facts})
-        return
-    rows = [
-        (
-            stage.stage,
-            stage.ranks,
-            f"{stage.median_s:.2f} s",
-            f"{stage.max_s:.2f} s",
-            f"{stage.ratio:.2f}",
-            stage.slowest,
-            startup.describe_spent(stage.max_s, stage.spent_s),
-            ", ".join(stage.unfinished),
-        )
-        for stage in stages
-    ]
-    columns = (
-        "stage",
-        "ranks",
-        "median",
-        "max",
-        "max/median",
-        "slowest",
-        "its time went to",
-        "not ended",
-    )
-    print_table(columns, rows, columns[1:5])
+        return Report(None)
+    told = [{**stage._asdict(), "ratio": stage.ratio} for stage in stages]
+    return Report({"run": run, "stages": told}, Table(_STAGES, stages))
 
 
-FORGET_EPILOG = """
-\b
-Examples:
-  aifs start forget llama
-"""
+def _spent(stage: Any) -> str:
+    from aifs.client import startup
+
+    return startup.describe_spent(stage.max_s, stage.spent_s)
 
 
-@start_group.command("forget", epilog=FORGET_EPILOG, short_help="Remove the records of a job.")
+@start_command.command(
+    "forget",
+    examples="""
+aifs start forget llama
+""",
+    short_help="Remove the records of a job.",
+)
 @click.argument("job")
 @_DIR
 def forget_command(job: str, top: str | None) -> None:

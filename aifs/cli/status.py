@@ -1,298 +1,229 @@
-"""``aifs status``: what a mounted daemon says of itself."""
+"""``aifs status`` and ``aifs stats``: the state of a mount, now and in each second."""
 
-from typing import Any
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import click
 
-from aifs.cli import hints, scrub
-from aifs.cli.arguments import MOUNTPOINT
-from aifs.cli.output import count, describe_time
+from aifs.cli import hints
+from aifs.cli.command import (
+    DURATION,
+    MOUNTPOINT,
+    Column,
+    Pairs,
+    Report,
+    Table,
+    command,
+    number,
+)
+from aifs.cli.door import ANSWER_S, AwaitsDatabase, mount_of, read_status
+from aifs.cli.output import duration, rate, size, terminal_width, when
 from aifs.core.limits import within
+from aifs.core.served import BUCKETS, quantile
+from aifs.watch import figures
+
+_SERVERS = (
+    Column("server", "id", number),
+    Column("standing"),
+    Column("state"),
+    Column("domain"),
+    Column("class"),
+    Column("used", "used_bytes", size, "unknown"),
+    Column("free", "free_bytes", size, "unknown"),
+    Column("path"),
+    Column("last error", "last_error"),
+)
+_SIZES = ("dirty", "clean", "pinned", "free", "low_water", "high_water")
+_DEVICES = (
+    Column("burst", "id", number),
+    Column("state"),
+    *(Column(one.partition("_")[0], f"{one}_bytes", size, "unknown") for one in _SIZES),
+    Column("path"),
+    Column("new files", lambda device: _admission_of(device)),
+)
+SHOWS = {"size": size, "rate": rate, "duration": duration, "when": when}
+_HOSTS_SAY = "what is undrained can be read as long as its host is there"
 
 
-@click.command(
+@command(
     "status",
     short_help="Show the state of a mount.",
-    epilog="\b\nExamples:\n  aifs status /mnt/store\n  aifs status /mnt/store --json",
+    examples="aifs status /mnt/store\naifs status /mnt/store --json",
+    sizes=True,
 )
 @click.argument("mountpoint", type=MOUNTPOINT)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def status_command(mountpoint: str, as_json: bool) -> None:
+def status_command(mountpoint: str) -> Report:
     """Show the state of the mount at MOUNTPOINT, or that a path lies in, of its data servers, its
     burst tier and its drain.
     """
-    from aifs.cli.answers import ANSWER_S, AwaitsDatabase
-    from aifs.cli.mounts import mount_of, read_status
-    from aifs.cli.output import print_facts, print_json, print_table
-
     path = mount_of(mountpoint)
     try:
         status = read_status(path)
     except AwaitsDatabase as error:  # nobody else can be asked
         owner = error.owner
         known = {"pid": owner.pid, "mountpoint": path, "waits_for": owner.doing}
-        if as_json:
-            print_json(known)
-        else:
-            print_facts(list(known.items()))
-        return
-    if as_json:
-        print_json(status)
-        return
+        return Report(known, Pairs(known.items()))
     facts = [(name, value) for name, value in status.items() if not isinstance(value, list | dict)]
-    facts += summaries(status)
+    facts += figures.describe(status, SHOWS)
     if status["cluster"]["hosts"]:
-        try:  # the database is asked
-            told = _describe_undrained(within(ANSWER_S, hints.read, path, hints.HOSTS))
-        except OSError as error:
-            told = f"not known: {error.strerror}"
-        facts.append(("undrained", told))
-    print_facts(facts)
-    print()
-    right = ("server", "used", "free")
-    rows = [
-        (
-            server["id"],
-            server["standing"],
-            server["state"],
-            server["domain"],
-            server["class"],
-            _size(server, "used_bytes"),
-            _size(server, "free_bytes"),
-            server["path"],
-            server["last_error"],
-        )
-        for server in status["servers"]
-    ]
-    print_table(
-        ("server", "standing", "state", "domain", "class", "used", "free", "path", "last error"),
-        rows,
-        right=right,
-    )
-    if status["burst"]["devices"]:
-        print()
-        sizes = ("dirty", "clean", "pinned", "free", "low", "high")
-        devices = [_row_of(device) for device in status["burst"]["devices"]]
-        print_table(
-            ("burst", "state", *sizes, "path", "new files"), devices, right=("burst", *sizes)
-        )
+        facts.append(("undrained", _undrained_of_hosts(path)))
+    parts: list[Pairs | Table] = [Pairs(facts), Table(_SERVERS, status["servers"])]
+    if devices := status["burst"]["devices"]:
+        parts.append(Table(_DEVICES, devices))
+    return Report(status, *parts)
 
 
-def _size(of: dict[str, Any], key: str) -> str:
-    from aifs.core.units import describe_size
-
-    return "unknown" if of[key] is None else describe_size(of[key])
+def _undrained_of_hosts(path: str) -> str:
+    """Which host has how much in its burst tier alone; the database is asked."""
+    try:
+        hosts = within(ANSWER_S, hints.read, path, hints.HOSTS)["hosts"]
+    except OSError as error:
+        return f"not known: {error.strerror}"
+    sizes = [(host["name"], host["undrained_bytes"]) for host in hosts]
+    each = [f"{name} {'unknown' if known is None else size(known)}" for name, known in sizes]
+    return f"{', '.join(each)}; {_HOSTS_SAY}"
 
 
 def refusal_of(device: dict[str, Any]) -> str:
     """Why a burst directory takes no new files; '' if it does."""
-    reasons = (device["refuses"], device.get("last_error"))  # no older daemon says the latter
-    return ": ".join(filter(None, reasons))
+    return ": ".join(filter(None, (device["refuses"], device.get("last_error"))))
 
 
-def _row_of(device: dict[str, Any]) -> tuple[object, ...]:
-    keys = (
-        "dirty_bytes",
-        "clean_bytes",
-        "pinned_bytes",
-        "free_bytes",
-        "low_water_bytes",
-        "high_water_bytes",
-    )
+def _admission_of(device: dict[str, Any]) -> str:
     refusal = refusal_of(device)
-    admission = f"go to the data servers: {refusal}" if refusal else "are admitted"
-    return (
-        device["id"],
-        device["state"],
-        *(_size(device, key) for key in keys),
-        device["path"],
-        admission,
-    )
+    return f"go to the data servers: {refusal}" if refusal else "are admitted"
 
 
-def summaries(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """A line for each part of the mount."""
-    burst, memory, cache = status["burst"], status["memory"], status["cache"]
-    facts = [("bridge", _describe_bridge(status["bridge"]))]
-    if burst["devices"]:
-        facts += [("drain", _describe_drain(status["drain"], burst["drain_bytes_per_s"]))]
-        facts += [("throttle", _describe_throttle(burst))]
-        facts += [("groups", _describe_groups(status["groups"]))]
-        if "epochs" in status:  # a daemon of an older version says nothing of them
-            facts += [("epochs", _describe_epochs(status["epochs"]))]
-    share = status["background"]
-    taken = f"{share['share']:.1%} of the event loop, {share['seconds']:.1f} s since the mount"
-    facts.append(("background", taken))
-    facts.append(
-        (
-            "memory",
-            f"{_size(memory, 'used_bytes')} of {_size(memory, 'total_bytes')}, "
-            f"peak {_size(memory, 'peak_bytes')}, {memory['waiting']} waiting",
-        )
-    )
-    facts.append(
-        (
-            "read_cache",
-            f"{_size(cache, 'cached_bytes')}, {cache['hits']} hits, {cache['misses']} misses, "
-            f"{_size(cache, 'read_ahead_bytes')} read ahead",
-        )
-    )
-    if "movers" in status:  # a daemon of an older version says nothing of them
-        facts.append(("movers", _describe_movers(status["movers"])))
-    if status.get("cluster", {}).get("hosts"):
-        facts.append(("cluster", _describe_cluster(status["cluster"])))
-    if "together" in status:
-        facts.append(("together", _describe_together(status["together"])))
-    if aging := _describe_aging(status.get("aging", {})):
-        facts.append(("aging", aging))
-    facts.append(("removing", _describe_doomed(status["doomed"])))
-    if "trash" in status:
-        facts.append(("trash", _describe_trash(status["trash"])))
-    facts.append(("backup", _describe_backup(status["backup"])))
-    facts.append(("scrub", scrub.summary(status["scrub"])))
-    return facts
+# --- stats ----------------------------------------------------------------------------------------
 
 
-def _describe_epochs(epochs: dict[str, Any]) -> str:
-    """Of datasets: what is in the burst tier ahead of their readers."""
-    brought = f"{count(epochs['brought_files'], 'file')} read ahead since the mount"
-    if not epochs["epochs"]:
-        return f"none is read; {brought}"
-    waiting = epochs["waiting"]
-    late = f"readers of {waiting} wait for files" if waiting else "no reader waits"
-    return (
-        f"{epochs['epochs']} being read, {count(epochs['kept_files'], 'file')} "
-        f"({_size(epochs, 'kept_bytes')}) ahead of their readers; {late}; {brought}"
-    )
+class _Rate(NamedTuple):
+    """A column of ``aifs stats``."""
+
+    title: str
+    width: int
+    key: str
+    """In JSON."""
+    show: Callable[[float], str]
+    help: str
 
 
-def _describe_bridge(bridge: dict[str, Any]) -> str:
-    if not bridge.get("in_use"):
-        return "not in use; aifs doctor says why"
-    passthrough = "with" if bridge.get("passthrough") else "without"
-    asked, answered = (sum(bridge[which].values()) for which in ("requests", "answered"))
-    return f"in use, {passthrough} passthrough; it answered {answered} of {asked} requests itself"
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
 
 
-def _describe_movers(movers: dict[str, Any]) -> str:
-    if not movers["limit"]:
-        return "none (data.movers): the daemon moves bytes itself"
-    died = f"; {movers['restarts']} died" if movers["restarts"] else ""
-    return (
-        f"{movers['running']} of {movers['limit']} running, {movers['busy']} busy; "
-        f"{_size(movers, 'moved_bytes')} moved since the mount{died}"
-    )
+_RATES = (
+    _Rate("requests", 9, "requests_per_s", _whole, "per second, that the daemon has answered"),
+    _Rate("errors", 7, "errors_per_s", _whole, "per second, of these"),
+    _Rate("median", 8, "median_s", duration, "the time within which it has answered half of them"),
+    _Rate("99%", 8, "p99_s", duration, "the time within which it has answered 99 of 100"),
+    _Rate("read", 10, "read_bytes_per_s", size, "bytes per second that the daemon has read"),
+    _Rate(
+        "written", 10, "written_bytes_per_s", size, "the same; passed-through ones do not come by"
+    ),
+    _Rate("dirty", 10, "dirty_bytes", size, "bytes that are nowhere but in the burst tier"),
+    _Rate("drained", 10, "drained_bytes_per_s", size, "bytes per second"),
+    _Rate(
+        "oldest", 9, "oldest_undrained_s", duration, "how long the oldest file waits to be drained"
+    ),
+    _Rate("waiting", 7, "waiting_writers", str, "writers that wait for room in the burst tier"),
+    _Rate("memory", 9, "resident_bytes", size, "of the daemon"),
+)
+_LINES_PER_HEAD = 20
 
 
-def _describe_cluster(cluster: dict[str, Any]) -> str:
-    role = ", with the role of the store's background work" if cluster["has_role"] else ""
-    return (
-        f"{count(cluster['hosts'], 'host')}, {cluster['connected']} connected; this is "
-        f"{cluster['name']}, session {cluster['session']}{role}; aifs hosts shows all"
-    )
+@command(
+    "stats",
+    short_help="Show what a mount does, a line each second.",
+    examples="aifs stats /mnt/store\naifs stats /mnt/store --interval 10s --json\n"
+    "aifs stats /mnt/store --count 1",
+    epilog="\b\nColumns; all since the line before, those of the first line since the mount:\n"
+    + "\n".join(f"  {one.title:<10} {one.help}" for one in _RATES)
+    + "\nA narrow terminal shows those that it has room for.\n\n"
+    "Every user may ask, and it costs the mount no more than aifs status each time.",
+    sizes=True,
+)
+@click.argument("mountpoint", type=MOUNTPOINT)
+@click.option("--interval", "interval_s", type=DURATION, default="1s", show_default=True)
+@click.option("--count", "lines", type=click.IntRange(1), help="Stop after so many lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON each time.")
+def stats_command(mountpoint: str, interval_s: float, lines: int | None, as_json: bool) -> None:
+    """Print what the mount at MOUNTPOINT does, as vmstat(8) does for the machine."""
+    path, shown = mount_of(mountpoint), _fitting()
+    before: dict[str, Any] | None = None
+    line = 0
+    while lines is None or line < lines:
+        if line:
+            time.sleep(interval_s)
+        status = read_status(path)
+        told = between(before, status)
+        if as_json:
+            print(json.dumps(told), flush=True)
+        else:
+            if line % _LINES_PER_HEAD == 0:
+                print(" ".join(f"{one.title:>{one.width}}" for one in shown))
+            cells = [
+                (one.show(told[one.key]) if told[one.key] else "-", one.width) for one in shown
+            ]
+            print(" ".join(f"{cell:>{width}}" for cell, width in cells), flush=True)
+        before = status
+        line += 1
 
 
-def _describe_together(together: dict[str, Any]) -> str:
-    return (
-        f"{count(together['files'], 'file')} that other hosts read, too; since the mount "
-        f"{_size(together, 'received_bytes')} came from these and {_size(together, 'given_bytes')} "
-        "went to them"
-    )
+def between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """The work of a mount between two times when it was asked (vfs/reports.py); None: since it was
+    mounted, as after another mount. Per second, where the name says so; in seconds and bytes.
+    """
+    if before is None or before["pid"] != now["pid"]:
+        before = {"uptime_s": 0.0, "requests": {}, "drain": {"drained_bytes": 0}}
+    passed_s = max(now["uptime_s"] - before["uptime_s"], 1e-3)
+
+    def grown(kind: str, operations: tuple[str, ...] = ()) -> float:
+        def whole(status: dict[str, Any]) -> int:
+            found = status["requests"].items()
+            return sum(
+                sum(one["errors"].values()) if kind == "errors" else one[kind]
+                for operation, one in found
+                if not operations or operation in operations
+            )
+
+        return round((whole(now) - whole(before)) / passed_s, 3)
+
+    buckets = [now_n - n for now_n, n in zip(_buckets(now), _buckets(before), strict=True)]
+    devices = now["burst"]["devices"]
+    drained = now["drain"]["drained_bytes"] - before["drain"]["drained_bytes"]
+    return {
+        "seconds": round(passed_s, 3),
+        "requests_per_s": grown("count"),
+        "errors_per_s": grown("errors"),
+        "median_s": quantile(buckets, 0.5),
+        "p99_s": quantile(buckets, 0.99),
+        "read_bytes_per_s": grown("bytes", ("read",)),
+        "written_bytes_per_s": grown("bytes", ("write",)),
+        "dirty_bytes": sum(device["dirty_bytes"] or 0 for device in devices),
+        "drained_bytes_per_s": round(drained / passed_s),
+        "oldest_undrained_s": now["drain"]["oldest_age_s"],
+        "waiting_writers": now["burst"]["throttled_writers"],
+        "resident_bytes": now["process"]["resident_bytes"],
+    }
 
 
-def _describe_undrained(state: dict[str, Any]) -> str:
-    """Which host has how much in its burst tier alone."""
-    hosts = [f"{host['name']} {_size(host, 'undrained_bytes')}" for host in state["hosts"]]
-    return f"{', '.join(hosts)}; what is undrained can be read as long as its host is there"
+def _buckets(status: dict[str, Any]) -> list[int]:
+    whole = [0] * BUCKETS
+    for one in status["requests"].values():
+        for bucket, n in enumerate(one["buckets"]):
+            whole[bucket] += n
+    return whole
 
 
-def _describe_aging(aging: dict[str, Any]) -> str:
-    """Of old files; '' if there were none."""
-    parts = []
-    if aging.get("files"):
-        compressed = aging["compressed_files"]
-        parts.append(
-            f"{count(aging['files'], 'old file')} ({_size(aging, 'bytes')}) moved since the mount, "
-            f"{compressed} of them compressed"
-        )
-    if aging.get("left_files"):
-        parts.append(f"{count(aging['left_files'], 'file')} left for now: {aging['reason']}")
-    return "; ".join(parts)
-
-
-def _describe_doomed(doomed: dict[str, Any]) -> str:
-    if not doomed["trees"]:
-        return f"nothing; {count(doomed['removed_inodes'], 'inode')} removed since the mount"
-    return (
-        f"{count(doomed['trees'], 'tree')} being taken apart, {doomed['directories']} directories "
-        "left as far as is known"
-    )
-
-
-def _describe_trash(trash: dict[str, Any]) -> str:
-    given = ""
-    if trash["given_entries"]:
-        given = f"; gone before their time, for lack of space: {_counted(trash, 'given_')}"
-    return f"{_counted(trash)}{given}"
-
-
-def _counted(trash: dict[str, Any], which: str = "") -> str:
-    number = trash[f"{which}entries"]
-    return f"{number} {'entry' if number == 1 else 'entries'}, {_size(trash, f'{which}bytes')}"
-
-
-def _describe_backup(backup: dict[str, Any]) -> str:
-    if not backup["interval_s"]:
-        return "off (meta.backup_interval)"
-    if backup["sequence"] is None:
-        text = "none yet"
-    else:
-        when = describe_time(backup["time_s"]) if backup["time_s"] else "an earlier mount"
-        sizes = f"{_size(backup, 'base_bytes')} and {_size(backup, 'increment_bytes')} of changes"
-        text = f"of {when}, sequence {backup['sequence']}, {sizes}"
-    if backup["waiting_deletions"]:
-        text += "; deletions wait for the next one"
-    return text + (f"; failing: {backup['last_error']}" if backup["last_error"] else "")
-
-
-def _describe_throttle(burst: dict[str, Any]) -> str:
-    if not burst["pause_s"]:
-        return "none"
-    pause = f"a new file waits {burst['pause_s'] * 1000:.0f} ms"
-    return f"{pause}, {burst['throttled_writers']} do now: draining does not keep up"
-
-
-def _describe_drain(drain: dict[str, Any], bytes_per_s: int) -> str:
-    from aifs.core.units import describe_size
-
-    if not drain["files"]:
-        return (
-            f"all is on the capacity tier; {count(drain['drained_files'], 'file')} drained "
-            "since the mount"
-        )
-    parts = [
-        (
-            f"{count(drain['files'], 'file')} ({_size(drain, 'bytes')}) undrained for up to "
-            f"{drain['oldest_age_s']:.0f} s"
-        ),
-        f"{drain['active_files']} active, {describe_size(bytes_per_s)}/s",
-    ]
-    if drain["held_files"]:
-        parts.append(f"{drain['held_files']} open for writing")
-    if drain["withheld_files"]:
-        parts.append(f"{drain['withheld_files']} drained with their groups")
-    if drain["late"]:
-        parts.append("beyond burst.drain_deadline")
-    if drain["failing_files"]:
-        parts.append(f"{drain['failing_files']} to be tried again after: {drain['last_error']}")
-    return "; ".join(parts)
-
-
-def _describe_groups(groups: dict[str, Any]) -> str:
-    if not groups["open"] + groups["committed"] + groups["durable"]:
-        return "none since the mount"
-    saved = f"{_size(groups, 'stored_bytes')} stored, {_size(groups, 'saved_bytes')} saved"
-    return (
-        f"{groups['open']} open, {groups['committed']} being drained, {groups['durable']} "
-        f"durable; {saved}"
-    )
+def _fitting() -> list[_Rate]:
+    """The first columns, as many as the terminal has room for."""
+    shown, left = list[_Rate](), terminal_width()
+    for one in _RATES:
+        left -= one.width + 1
+        if left < -1:
+            break
+        shown.append(one)
+    return shown

@@ -1,25 +1,40 @@
-"""``aifs trace``: the requests that a mount answers, one line each, as they are answered."""
+"""``aifs trace``, ``aifs top`` and ``aifs profile``: the requests that a mount answers, one by one,
+in sums that are drawn again and again, and in sums of all.
+"""
 
 import errno
 import json
+import os
+import select
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import DURATION, PATH
-from aifs.cli.output import count, fold, print_error
-from aifs.core.errors import MountError
+from aifs.cli.command import DURATION, PATH, Column, Report, Table, command, number
+from aifs.cli.door import mount_of
+from aifs.cli.output import count, duration, fold, print_error, rate, size
+from aifs.core.errors import MountError, UserError
+from aifs.watch import usage
+from aifs.watch.usage import Usage
 
-EPILOG = """
-\b
-Examples:
-  aifs trace /mnt/store
-  aifs trace /mnt/store --op open --op create --path /run/step-100
-  aifs trace /mnt/store --pid 4711 --for 10s --json
+_PAUSE_S = 0.05
+_COLUMNS = ("time", "us", "operation", "result", "bytes", "uid", "pid", "path")
+_WIDTHS = (15, 9, 15, 12, 10, 6, 8, 0)
+_LEFT = ("operation", "result", "path")
 
+
+@command(
+    "trace",
+    short_help="Show the requests that a mount answers.",
+    examples="aifs trace /mnt/store\n"
+    "aifs trace /mnt/store --op open --op create --path /run/step-100\n"
+    "aifs trace /mnt/store --pid 4711 --for 10s --json",
+    epilog="""
 \b
 Columns:
   time       when the request came
@@ -35,20 +50,13 @@ through to the local disk and do not come by (`aifs doctor` says whether they ar
 the kernel has cached, or what the bridge answers by itself (`aifs status --json` counts it). A
 mount without the bridge does not know whose reads, writes and closes these are, nor of which file.
 
-For root, and for who has mounted. While nobody traces, it costs nothing.
-"""
-
-_PAUSE_S = 0.05
-_COLUMNS = ("time", "us", "operation", "result", "bytes", "uid", "pid", "path")
-_WIDTHS = (15, 9, 15, 12, 10, 6, 8, 0)
-_LEFT = ("operation", "result", "path")
-
-
-@click.command("trace", epilog=EPILOG, short_help="Show the requests that a mount answers.")
+For root, and for the user who has mounted. While nobody traces, it costs nothing.
+""",
+)
 @click.argument("mountpoint", type=PATH)
 @click.option("--op", "operations", multiple=True, metavar="OPERATION", help="Only these.")
 @click.option(
-    "--path", "prefix", metavar="PATH", help="Only what is there, or below; / is the mount's root."
+    "--path", "prefix", metavar="PATH", help="Only files there or below; / is the mount's root."
 )
 @click.option("--pid", "pids", multiple=True, type=int, metavar="PID", help="Only these processes.")
 @click.option("--for", "limit_s", type=DURATION, help="Stop after so long; else at Ctrl-C.")
@@ -63,11 +71,9 @@ def trace_command(
 ) -> None:
     """Print each request that the mount at MOUNTPOINT answers from now on.
 
-    The mount keeps some ten thousand requests for whoever reads too slowly; how many were lost
-    beyond that is said on stderr.
+    The mount keeps some ten thousand requests for a slow reader; how many were lost beyond that is
+    said on stderr.
     """
-    from aifs.cli.mounts import mount_of
-
     top = mount_of(mountpoint)
     below = None if prefix is None else _inside(top, prefix)
     batches = follow(top, limit_s)
@@ -84,7 +90,7 @@ def trace_command(
 
 
 Batch = tuple[int, list[dict[str, Any]]]
-"""How many requests were lost, and those that came after them."""
+"""The number of lost requests, and the requests that came after them."""
 
 
 def told(batches: Iterator[Batch]) -> Iterator[dict[str, Any]]:
@@ -97,12 +103,13 @@ def told(batches: Iterator[Batch]) -> Iterator[dict[str, Any]]:
 
 def follow(mountpoint: str, limit_s: float | None) -> Iterator[Batch]:
     """The requests that a mount answers from now on (vfs/operation_log.py), for ``limit_s``; now
-    and then none. Raises MountError for who may not, OSError."""
+    and then none. Raises MountError if the caller may not trace, OSError."""
     try:
         number = hints.read(mountpoint, hints.TRACE)["next"]
     except PermissionError:
         raise MountError(
-            f"{mountpoint}: only root and who has mounted may trace: it shows what all users do"
+            f"{mountpoint}: only root and the user who has mounted may trace: it shows the "
+            "requests of all users"
         ) from None
     return _batches(mountpoint, number, limit_s)
 
@@ -155,3 +162,259 @@ def _line(cells: tuple[object, ...]) -> str:
         f"{head if not number else ' ' * len(head)}{line}".rstrip()
         for number, line in enumerate(fold(path, len(head)))
     )
+
+
+# --- top ------------------------------------------------------------------------------------------
+
+_GROUP_KEYS = {"p": "process", "u": "user", "d": "path", "o": "operation"}
+_SORT_KEYS = {"t": "time", "r": "requests", "b": "bytes", "e": "errors"}
+_HEAD_LINES = 4
+
+
+@command(
+    "top",
+    short_help="Show who uses a mount now.",
+    examples="aifs top /mnt/store\naifs top /mnt/store --by path --sort bytes\n"
+    "aifs top /mnt/store --for 5s --json",
+    epilog="""
+\b
+Keys:
+  p u d o    sums by process, user, path (directory), operation
+  t r b e    sort by time, requests, bytes, errors
+  q          end
+
+Where the output is no terminal, a table is printed each time instead; with --json, a line of JSON.
+
+The mount is traced meanwhile, so opens take longer; what it passes through is not seen (aifs trace
+--help says more). For root, and for the user who has mounted.
+""",
+    sizes=True,
+)
+@click.argument("mountpoint", type=PATH)
+@click.option("--by", type=click.Choice(list(usage.GROUPS)), default="process", show_default=True)
+@click.option("--sort", type=click.Choice(list(usage.SORTS)), default="time", show_default=True)
+@click.option("--interval", "interval_s", type=DURATION, default="1s", show_default=True)
+@click.option("--for", "limit_s", type=DURATION, help="Stop after so long; else at q or Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON each time.")
+def top_command(
+    mountpoint: str,
+    by: str,
+    sort: str,
+    interval_s: float,
+    limit_s: float | None,
+    as_json: bool,
+) -> None:
+    """Show the requests that the mount at MOUNTPOINT answers: whose they are, and how long they
+    take.
+    """
+    from rich import table
+    from rich.live import Live
+    from rich.text import Text
+
+    batches = follow(mount_of(mountpoint), limit_s)
+    if as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        for passed_s, lost, records in _intervals(batches, interval_s):
+            found = usage.ordered(usage.summed(records, by), sort)
+            if as_json:
+                told = [{by: key, **one.told()} for key, one in found]
+                print(
+                    json.dumps({"seconds": round(passed_s, 3), "lost": lost, by: told}), flush=True
+                )
+            else:
+                print(_title(by, sort, lost))
+                Table(_columns_of(by, passed_s), found).print()
+        return
+    with _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
+        for passed_s, lost, records in _intervals(batches, interval_s, pressed):
+            for key in pressed():
+                if key == "q":
+                    return
+                by, sort = _GROUP_KEYS.get(key, by), _SORT_KEYS.get(key, sort)
+            found = usage.ordered(usage.summed(records, by), sort)
+            shown = found[: max(1, live.console.size.height - _HEAD_LINES)]
+            screen = table.Table(
+                box=None,
+                pad_edge=False,
+                title=Text(_title(by, sort, lost)),
+                title_justify="left",
+                caption="by: p u d o    sort: t r b e    end: q",
+                expand=True,
+            )
+            columns = _columns_of(by, passed_s)
+            screen.add_column(by, ratio=1, no_wrap=True, overflow="ellipsis")
+            for column in columns[1:]:
+                screen.add_column(column.title, justify="right", no_wrap=True)
+            for row in shown:
+                screen.add_row(*(Text(column.cell(row)) for column in columns))
+            live.update(screen, refresh=True)
+
+
+def _intervals(
+    batches: Iterator[Batch], interval_s: float, woken: Any = None
+) -> Iterator[tuple[float, int, list[dict[str, Any]]]]:
+    """The requests of each interval: its seconds, how many were lost, and which came. A key ends
+    one early."""
+    begun_s, lost, records = time.monotonic(), 0, list[dict[str, Any]]()
+    for lost_now, more in batches:
+        lost += lost_now
+        records += more
+        passed_s = time.monotonic() - begun_s
+        if passed_s >= interval_s or (woken is not None and woken.waiting()):
+            yield passed_s, lost, records
+            begun_s, lost, records = time.monotonic(), 0, []
+    if records:
+        yield time.monotonic() - begun_s, lost, records
+
+
+class _Pressed:
+    """The keys of the terminal that have been pressed."""
+
+    def waiting(self) -> bool:
+        return bool(select.select([sys.stdin], [], [], 0)[0])
+
+    def __call__(self) -> str:
+        return os.read(sys.stdin.fileno(), 64).decode(errors="replace") if self.waiting() else ""
+
+
+@contextmanager
+def _keys() -> Iterator[_Pressed]:
+    """Keys count without Enter, and are not shown."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _Pressed()
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _title(by: str, sort: str, lost: int) -> str:
+    less = f"; {lost} requests were lost, so this is less than all" if lost else ""
+    return f"by {by}, the largest {sort} first{less}"
+
+
+def _columns_of(by: str, passed_s: float) -> list[Column]:
+    """The columns of rows that are a name and its usage."""
+    return [
+        Column(by, lambda row: row[0]),
+        Column("requests/s", lambda row: f"{row[1].requests / passed_s:.0f}", number),
+        Column("errors", lambda row: row[1].errors or "-", number),
+        Column("busy", lambda row: f"{row[1].seconds / passed_s:.0%}", number),
+        Column("mean", lambda row: row[1].seconds / row[1].requests, duration),
+        Column("slowest", lambda row: row[1].slowest_s, duration),
+        Column("bytes/s", lambda row: row[1].bytes / passed_s or None, rate, "-"),
+    ]
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+_CAUSE = "cause"
+_GROUPS = [*usage.GROUPS, _CAUSE]
+
+_Rows = Sequence[tuple[tuple[str, ...], Usage]]
+"""The names of each, and its sums."""
+
+
+@command(
+    "profile",
+    short_help="Show where the time of requests went.",
+    examples="aifs profile /mnt/store --for 10s\n"
+    "aifs trace /mnt/store --for 1min --json > job.trace; aifs profile job.trace\n"
+    "aifs profile job.trace --by path --sort bytes --json\n"
+    "aifs profile job.trace --by cause",
+    epilog="""
+\b
+Columns:
+  requests   that were answered, and how many of them with an error
+  time       that their answers took, all together: more than the clock's where they overlap
+  share      of the time of all
+  mean, slowest, bytes
+
+By cause, the time of each request is divided among what it has waited for: data servers, burst
+directories, the journal, locks, other hosts (aifs why --help lists them), and the daemon itself,
+which is its own work, and its queue. Requests and bytes are those that have waited for it, so they
+count once for each cause.
+
+A mount is traced meanwhile, so opens take longer. For root, and for the user who has mounted.
+""",
+    sizes=True,
+)
+@click.argument("source", metavar="FILE|MNT", type=PATH)
+@click.option("--by", type=click.Choice(_GROUPS), help="Only these sums; else all five.")
+@click.option("--sort", type=click.Choice(list(usage.SORTS)), default="time", show_default=True)
+@click.option("--for", "limit_s", type=DURATION, help="Trace the mount so long; else 10 s.")
+@click.option("--lines", type=click.IntRange(1), default=10, show_default=True, help="Of each sum.")
+def profile_command(
+    source: str, by: str | None, sort: str, limit_s: float | None, lines: int
+) -> Report:
+    """Sum up the requests in FILE, which aifs trace --json has printed, or those that the mount MNT
+    answers from now on: by process, user, directory, operation, and by what they waited for."""
+    groups = [by] if by else _GROUPS
+    sums: dict[str, dict[str, Usage]] = {group: {} for group in groups if group != _CAUSE}
+    waits: dict[tuple[str, str], Usage] = {}
+    for record in _records(source, limit_s):
+        for group, found in sums.items():
+            usage.summed([record], group, found)
+        usage.sum_waits(record, waits)
+    tables: dict[str, _Rows] = {
+        group: [((key,), one) for key, one in usage.ordered(found, sort)]
+        for group, found in sums.items()
+    }
+    if _CAUSE in groups:
+        tables[_CAUSE] = [*usage.ordered(waits, sort)]
+    told = {
+        group: [dict(zip(_names(group), key, strict=True)) | one.told() for key, one in rows]
+        for group, rows in tables.items()
+    }
+    parts = list[Table | str]()
+    for group, rows in tables.items():
+        parts.append(Table(_sums(group, rows), rows[:lines]))
+        if len(rows) > lines:
+            parts.append(f"and {len(rows) - lines} more")
+    return Report(told, *parts)
+
+
+def _records(source: str, limit_s: float | None) -> Iterator[dict[str, Any]]:
+    if os.path.isfile(source):
+        if limit_s is not None:
+            raise click.UsageError("--for is for a mount; a file is read as it is")
+        return _read(source)
+    if not os.path.lexists(source):
+        raise UserError(f"{source}: no such file or mount")
+    return told(follow(mount_of(source), 10 if limit_s is None else limit_s))
+
+
+def _read(file_name: str) -> Iterator[dict[str, Any]]:
+    with open(file_name, encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                usage.summed([record], "path")  # has all that is summed up
+                usage.sum_waits(record, {})
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise click.UsageError(
+                    f"{file_name}:{number}: is not a line of aifs trace --json"
+                ) from None
+            yield record
+
+
+def _names(group: str) -> tuple[str, ...]:
+    """The names of the members of a group."""
+    return (group, "operation") if group == _CAUSE else (group,)
+
+
+def _sums(group: str, found: _Rows) -> list[Column]:
+    whole = sum(one.seconds for _, one in found) or 1.0
+    return [
+        Column(group, lambda row: row[0][0]),
+        *([Column("operation", lambda row: row[0][1])] if group == _CAUSE else []),
+        Column("requests", lambda row: row[1].requests, number),
+        Column("errors", lambda row: row[1].errors or "-", number),
+        Column("time", lambda row: row[1].seconds, duration),
+        Column("share", lambda row: f"{row[1].seconds / whole:.0%}", number),
+        Column("mean", lambda row: row[1].seconds / row[1].requests, duration),
+        Column("slowest", lambda row: row[1].slowest_s, duration),
+        Column("bytes", lambda row: row[1].bytes or None, size, "-"),
+    ]

@@ -1,112 +1,195 @@
-"""``aifs trash``: what was removed and is kept, to have it back, or to be rid of it."""
+"""``aifs rm`` and ``aifs trash``: remove files, and whole trees at one stroke; have removed ones
+back, or be rid of them.
+"""
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from aifs.cli import hints
-from aifs.cli.arguments import PATH
+from aifs.cli.command import PATH, Column, Report, Table, command, group, number
+from aifs.cli.door import require_inside
+from aifs.cli.output import describe_error, print_error, size, when
+from aifs.core import ioctl
+from aifs.core.errors import MountError
+from aifs.core.mountinfo import Mount, all_mounts, mount_of
 
 _EMPTIED_AT_ONCE = 256
 
 
-@click.group("trash", short_help="List, restore and empty what was removed and is kept.")
-def trash_group() -> None:
+# --- rm -------------------------------------------------------------------------------------------
+
+
+@command(
+    "rm",
+    short_help="Remove files, and whole trees in one step.",
+    examples="aifs rm -r /mnt/store/step-100\naifs rm -r /mnt/store/runs/*",
+    epilog="Space comes back in the background; `aifs status` shows how far that is.",
+)
+@click.option(
+    "-r", "recursive", is_flag=True, help="Remove directories, too, with all that lies below them."
+)
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
+def rm_command(recursive: bool, paths: tuple[str, ...]) -> Report:
+    """Remove the files PATH, and with -r the directories PATH, which must lie in an AIFS mount.
+
+    A directory takes the same few milliseconds however much lies below: its name is gone when the
+    command returns, in one step, also after a crash. Files that programs have open go on until they
+    close them. The owner of a directory may remove it with files of others below. Paths that cannot
+    be removed are named, the others are removed; the exit code is 1 then.
+    """
+    removed = []
+    mounts = all_mounts()
+    for path in paths:
+        try:
+            remove_path(path, recursive, mounts)
+            removed.append(path)
+        except (MountError, OSError) as error:
+            print_error(describe_error(error))
+    return Report({"removed": removed}, code=0 if len(removed) == len(paths) else 1)
+
+
+def remove_path(path: str, recursive: bool, mounts: list[Mount]) -> None:
+    status = require_inside(path, follow=False)
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(path)
+        return
+    if not recursive:
+        raise MountError(f"{path}: is a directory; -r removes it with all that lies below it")
+    parent, name = os.path.split(path.rstrip("/"))
+    if name in ("", ".", ".."):
+        raise MountError(f"{path}: name the directory by its parent and its name")
+    full = os.path.join(os.path.realpath(parent or "."), name)
+    for mount in mounts:
+        if mount.mountpoint == full or mount.mountpoint.startswith(f"{full}/"):
+            what = (
+                "is a mount; name what lies in it"
+                if mount.mountpoint == full
+                else f"{mount.mountpoint} is a mount; unmount it first"
+            )
+            raise MountError(f"{path}: {what}")
+    try:
+        remove_tree(parent or ".", name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def remove_tree(parent: str, name: str) -> None:
+    """By ioctl, which needs no right to change attributes of the parent; by extended attribute
+    where there is none.
+    """
+    try:
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            ioctl.call(fd, "remove", parent, name=name)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EACCES):
+            raise
+        hints.put(parent, hints.REMOVE, name)
+        _look_up_anew(os.path.join(parent, name))
+
+
+def _look_up_anew(path: str) -> None:
+    """Have the kernel ask for the name, whatever it has cached: it held the directory's lock for
+    setting the attribute.
+
+    By a link that cannot be made, across filesystems, of which the kernel finds out when it knows
+    about the name.
+    """
+    with suppress(OSError):
+        os.link("/proc/self/exe", path, follow_symlinks=False)
+
+
+# --- trash ----------------------------------------------------------------------------------------
+
+
+@group("trash", short_help="List, restore and erase removed files that are kept.")
+def trash_command() -> None:
     """Where a directory, or one above it, has a trash, names that are removed below can be restored
     for a time:
 
     \b
       setfattr -n user.aifs.trash -v 7d /mnt/store/run
 
-    What you own, or have removed yourself, is yours here; root's is everything. When the store runs
-    out of space, what would go first goes at once.
+    Entries that you own, or have removed yourself, are yours here; all are root's. When the store
+    runs out of space, the entries that would go first go at once.
     """
 
 
-@trash_group.command(
+_ENTRIES = (
+    Column("id", show=number),
+    Column("path", lambda one: one["path"] or f"(gone)/{one['name']}"),
+    Column("type"),
+    Column("size", "bytes", size),
+    Column("removed by", "removed_by", lambda uid: _user(uid)),
+    Column("removed", "removed_s", when),
+    Column("kept until", "until_s", when),
+)
+
+
+@trash_command.command(
     "ls",
-    epilog="\b\nExamples:\n  aifs trash ls /mnt/store\n  aifs trash ls --all --json /mnt/store/run",
+    examples="aifs trash ls /mnt/store\naifs trash ls --all --json /mnt/store/run",
+    sizes=True,
 )
 @click.argument("path", type=PATH)
-@click.option("--all", "is_all", is_flag=True, help="Also what lay in removed directories.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def ls_command(path: str, is_all: bool, as_json: bool) -> None:
-    """List what of yours was removed at PATH, or below, and is kept; what goes first comes first.
+@click.option("--all", "is_all", is_flag=True, help="Also entries that lay in removed directories.")
+def ls_command(path: str, is_all: bool) -> Report:
+    """List your entries that were removed at PATH, or below; those that go first come first.
 
-    What was removed with its directory is counted with that. The id tells apart what had the same
-    name.
+    An entry that was removed with its directory is counted with that. The id tells apart entries
+    that had the same name.
     """
-    from aifs.cli.output import describe_time, print_json, print_table
-    from aifs.core.units import describe_size
-
     found = list(_entries(path))
     if not is_all:
         found = _tops(found)
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        (
-            one["id"],
-            one["path"] or f"(gone)/{one['name']}",
-            one["type"],
-            "" if one["bytes"] is None else describe_size(one["bytes"]),
-            _user(one["removed_by"]),
-            describe_time(one["removed_s"]),
-            describe_time(one["until_s"]),
-        )
-        for one in found
-    ]
-    columns = ("id", "path", "type", "size", "removed by", "removed", "kept until")
-    print_table(columns, rows, right=("id", "size"))
+    return Report(found, Table(_ENTRIES, found))
 
 
-@trash_group.command(
+@trash_command.command(
     "restore",
-    epilog="\b\nExamples:\n  aifs trash restore /mnt/store/run/step-100\n"
-    "  aifs trash restore /mnt/store/notes.txt --to /mnt/store/old\n"
-    "  aifs trash restore --id 4711 /mnt/store",
+    examples="aifs trash restore /mnt/store/run/step-100\n"
+    "aifs trash restore /mnt/store/notes.txt --to /mnt/store/old\n"
+    "aifs trash restore --id 4711 /mnt/store",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--to", type=PATH, help="Where to put it: a directory, or a new name.")
 @click.option("--id", "number", type=int, default=0, help="Which one; PATH is any of the mount.")
-def restore_command(paths: tuple[str, ...], to: str | None, number: int) -> int:
-    """Restore what was last removed under the names PATH; it is durable when the command returns.
+def restore_command(paths: tuple[str, ...], to: str | None, number: int) -> Report:
+    """Restore the entries that were last removed under the names PATH; they are durable when the
+    command returns.
 
-    A directory comes back with all that was in it: also with what `rm -r` removed from it first,
-    that is in the hour before. Without --to it goes to where it was, or, if that directory is gone,
-    to the nearest one above that is there. Nothing is ever replaced. What cannot be restored is
-    named, the rest is; the exit code is 1 then.
+    A directory comes back with all that was in it: also with the entries that `rm -r` removed from
+    it first, that is in the hour before. Without --to it goes to where it was, or, if that
+    directory is gone, to the nearest one above that is there. Nothing is ever replaced. Entries
+    that cannot be restored are named, the others are restored; the exit code is 1 then.
     """
-    from aifs.cli.output import describe_error, print_error
-    from aifs.core.errors import MountError
-
-    failed = False
+    restored = []
     for path in paths:
         try:
-            print(f"restored {_restore(path, to, number)}")
+            restored.append(_restore(path, to, number))
         except (MountError, OSError) as error:
             print_error(describe_error(error))
-            failed = True
-    return 1 if failed else 0
+    lines = [f"restored {path}" for path in restored]
+    return Report({"restored": restored}, *lines, code=0 if len(restored) == len(paths) else 1)
 
 
-@trash_group.command(
+@trash_command.command(
     "empty",
-    epilog="\b\nExamples:\n  aifs trash empty /mnt/store/run/step-100\n"
-    "  aifs trash empty /mnt/store",
+    examples="aifs trash empty /mnt/store/run/step-100\naifs trash empty /mnt/store",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--id", "number", type=int, default=0, help="Which one; PATH is any of the mount.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; its keys keep their meaning.")
-def empty_command(paths: tuple[str, ...], number: int, as_json: bool) -> None:
-    """Have what of yours was removed at PATH, or below, go for good; space comes back in the
+def empty_command(paths: tuple[str, ...], number: int) -> Report:
+    """Have your entries that were removed at PATH, or below, go for good; space comes back in the
     background."""
-    from aifs.cli.output import print_json
-
     emptied = 0
     for path in paths:
         found = [number] if number else [one["id"] for one in _entries(path)]
@@ -114,16 +197,11 @@ def empty_command(paths: tuple[str, ...], number: int, as_json: bool) -> None:
         for first in range(0, len(found), _EMPTIED_AT_ONCE):
             _call("trash.empty", place, ids=found[first : first + _EMPTIED_AT_ONCE])
         emptied += len(found)
-    if as_json:
-        print_json({"emptied": emptied})
-    else:
-        print(f"{emptied} emptied")
+    return Report({"emptied": emptied}, f"{emptied} emptied")
 
 
 def _restore(path: str, to: str | None, number: int) -> str:
     """Where it is now."""
-    from aifs.core.errors import MountError
-
     place, rest = _existing(path)
     if not rest and not number:
         raise OSError(errno.EINVAL, "names a mount, not what was in it", path)
@@ -157,7 +235,6 @@ def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str,
     of the mount.
     """
     from aifs.core import ioctl
-    from aifs.core.errors import MountError
 
     path = shown or place
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
@@ -180,8 +257,6 @@ def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str,
 def _existing(path: str) -> tuple[str, str]:
     """The deepest directory above a path that is there, and the rest of the path. Raises
     MountError if it does not lie in an AIFS."""
-    from aifs.cli.mounts import require_inside
-
     path = os.path.abspath(path)
     place, rest = os.path.split(path)
     if os.path.ismount(path):
@@ -194,9 +269,7 @@ def _existing(path: str) -> tuple[str, str]:
 
 
 def _entries(path: str) -> Iterator[dict[str, Any]]:
-    """What was removed at a path, or below; ``path`` of each is as one would say it here."""
-    from aifs.core.mountinfo import mount_of
-
+    """The entries that were removed at a path, or below; ``path`` of each is its path here."""
     place, rest = _existing(path)
     mount = mount_of(place)
     assert mount is not None

@@ -2,19 +2,26 @@
 helpers.
 """
 
+import glob
 import os
 import select
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.arguments import DURATION, MOUNTPOINT
-from aifs.cli.drain import Left, drain, left
+from aifs.cli.command import DURATION, MOUNTPOINT, command
+from aifs.cli.door import ANSWER_S, AwaitsDatabase, daemon_of, is_dead, read_status, require_aifs
 from aifs.cli.output import print_error
+from aifs.cli.tiers import Left, drain, left
+from aifs.core import connections
 from aifs.core.errors import MountError, TimeoutReached, UserError
 from aifs.core.limits import within
+from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, mounted_at, stays_mounted
 
 if TYPE_CHECKING:
     from aifs.store.owner import Owner
@@ -23,17 +30,25 @@ NOTICE_S = 5.0
 _PAUSE_S = 0.5
 _END_S = 5.0  # what a process that has closed the store may take to end
 
+_KILLED_S = 10.0  # what a process that was killed may take to end
+
+SAFE = (
+    "what was acknowledged survives the end of the daemon; what fsync, syncfs or a publish "
+    "acknowledged, a power cut, too"
+)
+LOCKED = "Until these calls end, or this host is started anew, the store cannot be mounted"
+
+UMOUNT_HELPER = "/sbin/umount.fuse.aifs"
+
 _KERNEL = "the system hands over what programs have changed in memory that they have mapped"
 
-EPILOG = """
-\b
-Examples:
-  aifs umount /mnt/store
-  aifs umount /mnt/store --drain
-  aifs umount --force /mnt/store"""
 
-
-@click.command("umount", epilog=EPILOG)
+@command(
+    "umount",
+    examples="aifs umount /mnt/store\naifs umount /mnt/store --drain\n"
+    "aifs umount --force /mnt/store",
+    sizes=True,
+)
 @click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("-l", "--lazy", is_flag=True, help="Take it away now; do not wait for its users.")
 @click.option(
@@ -75,10 +90,6 @@ def umount_command(
     A bind mount of a mount, or a mount that has one, is only taken away: the daemon serves what is
     left.
     """
-    from aifs.cli.answers import AwaitsDatabase, is_dead
-    from aifs.cli.mounts import LOCKED, end, mounted_at, read_status, require_aifs, unmount
-    from aifs.core.mountinfo import stays_mounted
-
     path = require_aifs(mountpoint)
     os.chdir("/")  # do not be the one who keeps it busy
     if (mount := mounted_at(path)) is not None and stays_mounted(mount):
@@ -139,7 +150,6 @@ def wait_for_daemon(
 
     Raises TimeoutReached; MountError if the store could not be closed in order.
     """
-    from aifs.cli.mounts import SAFE
     from aifs.store.owner import IN_ORDER
 
     pid, said, closed_s = status["pid"], "", 0.0
@@ -185,7 +195,6 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
 
     Then the store's owner file still names it. That file may be out of reach for who is not root.
     """
-    from aifs.cli.mounts import SAFE
     from aifs.core import config
     from aifs.store.owner import IN_ORDER
 
@@ -214,3 +223,150 @@ def _owner(status: dict[str, Any]) -> "Owner | None":
         status["mountpoint"],
     )
     return owner if is_its else None
+
+
+# --- taking mounts away ---------------------------------------------------------------------------
+
+
+def end(mount: Mount) -> None:
+    """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an
+    error. A daemon that serves a bind mount, too, goes on.
+
+    Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
+    """
+    if stays_mounted(mount):
+        unmount(mount.mountpoint, lazy=True)
+        return
+    pid = daemon_of(mount)
+    connection = daemon = None
+    with suppress(OSError):  # then the daemon's end is that of the connection
+        connection = connections.open_abort(mount.device)
+    if pid is not None:
+        with suppress(OSError):
+            daemon = os.pidfd_open(pid)
+    unmount(mount.mountpoint, lazy=True)
+    if daemon is not None:
+        signal.pidfd_send_signal(daemon, signal.SIGKILL)
+    if connection is not None:
+        connections.abort(connection)
+    if daemon is not None and not select.select([daemon], [], [], _KILLED_S)[0]:
+        raise MountError(
+            f"{mount.mountpoint}: unmounted, and its daemon (pid {pid}) is killed, but the system "
+            f"cannot end calls that it has made to a server; {SAFE}. {LOCKED}"
+        )
+
+
+def unmount(
+    mountpoint: str, lazy: bool = False, limit_s: float | None = None, answers: bool = True
+) -> bool:
+    """Take the mount away; ``lazy``: now, though its users may go on until they are done. Without
+    ``answers`` who is only seen to wait for one, such as a command that was given up, goes on, too.
+    MountError.
+
+    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not
+    root. False if the system is still busy with it after ``limit_s``: it first hands over what
+    programs have mapped and changed.
+    """
+    if os.geteuid() == 0:
+        command = ["umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy]
+    else:
+        command = ["fusermount3", "-u", *["-z"] * lazy, "--"]
+    done = _run(*command, mountpoint, limit_s=limit_s)
+    if done is None:
+        return False
+    if done.returncode == 0:
+        return True
+    if "busy" in done.stderr:
+        users = _users_in_time(mountpoint)
+        if not (users or answers):
+            return unmount(mountpoint, lazy=True)
+        raise MountError(f"{mountpoint}: is in use by {_describe(users)}")
+    if "not found in" in done.stderr:  # fusermount3 looks for the caller's own mounts alone
+        raise MountError(
+            f"{mountpoint}: was mounted by another user; only that user or root can unmount it"
+        )
+    raise MountError(f"{mountpoint}: cannot be unmounted: {done.stderr.strip()}")
+
+
+def register(source: str, mountpoint: str) -> None:
+    """Let umount(8) call the installed helper for this mount, which waits until all is safe.
+
+    umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it
+    there.
+    """
+    if os.geteuid() == 0 and os.path.exists(UMOUNT_HELPER):
+        options = [
+            "--fake",
+            "--internal-only",
+            "--no-canonicalize",
+            "-t",
+            FSTYPE,
+            "-o",
+            "uhelper=fuse.aifs",
+        ]
+        done = _run("mount", *options, source, mountpoint)
+        if done is not None and done.returncode:
+            print_error(f"umount(8) will not wait for this mount's daemon: {done.stderr.strip()}")
+
+
+def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedProcess[str] | None:
+    """None, and the process is left alone, if it has not ended after ``limit_s``."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="surrogateescape",
+        env={**os.environ, "LC_ALL": "C"},
+    )
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _users_in_time(mountpoint: str) -> list[str]:
+    """What /proc says of a process may wait for a page that it waits for itself."""
+    try:
+        return within(ANSWER_S, _users_of, mountpoint)
+    except TimeoutError:
+        return ["a process that waits for a page of a file"]
+
+
+def _users_of(mountpoint: str) -> list[str]:
+    below = [
+        mount.mountpoint for mount in all_mounts() if mount.mountpoint.startswith(f"{mountpoint}/")
+    ]
+    return [f"the mount {path}" for path in below] + _processes_using(mountpoint)
+
+
+def _describe(users: list[str]) -> str:
+    if not users:
+        return "a process that cannot be seen from here; fuser -vm shows more"
+    more = f" and {len(users) - 3} more" if len(users) > 3 else ""
+    return ", ".join(users[:3]) + more
+
+
+def _processes_using(mountpoint: str) -> list[str]:
+    found = []
+    for process in sorted(glob.glob("/proc/[0-9]*"), key=lambda path: int(path[6:])):
+        try:
+            links = [f"{process}/{name}" for name in ("cwd", "root", "exe")]
+            for folder in ("fd", "map_files"):
+                links += [entry.path for entry in os.scandir(f"{process}/{folder}")]
+            if any(_is_below(mountpoint, link) for link in links):
+                with open(f"{process}/comm") as comm:
+                    found.append(f"{comm.read().strip()} (pid {process[6:]})")
+        except OSError:  # the process is gone, or is another user's
+            continue
+    return found
+
+
+def _is_below(mountpoint: str, link: str) -> bool:
+    try:
+        target = os.readlink(link)
+    except OSError:  # closed meanwhile
+        return False
+    return target == mountpoint or target.startswith(f"{mountpoint}/")

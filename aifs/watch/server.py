@@ -39,7 +39,7 @@ from aifs.core.log import logger
 from aifs.core.secret import read_secret
 from aifs.core.strangers import Stranger, Strangers, source_of
 from aifs.watch import usage
-from aifs.watch.metrics import CONTENT_TYPE, expose, problems
+from aifs.watch.figures import CONTENT_TYPE, expose, problems
 from aifs.watch.usage import Usage
 
 _log = logger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 from report import Row, rate
 from systems import Aifs
 
-from aifs.cli.rm import remove_tree
+from aifs.cli.trash import remove_tree
 from aifs.core import ioctl
 
 RATIO = 0.85

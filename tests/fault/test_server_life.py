@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from aifs.cli import server as cli_server
-from aifs.cli.server_orders import OpenDoor
+from aifs.cli.server import OpenDoor
 from aifs.core import config as configuration
 from aifs.core import faults
 from aifs.core.config import DIRECTORY_FILE, Config

@@ -393,7 +393,7 @@ def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> 
         code == 6 and said.startswith(f"{place.path}: unmounted, but ") and str(place.log) in said
     )
     assert place.mounts() == []
-    assert "ERROR aifs.cli.daemon: the daemon stops: data server 1" in place.log.read_text()
+    assert "ERROR aifs.cli.mount: the daemon stops: data server 1" in place.log.read_text()
     place.log.unlink()
     away.rename(server)
     place.mount()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import config, debug, mounts
+from aifs.cli import config, debug, door
 from aifs.cli.main import main
 from tests.support.mounts import Mounted, aifs
 from tests.support.users import in_process
@@ -98,7 +98,7 @@ def test_some_keys_change_while_it_is_mounted(
 
 
 def test_others_are_told_nothing(shared: Mounted, capfd: pytest.CaptureFixture[str]) -> None:
-    assert config and debug and mounts  # nobody could import them
+    assert config and debug and door  # nobody could import them
     path = str(shared.path)
     for words in (
         ["debug", path],

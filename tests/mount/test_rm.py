@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aifs.cli.main import main
-from aifs.cli.rm import remove_tree
+from aifs.cli.trash import remove_tree
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 from tests.support.users import errno_of, in_process
 

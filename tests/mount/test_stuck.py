@@ -80,11 +80,11 @@ def test_a_killed_daemon_ends_though_the_kernel_holds_one_of_its_threads(
 
 IMPATIENT = """
 import sys
-from aifs.cli import answers
+from aifs.cli import door
 from aifs.cli.main import main
 
-answers.WAITS_S = (0.5, 0.5, 1.0)
-answers.ANSWER_S = sum(answers.WAITS_S)
+door.WAITS_S = (0.5, 0.5, 1.0)
+door.ANSWER_S = sum(door.WAITS_S)
 sys.exit(main())
 """
 
@@ -111,7 +111,7 @@ def commands(besides: int) -> Iterator[bytes]:
 
 @pytest.fixture
 def stopped(mounted: Mounted) -> Iterator[Mounted]:
-    """A mount whose daemon lives and answers nothing."""
+    """A mount whose daemon lives and door nothing."""
     (mounted.path / "before").write_bytes(b"acknowledged")
     mounted.signal(signal.SIGSTOP)
     yield mounted

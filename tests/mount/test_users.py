@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import hints, mounts, rm  # noqa: F401 - a child of another user cannot import
+from aifs.cli import door, hints, trash  # noqa: F401 - a child of another user cannot import
 from aifs.cli.output import describe_error
 from aifs.client import checkpoint
 from aifs.core import ioctl
@@ -297,7 +297,7 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     (shared / "tree").mkdir()
     owned(shared / "tree", ALICE, ALICE, 0o755)
     owned(shared, ALICE, ALICE, 0o777)
-    assert of_bob(lambda: rm.remove_path(str(shared / "tree"), True, [])) == (
+    assert of_bob(lambda: trash.remove_path(str(shared / "tree"), True, [])) == (
         f"{shared / 'tree'}: only its owner and root may do this"
     )
 

@@ -87,13 +87,11 @@ MAY_CHANGE_FILES = {
     "client/startup/marks.py": {"write"},  # to standard output
     "core/limits.py": {"write"},  # to a pipe
     "core/log.py": {"fchmod", "makedirs", "open"},  # the log is no part of the store
-    "cli/daemon.py": {"write", "open"},  # a pipe, and /dev/null
+    "cli/mount.py": {"write", "open"},  # a pipe, and /dev/null
     "cli/main.py": {"open"},  # /dev/null
     "cli/hints.py": {"removexattr", "setxattr"},  # of a mount
-    "cli/clone.py": {"open"},  # a directory of a mount
-    "cli/snapshot.py": {"mkdir"},  # the same
-    "cli/rm.py": {"link", "open", "unlink"},  # the same
-    "cli/trash.py": {"open"},  # the same
+    "cli/clone.py": {"mkdir", "open"},  # a directory of a mount
+    "cli/trash.py": {"link", "open", "unlink"},  # the same
     "core/connections.py": {"open", "write"},  # of fusectl
     "fuse/bridge.py": {"write"},  # to the mount's descriptor
 }

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from aifs.cli import mounts
+from aifs.cli import door, output, umount
 from aifs.cli.main import main
 from aifs.cli.output import print_table
 from aifs.core import config, errors, mountinfo
@@ -40,7 +40,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(capsys, "--help")
     assert code == 0
     raised = {kind.exit_code for kind in vars(errors).values() if hasattr(kind, "exit_code")}
-    assert "..." not in out.partition("Commands:")[2], "a summary is cut off: short_help"
+    assert "..." not in out.partition("Stores and mounts:")[2], "a summary is cut off: short_help"
     assert raised <= {
         int(line.split()[0]) for line in out.splitlines() if line.strip()[:1].isdigit()
     }
@@ -61,9 +61,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
         "pin",
         "unpin",
         "clone",
-        "snapshot",
         "fsck",
-        "config",
         "meta serve",
         "server status",
         "server add",
@@ -83,7 +81,7 @@ def test_every_command_has_help_with_an_example(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fromat"], "No such command 'fromat'"),
+        (["fromat"], "there is no command aifs fromat; did you mean format?"),
         (["mount", "/a"], "Missing argument 'MOUNTPOINT'."),
         (["fsck", "/a", "--repiar"], "No such option"),
     ],
@@ -140,7 +138,7 @@ def test_an_address_of_another_kind_is_no_local_directory(
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys)
     assert code == 2
-    assert "Commands:" in err
+    assert "Stores and mounts:" in err
 
 
 # --- config ---------------------------------------------------------------------------------------
@@ -318,13 +316,13 @@ def test_a_path_below_a_mount_means_the_mount_except_for_umount(
         mountinfo.Mount(1, "/", "ext4", "/dev/vda"),
         mountinfo.Mount(2, f"{tmp_path}/m", "fuse.aifs", "/src"),
     ]
-    for module in (mounts, mountinfo):
+    for module in (door, mountinfo):
         monkeypatch.setattr(module, "all_mounts", lambda: found)
-    assert mounts.mount_of(str(tmp_path / "m/d")) == str(tmp_path / "m")
+    assert door.mount_of(str(tmp_path / "m/d")) == str(tmp_path / "m")
     with pytest.raises(errors.MountError, match="no such directory"):
-        mounts.mount_of(str(tmp_path / "m/none"))
+        door.mount_of(str(tmp_path / "m/none"))
     with pytest.raises(errors.MountError, match=f"it is below the mount {tmp_path}/m"):
-        mounts.require_aifs(str(tmp_path / "m/d"))
+        door.require_aifs(str(tmp_path / "m/d"))
 
 
 def test_info_wants_a_path_in_an_aifs_mount(
@@ -553,11 +551,31 @@ def test_fsck_that_cannot_check_exits_with_8(
 def test_the_mount_of_another_user_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "fusermount3: entry for /mnt/s not found in /etc/mtab"
     monkeypatch.setattr(
-        mounts, "_run", lambda *command, **limits: SimpleNamespace(returncode=1, stderr=said)
+        umount, "_run", lambda *command, **limits: SimpleNamespace(returncode=1, stderr=said)
     )
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(
         errors.MountError,
         match="^/mnt/s: was mounted by another user; only that user or root",
     ):
-        mounts.unmount("/mnt/s")
+        umount.unmount("/mnt/s")
+
+
+def test_only_near_names_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "frobnicate") == (2, "there is no command aifs frobnicate; see aifs -h")
+    assert refused(capsys, "server", "drian", "/s", "1")[1].endswith("did you mean drain?")
+    assert "(Possible" not in refused(capsys, "bench", "--frobnicate", "/s")[1]
+
+
+def test_sizes_are_exact_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    output.set_exact(True)
+    try:
+        assert (output.size(3 << 20), output.rate(1.4)) == ("3145728", "1/s")
+    finally:
+        output.set_exact(False)
+    assert output.size(3 << 20) == "3.00 MiB"
+
+
+def test_durations_have_three_digits_and_a_unit() -> None:
+    told = [output.duration(seconds) for seconds in (2e-5, 0.0125, 4.2149, 120, 5400, 9000, 1e7)]
+    assert told == ["20 us", "12.5 ms", "4.21 s", "120 s", "90 min", "2.5 h", "116 d"]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import drain, hints, output, progress, trees, umount
+from aifs.cli import door, hints, output, tiers, umount
 from aifs.cli.doctor import burst_checks, drain_checks
 from aifs.cli.main import main
-from aifs.cli.status import summaries
+from aifs.cli.status import SHOWS
+from aifs.watch import figures
 
 MIB = 1 << 20
 
@@ -121,7 +122,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played(tmp_path)
     monkeypatch.setattr(hints, "read", played.read)
     monkeypatch.setattr(hints, "put", played.put)
-    monkeypatch.setattr(trees, "require_inside", os.stat)
+    monkeypatch.setattr(door, "require_inside", os.stat)
     monkeypatch.setattr(time, "sleep", played.step)
     return played
 
@@ -220,7 +221,7 @@ def test_drain_says_once_that_a_server_fails(capsys, mount: Played) -> None:
 
 
 def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> None:
-    monkeypatch.setattr("aifs.cli.warm.PARALLEL", 8)
+    monkeypatch.setattr("aifs.cli.tiers.PARALLEL", 8)
     for number in range(30):
         mount.file(f"tree/{number % 3}/{number}", "clean" if number % 5 else "cached")
     mount.file("tree/dirty", "dirty")
@@ -361,8 +362,8 @@ def test_what_is_no_file_is_refused(capsys, mount: Played) -> None:
 
 
 def test_progress_elsewhere_than_on_a_terminal_is_a_line_now_and_then(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "NOTICE_S", 0.0)
-    with progress.progress("draining") as show:
+    monkeypatch.setattr(output, "NOTICE_S", 0.0)
+    with output.progress("draining") as show:
         show(MIB, 4 * MIB)
     assert capsys.readouterr().err == "aifs: draining: 1.00 MiB of 4.00 MiB\n"
 
@@ -432,8 +433,8 @@ def test_doctor_names_what_keeps_files_from_being_drained() -> None:
 
 
 def test_what_is_left_is_said_in_a_line() -> None:
-    assert str(drain.Left(1, 5, 0)) == "1 file (5 B)"
-    assert str(drain.Left(2, 2048, 1)) == "2 files (2.00 KiB, 1 open for writing)"
+    assert str(tiers.Left(1, 5, 0)) == "1 file (5 B)"
+    assert str(tiers.Left(2, 2048, 1)) == "2 files (2.00 KiB, 1 open for writing)"
 
 
 def drain_status(**changes: object) -> dict:
@@ -490,11 +491,11 @@ def test_status_says_why_new_files_wait() -> None:
             "last_error": "told to",
         },
     }
-    lines = dict(summaries(status))
+    lines = dict(figures.describe(status, SHOWS))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
     assert lines["bridge"] == "in use, without passthrough; it answered 8 of 14 requests itself"
     assert lines["groups"] == "1 open, 0 being drained, 2 durable; 1.00 MiB stored, 3.00 MiB saved"
-    assert lines["throttle"] == "a new file waits 50 ms, 2 do now: draining does not keep up"
+    assert lines["throttle"] == "a new file waits 50 ms, 2 do now; draining does not keep up"
     assert lines["removing"] == "1 tree being taken apart, 3 directories left as far as is known"
     assert lines["backup"] == (
         "of an earlier mount, sequence 77, 1.00 MiB and 0 B of changes; deletions wait for the "
@@ -503,7 +504,7 @@ def test_status_says_why_new_files_wait() -> None:
     assert lines["memory"] == "1.00 MiB of 4.00 MiB, peak 1.00 MiB, 0 waiting"
     assert "movers" not in lines  # an older daemon says nothing of them
     movers = {"limit": 2, "running": 1, "busy": 1, "jobs": 4, "moved_bytes": MIB, "restarts": 3}
-    assert dict(summaries(status | {"movers": movers}))["movers"] == (
+    assert dict(figures.describe(status | {"movers": movers}, SHOWS))["movers"] == (
         "1 of 2 running, 1 busy; 1.00 MiB moved since the mount; 3 died"
     )
     status["drain"] = drain_status(
@@ -516,7 +517,7 @@ def test_status_says_why_new_files_wait() -> None:
         late=True,
         last_error="data server 2: no space",
     )
-    assert dict(summaries(status))["drain"] == (
+    assert dict(figures.describe(status, SHOWS))["drain"] == (
         "3 files (3.00 MiB) undrained for up to 400 s; 1 active, 5.00 MiB/s; 1 open for writing; "
         "beyond burst.drain_deadline; 1 to be tried again after: data server 2: no space"
     )

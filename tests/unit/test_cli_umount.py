@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import mounts, umount
+from aifs.cli import door, umount
 from aifs.core import connections, mountinfo
 from aifs.core.errors import StoreBusy, TimeoutReached
 from aifs.core.mountinfo import FSTYPE, Mount
@@ -104,16 +104,16 @@ def test_a_process_that_has_the_number_of_a_dead_daemon_is_not_taken_for_it(daem
 def test_a_number_that_is_another_process_here_is_not_a_daemons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon in a container tells its number there; who unmounts outside by force must not kill
+    """A daemon in a container tells its number there; umount --force outside must not kill
     who has it here.
     """
-    monkeypatch.setattr(mounts, "read_status", lambda path: {"pid": os.getpid()})
+    monkeypatch.setattr(door, "read_status", lambda path: {"pid": os.getpid()})
     mount = Mount(1, str(tmp_path), FSTYPE, str(tmp_path / "store"))
-    assert mounts.daemon_of(mount) is None
+    assert door.daemon_of(mount) is None
     fuse = os.open("/dev/null", os.O_RDONLY)
     try:
         monkeypatch.setattr(connections, "_DEVICE", "/dev/null")
-        assert mounts.daemon_of(mount) == os.getpid()
+        assert door.daemon_of(mount) == os.getpid()
     finally:
         os.close(fuse)
 
@@ -125,9 +125,9 @@ def test_no_daemon_is_killed_that_serves_another_mount(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(mountinfo, "all_mounts", lambda: [first, bind, other])
     taken: list[str] = []
-    monkeypatch.setattr(mounts, "unmount", lambda path, lazy: taken.append(path))
-    monkeypatch.setattr(mounts, "daemon_of", lambda mount: pytest.fail("its daemon is asked for"))
-    mounts.end(bind)
-    mounts.end(first)
-    mounts.end(Mount(3, "/d", FSTYPE, "/s", "/directory"))
+    monkeypatch.setattr(umount, "unmount", lambda path, lazy: taken.append(path))
+    monkeypatch.setattr(umount, "daemon_of", lambda mount: pytest.fail("its daemon is asked for"))
+    umount.end(bind)
+    umount.end(first)
+    umount.end(Mount(3, "/d", FSTYPE, "/s", "/directory"))
     assert taken == ["/b", "/a", "/d"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from aifs.cli.dataset import dataset_group
+from aifs.cli.dataset import dataset_command
 from aifs.client import data
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.columns import joined
@@ -95,7 +95,7 @@ def read(directory: Path, **options: Any) -> list[Any]:
 
 
 def verify(directory: Path) -> Result:
-    return CliRunner().invoke(dataset_group, ["verify", str(directory)])
+    return CliRunner().invoke(dataset_command, ["verify", str(directory)])
 
 
 def refusal(directory: Path) -> str:

@@ -489,7 +489,7 @@ def test_one_that_is_there_is_found_without_what_takes_long_to_import(tmp_path: 
 import sys
 from aifs.cli.main import main
 assert main({command}) == 0
-import aifs.cli.answers  # as where the directory lies on a mount
+import aifs.cli.door  # as where the directory lies on a mount
 print(*{set(slow.split())} & set(sys.modules))
 """
     done = subprocess.run(

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.cli import stats
-from aifs.cli.profile import profile_command
+from aifs.cli import status as stats
+from aifs.cli.trace import profile_command
 from aifs.core.served import BUCKETS, UNIT_NS, Served, quantile
 from aifs.watch import usage
 

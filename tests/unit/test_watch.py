@@ -20,7 +20,7 @@ import yaml
 
 from aifs.core.errors import AccessDenied
 from aifs.core.kinds import split_endpoint
-from aifs.watch import metrics, server
+from aifs.watch import figures, server
 from aifs.watch.server import WatchServer
 
 SECRET = "the text of it"
@@ -54,7 +54,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 def test_prometheus_reads_what_is_told() -> None:
-    told = samples(metrics.expose(status()))
+    told = samples(figures.expose(status()))
     bucket, count = "aifs_request_duration_seconds_bucket", "aifs_request_duration_seconds_count"
     assert told[bucket, "read", "1.6e-05"] == 1
     assert told[bucket, "read", "6.4e-05"] == told[bucket, "read", "+Inf"] == 3
@@ -65,19 +65,19 @@ def test_prometheus_reads_what_is_told() -> None:
 
 
 def test_names_follow_the_conventions() -> None:
-    names = [metric.name for metric in metrics.METRICS]
+    names = [metric.name for metric in figures.FIGURES]
     assert len(set(names)) == len(names)
-    for metric in metrics.METRICS:
+    for metric in figures.FIGURES:
         assert metric.name.startswith("aifs_") and metric.help.endswith(".")
-        assert metric.name.endswith("_total") == (metric.kind == metrics.COUNTER)
+        assert metric.name.endswith("_total") == (metric.kind == figures.COUNTER)
 
 
 def test_problems_are_said_in_words() -> None:
-    assert metrics.problems(status()) == []
+    assert figures.problems(status()) == []
     gone = {"id": 3, "path": "/s", "state": "failing", "last_error": "Input/output error"}
     late = status()["drain"] | {"late": True, "oldest_age_s": 90.0, "failing_files": 2}
     device = {"id": 1, "path": "/b", "state": "failing"}
-    assert metrics.problems(status(servers=[gone], drain=late, burst={"devices": [device]})) == [
+    assert figures.problems(status(servers=[gone], drain=late, burst={"devices": [device]})) == [
         "data server 3 (/s) is failing: Input/output error",
         "burst directory 1 (/b) is failing",
         "draining is late: the oldest file waits for 90 s",
@@ -91,7 +91,7 @@ CONFIG = Path(__file__).parents[2] / "config"
 @pytest.mark.parametrize("name", ["alerts.yaml", "grafana.json"])
 def test_what_others_look_at_is_there(name: str) -> None:
     """Each metric that the alerts and Grafana's dashboard name, with the labels that it has."""
-    described = {metric.name: metric for metric in metrics.METRICS}
+    described = {metric.name: metric for metric in figures.FIGURES}
     loaded = yaml.safe_load((CONFIG / name).read_text())
     if name == "alerts.yaml":
         expressions = [rule["expr"] for group in loaded["groups"] for rule in group["rules"]]
@@ -102,7 +102,7 @@ def test_what_others_look_at_is_there(name: str) -> None:
     assert len(named) > 5
     histograms = {f"{name}{end}" for name in described for end in ("_bucket", "_count", "_sum")}
     assert named <= described.keys() | {
-        one for one in histograms if described[one.rpartition("_")[0]].kind == metrics.HISTOGRAM
+        one for one in histograms if described[one.rpartition("_")[0]].kind == figures.HISTOGRAM
     }
 
 
@@ -113,7 +113,7 @@ def test_prometheus_takes_the_alerts_and_the_text() -> None:
     rules = [promtool, "check", "rules", CONFIG / "alerts.yaml"]
     subprocess.run(rules, check=True, capture_output=True)
     lint = [promtool, "check", "metrics"]
-    text = metrics.expose(status())
+    text = figures.expose(status())
     done = subprocess.run(lint, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -177,7 +177,7 @@ async def ask(listen: str, path: str, *headers: str, method: str = "GET") -> tup
 async def test_what_is_served() -> None:
     listen = f"127.0.0.1:{free_port()}"
     async with served(listen) as uids:
-        assert await ask(listen, "/metrics") == (200, metrics.expose(status()))
+        assert await ask(listen, "/metrics") == (200, figures.expose(status()))
         assert json.loads((await ask(listen, "/status.json?x=1"))[1]) == status()
         assert await ask(listen, "/healthz") == (200, "ok\n")
         assert await ask(listen, "/metrics", method="HEAD") == (200, "")

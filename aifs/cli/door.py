@@ -1,0 +1,221 @@
+"""The door to a mount: where it is, whether its daemon answers, its attributes, the files below.
+
+Commands ask about each path that they are given, so little is imported here.
+"""
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from aifs.cli import hints
+from aifs.core import connections
+from aifs.core.errors import MountError, StoreBusy, UserError
+from aifs.core.limits import within
+from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
+
+if TYPE_CHECKING:
+    from aifs.core.config import Config
+    from aifs.store.owner import Owner
+
+WAITS_S = (1.0, 7.0, 22.0)
+"""After each of these an owner file is looked at: in 8 s a daemon has noticed that its database is
+away. One that answers is not, so what it takes to read the file is not needed then.
+"""
+
+ANSWER_S = sum(WAITS_S)
+"""How long a daemon may take to answer what it always can. One that works hard takes some
+milliseconds.
+"""
+
+
+class Stuck(MountError):
+    """The daemon of a mount lives, and does not answer."""
+
+
+class AwaitsDatabase(MountError):
+    """The daemon of a mount lives, and answers nobody before its database does. ``owner``: its
+    owner file."""
+
+    def __init__(self, path: str, owner: "Owner") -> None:
+        super().__init__(f"{path}: {owner.doing}")
+        self.owner = owner
+
+
+def _require_database(path: str) -> None:
+    """Raises AwaitsDatabase if the daemon of the mount there says so in its owner file, which can
+    be read without asking the mount.
+    """
+    try:
+        from aifs.core import config
+        from aifs.store.owner import find_holder, read_owner
+    except ImportError:  # where no daemon can run: nobody there knows the file
+        return
+    mount, owner = mounted_at(path), None
+    with suppress(OSError, UserError):  # it may be out of reach except for root
+        loaded = config.load(mount.source, {}) if mount is not None else None
+        if loaded is not None and loaded.is_cluster and find_holder(loaded.meta.directory):
+            owner = read_owner(loaded.meta.directory)
+    if owner is not None and owner.doing:
+        raise AwaitsDatabase(path, owner)
+
+
+def is_dead(path: str) -> bool:
+    """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after
+    ANSWER_S, AwaitsDatabase.
+
+    Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
+    and a statvfs wait for a data server.
+    """
+    for limit_s in WAITS_S:
+        try:
+            within(limit_s, os.getxattr, path, hints.NONE)
+        except TimeoutError:
+            _require_database(path)
+        except OSError as error:
+            return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        else:
+            return False
+    raise Stuck(
+        f"{path}: no answer for {ANSWER_S:g} s; the daemon is stuck. To mount the store here "
+        "again, or aifs umount --force, ends it, and loses nothing that was acknowledged"
+    )
+
+
+def require_answer(path: str) -> None:
+    """Raises Stuck if a caller that asks about ``path`` would wait, and could not be killed."""
+    is_dead(path)
+
+
+def daemon_of(mount: Mount) -> int | None:
+    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does,
+    or that cannot be seen.
+    """
+    from aifs.core import config
+    from aifs.store.owner import find_holder
+
+    with suppress(OSError, UserError):
+        pid = find_holder(config.load(mount.source, {}).meta.directory)
+        if pid is not None:
+            return pid
+    with suppress(OSError, MountError):
+        pid = read_status(mount.mountpoint)["pid"]
+        return pid if connections.serves(pid) else None  # that of a container is another's here
+    return None
+
+
+def resolve(path: str) -> str:
+    """realpath(3) of a path that may be a mountpoint; then the mount is asked nothing."""
+    mount, ends = first_aifs(path)
+    return mount.mountpoint if mount is not None and ends else os.path.realpath(path)
+
+
+def require_aifs(path: str) -> str:
+    """The absolute path of the AIFS mountpoint ``path``. Raises MountError if it is none."""
+    absolute = resolve(path)
+    mount = mounted_at(absolute)
+    if mount is None or mount.fstype != FSTYPE:
+        if not os.path.lexists(absolute):
+            raise MountError(f"{path}: no such directory")
+        what = f"a mount of type {mount.fstype}" if mount else "not a mountpoint"
+        above = next(
+            (each for each in reversed(all_mounts()) if absolute.startswith(f"{each.mountpoint}/")),
+            None,
+        )
+        if mount is None and above is not None and above.fstype == FSTYPE:
+            what = f"below the mount {above.mountpoint}"
+        raise MountError(f"{path}: no AIFS is mounted here; it is {what}")
+    return absolute
+
+
+def aifs_at(place: str) -> str:
+    """``place``, absolute, if an AIFS is mounted there, else ''."""
+    absolute = os.path.realpath(place)
+    mount = mounted_at(absolute)
+    return absolute if mount is not None and mount.fstype == FSTYPE else ""
+
+
+def holder_of(config: "Config", busy: StoreBusy) -> str:
+    """Where the store that is in use is mounted on this host. Raises ``busy`` if nowhere."""
+    from aifs.store.owner import read_owner
+
+    owner = read_owner(config.meta.directory)
+    if owner is None or owner.closed or not owner.mountpoint or owner.host != socket.gethostname():
+        raise busy
+    require_answer(owner.mountpoint)
+    return owner.mountpoint
+
+
+def mount_of(path: str) -> str:
+    """The mountpoint of the AIFS that ``path`` lies in. Raises MountError if it lies in none."""
+    mount, ends = first_aifs(path)
+    if mount is None or not (ends or os.path.lexists(path)):
+        return require_aifs(path)
+    return mount.mountpoint
+
+
+def require_inside(path: str, follow: bool = True) -> os.stat_result:
+    """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an
+    AIFS, OSError.
+    """
+    found = os.stat(path, follow_symlinks=follow)
+    if FSTYPE not in {mount.fstype for mount in all_mounts() if mount.device == found.st_dev}:
+        raise MountError(f"{path}: does not lie in an AIFS mount")
+    return found
+
+
+def read_status(mountpoint: str) -> dict[str, Any]:
+    """The status that the daemon reports. Raises MountError if it is dead or stuck."""
+    require_answer(mountpoint)
+    try:
+        return within(ANSWER_S, hints.read, mountpoint, hints.STATUS)
+    except OSError as error:
+        if is_dead(mountpoint):
+            raise MountError(
+                f"{mountpoint}: the daemon of this mount is gone; mount the store here again, "
+                f"or run: aifs umount {mountpoint}"
+            ) from None
+        raise MountError(
+            f"{mountpoint}: the mount does not tell its status: {error.strerror}"
+        ) from None
+
+
+def require_files(paths: Iterable[str]) -> None:
+    """Each path is a regular file or a directory in an AIFS mount. Raises MountError, OSError."""
+    for path in paths:
+        mode = require_inside(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise MountError(f"{path}: is neither a file nor a directory")
+
+
+def walk(path: str, directories: bool = False) -> Iterator[str]:
+    """``path`` if it is a regular file, else those below it, in the order of the directory; on
+    request the directories, too.
+
+    Symlinks and other mounts below are left alone. Files that are removed meanwhile are passed
+    over. Raises OSError.
+    """
+    if not os.path.isdir(path):
+        yield path
+        return
+    device = os.stat(path).st_dev
+    waiting = [path]
+    while waiting:
+        directory = waiting.pop()
+        if directories:
+            yield directory
+        try:
+            entries = list(os.scandir(directory))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                yield entry.path
+            elif (
+                entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_dev == device
+            ):
+                waiting.append(entry.path)

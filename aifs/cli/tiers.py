@@ -1,0 +1,406 @@
+"""``aifs drain``, ``warm``, ``evict``, ``pin`` and ``unpin``: where the bytes of files are."""
+
+import errno
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import click
+
+from aifs.cli import hints
+from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, command, number
+from aifs.cli.door import require_files, walk
+from aifs.cli.output import count, print_error, progress, rate, size
+from aifs.core.errors import StoreError, TimeoutReached
+from aifs.core.units import format_duration
+
+_PATHS = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
+
+# --- drain ----------------------------------------------------------------------------------------
+
+_DRAIN_PAUSE_MIN_S, _DRAIN_PAUSE_MAX_S = 0.02, 2.0
+
+
+class Left(NamedTuple):
+    """Files that are still in the burst tier alone."""
+
+    files: int
+    bytes: int
+    open_files: int
+    error: str = ""
+    """Why draining has to wait, if it does."""
+    hosts: tuple[str, ...] = ()
+    """Other hosts that have some of it."""
+
+    def __str__(self) -> str:
+        are_open = f", {self.open_files} open for writing" if self.open_files else ""
+        elsewhere = f", of host {', '.join(self.hosts)}, too" if self.hosts else ""
+        return f"{count(self.files, 'file')} ({size(self.bytes)}{are_open}{elsewhere})"
+
+
+@command(
+    "drain",
+    short_help="Have files on the data servers now, and wait for it.",
+    examples="aifs drain /mnt/store/step-100\naifs drain /mnt/store --timeout 5min",
+    epilog="""
+Ctrl-C and the time-out end the waiting, not the drain. Files that are open for writing are drained
+when they have been closed. `getfattr -n user.aifs.state PATH` says where the bytes are.
+""",
+    sizes=True,
+)
+@_PATHS
+@click.option(
+    "--timeout", "timeout_s", type=DURATION, help="Stop waiting after so long (exit code 7)."
+)
+def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> Report:
+    """Drain the files PATH, and all below the directories PATH, ahead of all else; wait until they
+    are on the capacity tier.
+
+    Returns when all that had been written before the command began is on stable storage of the data
+    servers. What is written below PATH meanwhile is not waited for.
+    """
+    require_files(paths)
+    begin = time.monotonic()
+    drained = drain(paths, timeout_s)
+    elapsed_s = max(time.monotonic() - begin, 1e-3)
+    text = "nothing was undrained"
+    if drained.files:
+        text = f"drained {drained}, {rate(drained.bytes / elapsed_s)}"
+    facts = {"files": drained.files, "bytes": drained.bytes, "seconds": round(elapsed_s, 3)}
+    return Report(facts, text)
+
+
+def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
+    """The undrained files of ``paths``. With ``before_ns`` there are none once all that was
+    undrained at that time (epoch) is drained.
+    """
+    answers = [hints.read(path, hints.DRAIN) for path in paths]
+    if before_ns is not None:
+        answers = [
+            answer
+            for answer in answers
+            if answer["files"] and answer["oldest_since_ns"] <= before_ns
+        ]
+    files, bytes_, writers = (
+        sum(answer[key] for answer in answers) for key in ("files", "bytes", "open_files")
+    )
+    hosts = sorted({host for answer in answers for host in answer["hosts"]})
+    error = next((answer["error"] for answer in answers), "")
+    return Left(files, bytes_, writers, error, tuple(hosts))
+
+
+def _pause_s(first: Left, remaining: Left, elapsed_s: float) -> float:
+    """How long not to ask again: half of the expected time. Each answer takes the daemon longer the
+    more files are left."""
+    done = first.files - remaining.files
+    expected_s = elapsed_s * remaining.files / done if done > 0 else elapsed_s
+    return min(max(expected_s / 2, _DRAIN_PAUSE_MIN_S), _DRAIN_PAUSE_MAX_S)
+
+
+def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
+    """Drain ``paths`` and wait, with a progress bar; returns what there was to drain. Raises
+    TimeoutReached, OSError.
+    """
+    begin_ns, begin = time.time_ns(), time.monotonic()
+    first = remaining = left(paths, begin_ns)  # before it is asked for: a little is drained at once
+    for path in paths:
+        hints.put(path, hints.DRAIN)
+    said = ""
+    try:
+        with progress("draining") as show:
+            while remaining.files:
+                show(max(first.bytes - remaining.bytes, 0), first.bytes)
+                if remaining.error and not said:
+                    said = remaining.error
+                    print_error(f"draining is tried again and again: {said}")
+                if timeout_s is not None and time.monotonic() - begin >= timeout_s:
+                    raise TimeoutReached(
+                        f"not drained after {format_duration(timeout_s)}: {remaining}; draining "
+                        "goes on, and aifs status shows what holds it up"
+                    )
+                elapsed_s = time.monotonic() - begin
+                pause_s = _pause_s(first, remaining, elapsed_s)
+                if timeout_s is not None:
+                    pause_s = min(pause_s, max(timeout_s - elapsed_s, _DRAIN_PAUSE_MIN_S))
+                time.sleep(pause_s)
+                remaining = left(paths, begin_ns)
+    except KeyboardInterrupt:
+        print_error(f"draining goes on in the background; left: {remaining}")
+        raise
+    return first
+
+
+# --- warm -----------------------------------------------------------------------------------------
+
+PARALLEL = 64
+"""Files that are being staged, or wait for it, at a time: the oldest is done, as a rule, when it is
+asked about.
+"""
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
+_NO_ROOM = "no room in the burst tier, or changed meanwhile"
+_EVICTED = "evicted again: the burst tier has no room for all"
+
+_STAGES = (
+    Column("files there", "files_there", number),
+    Column("bytes there", "bytes_there", size),
+    Column("files to stage", "files_to_stage", number),
+    Column("bytes to stage", "bytes_to_stage", size),
+    Column("path"),
+)
+
+
+@command(
+    "warm",
+    short_help="Bring files into the burst tier before they are read.",
+    examples="aifs warm /mnt/store/datasets/train\naifs warm /mnt/store/datasets --limit 10GiB\n"
+    "aifs warm --check /mnt/store/datasets /mnt/store/step-100",
+    sizes=True,
+)
+@_PATHS
+@click.option(
+    "--check", is_flag=True, help="Only count what is in the burst tier, and what is not."
+)
+@click.option("--limit", type=SIZE, help="Stage so many bytes at most.")
+def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Report:
+    """Stage the files PATH, and all below the directories PATH: copy them from the data servers
+    into the burst tier, so that the next open reads at the local disk's speed.
+
+    What does not fit stays where it is, with exit code 1. Staged files may be evicted when room is
+    needed; aifs pin keeps them.
+    """
+    require_files(paths)
+    if check:
+        states = {path: hints.read(path, hints.STATE) for path in paths}
+        return Report(states, Table(_STAGES, [_stage_of(*each) for each in states.items()]))
+    total = sum(hints.read(path, hints.STATE)["bytes"]["clean"] for path in paths)
+    staged = stage((file for path in paths for file in walk(path)), total, limit)
+    return staged.report("staged")
+
+
+def _stage_of(path: str, state: dict[str, Any]) -> dict[str, Any]:
+    files, sizes = state["files"], state["bytes"]
+    return {
+        "files_there": sum(files.values()) - files["clean"],
+        "bytes_there": sum(sizes.values()) - sizes["clean"],
+        "files_to_stage": files["clean"],
+        "bytes_to_stage": sizes["clean"],
+        "path": path,
+    }
+
+
+@dataclass
+class Staged:
+    """How many files were staged, were there, were refused and why, or exceeded the limit."""
+
+    files: int = 0
+    """Those that are in the burst tier at the end."""
+    bytes: int = 0
+    there: int = 0
+    over_limit: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def report(self, done: str) -> Report:
+        """Exit code 1 if files are not in the burst tier."""
+        for reason, files in self.refused.items():
+            print_error(f"{count(files, 'file')} not staged: {reason}")
+        lines = [f"{done} {count(self.files, 'file')}, {size(self.bytes)}"]
+        lines[0] += f"; there already: {self.there}"
+        if self.over_limit:
+            lines.append(f"left out by the limit: {count(self.over_limit, 'file')}")
+        return Report(vars(self), *lines, code=1 if self.refused else 0)
+
+
+def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
+    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes. Raises
+    StoreError, OSError.
+    """
+    if limit is not None:
+        total = min(total, limit)
+    staged, running, asked_for = Staged(), deque[tuple[str, int]](), 0
+    done: list[tuple[str, int]] = []
+    with progress("staging") as show:
+        for path in files:
+            state = _state(path)
+            if state is None:
+                continue
+            bytes_ = sum(state["bytes"].values())
+            if state["state"] != "clean":
+                staged.there += 1
+            elif limit is not None and asked_for + bytes_ > limit:
+                staged.over_limit += 1
+            elif _ask(path, staged):
+                running.append((path, bytes_))
+                asked_for += bytes_
+                if len(running) == PARALLEL:
+                    done += _wait(*running.popleft(), staged)
+                    show(staged.bytes, total)
+        while running:
+            done += _wait(*running.popleft(), staged)
+            show(staged.bytes, total)
+    _count_out_evicted(done, staged)
+    return staged
+
+
+def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged) -> None:
+    """Later ones may have displaced earlier ones."""
+    for path, bytes_ in done:
+        state = _state(path)
+        if state is not None and state["state"] == "clean":
+            staged.files -= 1
+            staged.bytes -= bytes_
+            staged.refused[_EVICTED] += 1
+
+
+def _state(path: str) -> dict[str, Any] | None:
+    """None if the file is gone."""
+    try:
+        return hints.read(path, hints.STATE)
+    except FileNotFoundError:
+        return None
+
+
+def _ask(path: str, staged: Staged) -> bool:
+    try:
+        hints.put(path, hints.STAGE)
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            raise StoreError(
+                f"{path}: the store has no burst tier; burst.directories names its directories"
+            ) from None
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            raise
+        staged.refused["only the owner and root may"] += 1
+        return False
+
+
+def _wait(path: str, bytes_: int, staged: Staged) -> list[tuple[str, int]]:
+    """Until the file is not being staged any more; the file, if it is in the burst tier then."""
+    pause_s = _PAUSE_MIN_S
+    while (state := _state(path)) is not None and state["staging"]:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+    if state is not None and state["state"] == "clean":
+        staged.refused[_NO_ROOM] += 1
+    elif state is not None:
+        staged.files += 1
+        staged.bytes += bytes_
+        return [(path, bytes_)]
+    return []
+
+
+# --- evict ----------------------------------------------------------------------------------------
+
+_REASONS = {
+    "dirty": "the newest bytes are in the burst tier alone; aifs drain moves them",
+    "pinned": "pinned; aifs unpin lets go",
+    "open": "open",
+    "needed": (
+        "data servers that have its bytes are lost, fail or have wrong ones: the copy may be "
+        "all there is"
+    ),
+}
+
+
+@command(
+    "evict",
+    short_help="Drop clean copies from the burst tier.",
+    examples="aifs evict /mnt/store/datasets/old\naifs evict /mnt/store/step-100/shard-0.pt",
+    sizes=True,
+)
+@_PATHS
+def evict_command(paths: tuple[str, ...]) -> Report:
+    """Delete the copies that the files PATH, and those below the directories PATH, have in the
+    burst tier.
+
+    The files stay on the data servers. Files that are not drained, are pinned, are open, or that
+    the data servers cannot tell at present keep theirs; the command says how many and why, with
+    exit code 1. The burst tier does this by itself when it needs room.
+    """
+    require_files(paths)
+    files = freed = 0
+    kept = Counter[str]()
+    for path in (file for path in paths for file in walk(path)):
+        try:
+            state = hints.read(path, hints.STATE)
+            if not state["copy"]:
+                continue
+            hints.put(path, hints.EVICT)
+        except FileNotFoundError:  # it is gone
+            continue
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            kept[_reason(path)] += 1
+            continue
+        files += 1
+        freed += sum(state["bytes"].values())
+    for reason, kept_files in kept.items():
+        print_error(f"{count(kept_files, 'file')} not evicted: {_REASONS[reason]}")
+    text = f"evicted {count(files, 'file')}, {size(freed)}"
+    return Report({"files": files, "bytes": freed, "kept": kept}, text, code=1 if kept else 0)
+
+
+def _reason(path: str) -> str:
+    state = hints.read(path, hints.STATE)
+    if state["state"] in ("dirty", "draining"):
+        return "dirty"
+    if state["pinned"]:
+        return "pinned"
+    return "needed" if state["needed"] and not state["open"] else "open"
+
+
+# --- pin and unpin --------------------------------------------------------------------------------
+
+
+@command(
+    "pin",
+    short_help="Bring files into the burst tier and keep them there.",
+    examples="aifs pin /mnt/store/datasets/train",
+    sizes=True,
+)
+@_PATHS
+def pin_command(paths: tuple[str, ...]) -> Report:
+    """Bring the files PATH, and all below the directories PATH, into the burst tier, and never
+    evict them.
+
+    New files in these directories are pinned, too. Pinned files are drained as all others are. What
+    does not fit is not staged, with exit code 1.
+    """
+    total = _set_tier(paths, "pinned")
+    staged = stage((file for path in paths for file in walk(path)), total)
+    return staged.report("pinned; staged")
+
+
+@command(
+    "unpin",
+    short_help="Let the burst tier evict files again.",
+    examples="aifs unpin /mnt/store/datasets/train",
+)
+@_PATHS
+def unpin_command(paths: tuple[str, ...]) -> None:
+    """Let the burst tier evict the files PATH, and all below the directories PATH, again.
+
+    Their tier is default then, as it is without any setting. aifs evict removes the copies now.
+    """
+    _set_tier(paths, "default")
+
+
+def _set_tier(paths: tuple[str, ...], tier: str) -> int:
+    """Set the tier of files and directories that have another one; returns the bytes that are not
+    in the burst tier.
+    """
+    require_files(paths)
+    for path in (item for path in paths for item in walk(path, directories=True)):
+        try:
+            if os.getxattr(path, hints.TIER) != tier.encode():
+                hints.put(path, hints.TIER, tier)
+        except FileNotFoundError:  # it is gone
+            continue
+    return sum(hints.read(path, hints.STATE)["bytes"]["clean"] for path in paths)
