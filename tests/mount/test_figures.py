@@ -124,7 +124,7 @@ def test_the_guide_quotes_the_example() -> None:
     guide = GUIDE.read_text().partition("## Three ways")[2].partition("\n## ")[0]
     quoted = [
         block
-        for block in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+        for block in re.findall(r"^```py\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
         if "replica" in block
     ]
     assert len(quoted) >= 4

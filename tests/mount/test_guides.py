@@ -30,6 +30,8 @@ PAGES = (
     "docs/guide/trash.md",
     "docs/guide/quotas.md",
     "docs/guide/startup.md",
+    "docs/guide/datasets.md",
+    "docs/guide/grouped.md",
     "docs/operate/configure.md",
     "docs/operate/metrics.md",
     "docs/operate/install.md",
@@ -49,7 +51,8 @@ INSTEAD = {
 """Lines that do not run as they stand: the line that runs instead, and why."""
 
 LANGUAGES = {"sh", "python"}
-"""Of blocks that run. Others are no programs: ``text`` needs machines or changes the system."""
+"""Of blocks that run. Others do not: ``text`` needs machines or changes the system, ``py`` is part
+of an example in scripts/examples, which tests run."""
 
 
 class Block(NamedTuple):
