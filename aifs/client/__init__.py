@@ -1,12 +1,11 @@
-"""What a training job imports: checkpoints that appear whole or not at all
+"""The library of training jobs: checkpoints that appear whole or not at all
 (docs/guide/checkpoints.md), and files that ranks save together (docs/guide/grouped.md).
 
 Works on a mount of AIFS and in any other directory; speaks to a mount only through its files and
 extended attributes.
 
-A module is imported when something of it is asked for: the programs that start a job want little of
-it, and soon.
-"""
+A module is imported when a name of it is first used, because programs that start a job use little
+of it, and must start soon."""
 
 from typing import TYPE_CHECKING
 

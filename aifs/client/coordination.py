@@ -1,8 +1,7 @@
-"""How the ranks of a grouped write agree: what they agree on, and how it fails.
+"""How the ranks of a grouped write agree, and how that fails.
 
-On a mount the daemon knows (``mounted_group``). In any other directory nobody does: there each rank
-stands for itself (``LoneRank``).
-"""
+On a mount the daemon knows (``mounted_group``). In any other directory each rank is a group of its
+own (``LoneRank``)."""
 
 import threading
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from aifs.core.units import format_duration
 
 
 class GroupError(CheckpointError):
-    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: whose
+    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: the one at
     fault, or None."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -32,13 +31,12 @@ class GroupExpired(GroupError, RanksMissing):
 
 
 class InvalidGroup(GroupError, ValueError):
-    """What was asked for contradicts what the group is: another number of ranks, a rank twice, a
-    second commit."""
+    """A request contradicts the group: another number of ranks, a rank twice, a second commit."""
 
 
 REFUSED_AFTER_S = 10.0
-"""How long a rank that meets what another run has left waits for others of its own, who may see to
-it, before it is refused."""
+"""How long a rank that finds files of an earlier run waits for its peers to start a new group,
+before it fails."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class RankOptions:
     """One rank's view of a group."""
 
     name: str
-    """Of the group, the same in all ranks: what people know it by."""
+    """The group's name for people; the same in all ranks."""
     rank: int
     """This one's number, from 0 on."""
     world: int
@@ -64,7 +62,7 @@ class RankOptions:
     same_size: bool
     """All files must have one size."""
     job: str
-    """What tells the ranks of a job from those of another one, or ''."""
+    """An id that the ranks of this job have, and of no other one, or ''."""
     is_said: bool
     """The ranks have said ``job``, and the same in no other run; else it is what the environment
     knows.

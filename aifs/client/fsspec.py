@@ -27,7 +27,7 @@ class TransactionFile(LocalFileOpener):
     """A file that is written in a transaction, under the name ``place`` until that commits."""
 
     def __init__(self, place: str, target: str, fd: int) -> None:
-        """``fd``: it stays open as long as nobody may take the file for abandoned; -1: its
+        """``fd``: stays open as long as no process may take the file for abandoned; -1: its
         directory says that."""
         self.target = target
         self._fd = fd
@@ -63,7 +63,7 @@ class TransactionFile(LocalFileOpener):
 
 
 class FsspecTransaction(Transaction):
-    """What is written and made by an ``AifsFileSystem`` until the transaction ends."""
+    """The files and directories that an ``AifsFileSystem`` writes until the transaction ends."""
 
     def __init__(self, fs: "AifsFileSystem") -> None:
         super().__init__(fs)
@@ -116,8 +116,8 @@ class FsspecTransaction(Transaction):
 
     def complete(self, commit: bool = True) -> None:
         """Publish, or drop, all of it: first new directories, then one file after the other. If it
-        fails half-way, what has its name stays, and the rest is dropped. Raises ValueError if a
-        file is still open, CheckpointError, OSError."""
+        fails half-way, files that have their names stay, and the rest is dropped. Raises ValueError
+        if a file is still open, CheckpointError, OSError."""
         try:
             if commit:
                 self._publish()

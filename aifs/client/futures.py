@@ -1,4 +1,4 @@
-"""Outcomes of what other threads do: waited for by blocking, or awaited under asyncio and trio."""
+"""Outcomes of other threads' work: waited for by blocking, or awaited under asyncio and trio."""
 
 import concurrent.futures
 import sys
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 class Future(concurrent.futures.Future[T]):
     """``result(timeout)``, ``exception(timeout)``, ``done()``, ``add_done_callback`` as of
-    concurrent.futures, or ``await``. It cannot be cancelled: who stops waiting changes nothing for
-    the others."""
+    concurrent.futures, or ``await``. It cannot be cancelled: if one thread stops waiting, the
+    others still wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Future(concurrent.futures.Future[T]):
         return asyncio.wrap_future(self).__await__()
 
     def settle(self, function: Callable[[], T]) -> None:
-        """What ``function`` returns or raises is the outcome."""
+        """The outcome is the result of ``function``, or its error."""
         try:
             result = function()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Which job a process belongs to, by what its launcher has put into the environment."""
+"""The job that a process belongs to, by the variables of its launcher."""
 
 import hashlib
 import os

@@ -55,8 +55,7 @@ def putfile(path: PathLike, data: Any, metadata: Mapping[str, str] | None = None
     A tensor, or a mapping of names to tensors, of torch or numpy, becomes a file of tensors in the
     format of safetensors, with ``metadata``; anything else that has the buffer protocol becomes the
     file as it is. Puts of one path by one process follow each other: the last one stays. Raises
-    TypeError, ValueError for what cannot be saved; the futures raise OSError.
-    """
+    TypeError, ValueError for data that cannot be saved; the futures raise OSError."""
     global _pool
     target, content = plain(path), content_of(data, metadata)
     saved = Saved(target, Future(), Future())
@@ -82,8 +81,8 @@ def getfile(path: PathLike) -> Loaded:
 
 
 def write_content(target: str, content: Content) -> None:
-    """The file ``target`` appears, whole and durable; what attempts that were killed have left of
-    it goes. Raises OSError."""
+    """The file ``target`` appears, whole and durable. Files that killed attempts have left of it
+    go. Raises OSError."""
     directory, name = os.path.split(target)
     trees.make_durable_dir(directory)
     left_over = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.tmp")

@@ -1,9 +1,8 @@
-"""What an epoch reads next: which files, and from when until when, as seen by the readers of one
-host. Pure.
+"""The files that an epoch reads next, and from when until when, as seen by the readers of one host.
+Pure.
 
-Time is told in *rows of a share*: all shares of an epoch are at about the same one, whoever reads
-them. What a reader says of itself is one line of text (``Announced``).
-"""
+Time is told in *rows of a share*: all shares of an epoch are at about the same one, in any reader.
+A reader's announcement is one line of text (``Announced``)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
@@ -42,7 +41,7 @@ class Announced(NamedTuple):
     """Bytes that may be kept for them before they come to them; 0: as many as can be."""
 
     def text(self) -> str:
-        """What ``parse`` reads."""
+        """The line that ``parse`` reads."""
         order = self.order
         rank = f"{self.readers.start}-{self.readers.stop - 1}"
         done = _END if self.row is None else self.row * order.shares
@@ -54,7 +53,7 @@ class Announced(NamedTuple):
 
 
 def parse(text: str) -> Announced:
-    """Raises Invalid, which says what is wrong."""
+    """Raises Invalid, which names the fault."""
     said = {
         key: _PARSERS[key](key, value)
         for key, value in parse_pairs("order", text, _PARSERS, _EXAMPLE)
@@ -136,9 +135,8 @@ def files_needed(epoch: Epoch, window: int, shares: Collection[int], most: int) 
     """The files of a window of which these shares read most, in the order of need. None if those
     that are needed at the same time have more than ``most`` bytes: they could not be kept.
 
-    What other shares read of a file does not count: with several hosts, each has whole files for
-    itself alone where one block, or few, make a file.
-    """
+    Reads of a file by other shares do not count: with several hosts, each has whole files for
+    itself alone where one block, or few, make a file."""
     index = epoch.index
     part = len(shares) / epoch.order.shares
     if part * _mean_bytes(index, epoch.windows[window]) > 2 * most:

@@ -36,7 +36,7 @@ class ArchiveMember(NamedTuple):
     name: bytes
     """Below the tree's top, without a slash at either end."""
     source: int
-    """What the caller calls it."""
+    """The caller's name of it."""
     mode: int
     """As st_mode."""
     uid: int
@@ -52,13 +52,13 @@ class ArchiveMember(NamedTuple):
 
 
 def is_member(mode: int) -> bool:
-    """Whether an archive can hold what has this st_mode; not sockets, nor devices, which nobody
-    wants to have made anew."""
+    """Whether an archive holds files of this st_mode: no sockets, and no devices, which an unpacker
+    should not make."""
     return stat.S_IFMT(mode) in _TYPES
 
 
 def header_of(member: ArchiveMember) -> bytes:
-    """What lies before a member's bytes."""
+    """The bytes before those of a member."""
     if _is_plain(member) and not member.target:
         return _filled_in(_blank(member.mode, member.uid, member.gid), member)
     header = _encode(member)
@@ -87,7 +87,7 @@ def _blank(mode: int, uid: int, gid: int) -> bytes:
 
 
 def _filled_in(blank: bytes, member: ArchiveMember) -> bytes:
-    """The rest of it: a third of what making a header costs (POSIX.1, ustar)."""
+    """The rest of it, which is a third of the cost of a header (POSIX.1, ustar)."""
     name = member.name + b"/" if stat.S_ISDIR(member.mode) else member.name
     head = b"".join(
         (
@@ -102,7 +102,7 @@ def _filled_in(blank: bytes, member: ArchiveMember) -> bytes:
 
 
 def _is_plain(member: ArchiveMember) -> bool:
-    """Whether its header is one block; what this is unsure of is found out by making it."""
+    """Whether its header is surely one block; in doubt it is made."""
     name = member.name
     return (
         len(name) < _NAME_MAX
@@ -123,11 +123,11 @@ class Archive:
 
     def __init__(self) -> None:
         self.size = 0
-        """In bytes, with what ends an archive."""
+        """In bytes, with the end of the archive."""
         self.sources = array("Q")
-        """Of each member, what the caller calls it; its place here is its number as a source."""
+        """Of each member, the caller's name of it; its place here is its number as a source."""
         self.sizes = array("Q")
-        """Of each member, in bytes; 0 for what is no regular file."""
+        """Of each member, in bytes; 0 if it is no regular file."""
         self.mtimes = array("q")
         """Of each member, in ns."""
         self._names = bytearray()  # of members

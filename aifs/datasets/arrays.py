@@ -12,7 +12,7 @@ _AT_ONCE = 1 << 15  # numbers: what is computed of them stays in a processor's c
 
 
 class ArrayArithmetic:
-    """See ``sequence.Arithmetic``: what ``PlainArithmetic`` gives, a hundred times faster."""
+    """See ``sequence.Arithmetic``: the results of ``PlainArithmetic``, a hundred times faster."""
 
     def blocks(self, runs: Sequence[range], key: int | None) -> Sequence[int]:
         parts = [np.arange(run.start, run.stop, dtype=np.int64) for run in runs]
@@ -79,7 +79,7 @@ def all_permuted(size: int, key: int) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """``layout.order.mix`` of each; what is over 64 bits falls off."""
+    """``layout.order.mix`` of each; bits above 64 fall off."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

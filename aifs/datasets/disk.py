@@ -26,11 +26,11 @@ class DiskFile:
         return self.version.size
 
     def current(self) -> Version:
-        """What it is now."""
+        """Its present version."""
         return version_of(os.fstat(self._fd))
 
     def expect_random(self) -> None:
-        """Nothing is worth reading ahead of what is asked for."""
+        """Reads come in random order: the kernel should not read ahead."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, offset: int, length: int) -> bytes:

@@ -1,11 +1,11 @@
 """The index of a dataset: its files, and in each file its blocks.
 
-A *block* is what is read at once: a Parquet row group, an Arrow record batch, or a run of lines,
-tar members, documents, records or small files of at most ``BLOCK_ROWS`` rows and about
-``BLOCK_BYTES``. Nothing here is per row, and there is no object per block: an index is columns of
-64-bit integers, which are read from its file as they are.
+A *block* is read at once: a Parquet row group, an Arrow record batch, or a run of lines, tar
+members, documents, records or small files of at most ``BLOCK_ROWS`` rows and about ``BLOCK_BYTES``.
+Nothing here is per row, and there is no object per block: an index is columns of 64-bit integers,
+which are read from its file as they are.
 
-The record of an index, in a file of its own (``INDEX_NAME``):
+The record of an index, in a separate file (``INDEX_NAME``):
 
     magic       8 bytes, ``AIFSidx1``
     header      ``<4Q``: files, blocks, bytes of the names, bytes of the catalogue
@@ -14,8 +14,7 @@ The record of an index, in a file of its own (``INDEX_NAME``):
                 its length, its rows
     names       the format's name and the files' paths, each with a zero byte after it
     catalogue   of the format "files" (see ``Index.catalogue``)
-    crc32       ``<Q`` of all before it
-"""
+    crc32       ``<Q`` of all before it"""
 
 import struct
 import sys
@@ -71,7 +70,7 @@ class RowBlock(NamedTuple):
 
 
 class Version(NamedTuple):
-    """What tells that a file is still the one that was indexed."""
+    """Equal as long as a file is the one that was indexed."""
 
     size: int
     mtime_ns: int
@@ -120,8 +119,8 @@ class Index:
     """Of the blocks."""
 
     catalogue: bytes | memoryview = b""
-    """Of the format "files": what stands for the one "file" of the dataset, which is the directory.
-    Its blocks are runs of these bytes. Empty for other formats."""
+    """Of the format "files": the one "file" of the dataset, which is the directory. Its blocks are
+    runs of these bytes. Empty for other formats."""
 
     @cached_property
     def total_rows(self) -> int:
@@ -197,8 +196,7 @@ def decode(record: bytes) -> Index:
     """The index of a record, whose columns lie in the record itself.
 
     Raises DatasetError if these bytes are no such record, or not all of it, or contradict each
-    other: who reads it need not trust who has written it.
-    """
+    other: readers need not trust the writer."""
     view = memoryview(record)
     if len(view) < _HEADER.size + _END.size or view[: len(_MAGIC)] != _MAGIC:
         raise DatasetError("no index of a dataset")

@@ -36,7 +36,7 @@ _WORLD_MAX = 1 << 20
 
 
 class OrderName(NamedTuple):
-    """What a name asks for."""
+    """The fields of a name."""
 
     seed: int  # of all epochs
     epoch: int  # from 0
@@ -53,8 +53,8 @@ class OrderName(NamedTuple):
 
 
 def parsed(name: bytes) -> OrderName:
-    """What ``name`` asks for: ``seed``; perhaps ``epoch`` (else 0), ``rank`` (else 0-of-1);
-    ``record_bytes`` of records. Raises DatasetError for what is no name of an order."""
+    """The fields of ``name``: ``seed``; perhaps ``epoch`` (else 0), ``rank`` (else 0-of-1);
+    ``record_bytes`` of records. Raises DatasetError if it is no name of an order."""
     stem, dot, suffix = name.rpartition(b".")
     if dot + suffix in _BY_READER:
         raise DatasetError(
@@ -106,7 +106,7 @@ class OrderSources(Protocol):
         ...
 
     def beside(self, file: int) -> int:
-        """The number, as a source, of what belongs to a file: the .idx of a .bin. Raises
+        """The number, as a source, of a file's companion: the .idx of a .bin. Raises
         DatasetError."""
         ...
 
@@ -135,24 +135,23 @@ class ChosenBlocks:
 
     @contextmanager
     def naming(self, file: int) -> Iterator[None]:
-        """What is wrong inside is said to be wrong with this file."""
+        """Errors inside name this file."""
         try:
             yield
         except DatasetError as error:
             raise DatasetError(f"{self.name(file)}: {error}") from error
 
     def name(self, file: int) -> str:
-        """What messages call the file."""
+        """The file's name in messages."""
         return os.fsdecode(self.index.paths[file])
 
 
 def chosen_of(index: Index, name: OrderName) -> ChosenBlocks:
-    """What the file ``name`` holds: of the epoch's rows, in the order of its blocks, rank r of w
-    has the blocks that begin in the r-th of w equal runs. So ranks have as many rows as one
-    another, but for less than a block, and together each block once.
+    """The blocks of the file ``name``: of the epoch's rows, in the order of its blocks, rank r of w
+    has the blocks that begin in the r-th of w equal runs. So the rows of ranks differ by less than
+    a block, and together ranks have each block once.
 
-    Raises DatasetError for too many blocks.
-    """
+    Raises DatasetError for too many blocks."""
     if len(index.rows) > BLOCKS_MAX:
         raise DatasetError(
             f"{len(index.rows):,} blocks are more than {BLOCKS_MAX:,}; make order files of parts of"

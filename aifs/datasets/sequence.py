@@ -1,9 +1,8 @@
 """The sequence of an epoch: which rows of which blocks each share gives, and in what order
 (docs/guide/datasets.md, The order).
 
-Pure arithmetic over an index. What it takes to begin is proportional to the blocks of one window;
-nothing is per row.
-"""
+Pure arithmetic over an index. The cost of a beginning is proportional to the blocks of one window;
+nothing is per row."""
 
 import threading
 from array import array
@@ -26,7 +25,7 @@ _MANY_BLOCKS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """What an epoch's order is a function of, besides the dataset. The first part of a state."""
+    """The parameters of an epoch's order, besides the dataset. The first part of a state."""
 
     seed: int  # of all epochs of a run
     epoch: int = 0  # from 0
@@ -68,11 +67,11 @@ class Piece(NamedTuple):
 
 
 class ShuffleGroup(NamedTuple):
-    """Rows of one share that are handed out after one another, and what is read for them.
+    """Rows of one share that are handed out after one another, and the pieces that are read for
+    them.
 
     Row i of the group is row ``permuted(start + i * step, size, key)`` of the ``size`` rows of its
-    pieces, one piece after the other (``start + i * step``, without a key).
-    """
+    pieces, one piece after the other (``start + i * step``, without a key)."""
 
     share: int  # whose rows these are
     first: int  # the number of the first of them within the share
@@ -97,7 +96,7 @@ class ShareReads(NamedTuple):
 
 
 class FileRead(NamedTuple):
-    """What some shares read of a file."""
+    """The part of a file that some shares read."""
 
     file: int
     """Its number in the index."""
@@ -110,7 +109,7 @@ class FileRead(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """What is done for all blocks of a window at once."""
+    """Arithmetic over all blocks of a window at once."""
 
     def blocks(self, runs: Sequence[range], key: int | None) -> Sequence[int]:
         """The numbers in ``runs``, which follow one another, permuted."""
@@ -156,8 +155,7 @@ class PlainArithmetic:
 
 
 def arithmetic_for(index: Index) -> Arithmetic:
-    """By numpy, where it is installed and what it saves is more than what its import takes: 0.1 s
-    and 20 MB."""
+    """By numpy, where it is installed and saves more than its import takes: 0.1 s and 20 MB."""
     if len(index.rows) >= _MANY_BLOCKS:
         with suppress(ImportError):
             from aifs.datasets.arrays import ArrayArithmetic
@@ -184,7 +182,7 @@ class Epoch:
             self.windows = file_windows(index.sizes, order.window, key) or self.windows
         self._ends = self._ends_of_windows()
         self._making = threading.Lock()
-        """Held by who begins a window: of many blocks it takes time, and memory."""
+        """Held while a window begins: with many blocks that takes time, and memory."""
         self._last: dict[int, _Window] = {}
 
     @property
@@ -228,9 +226,8 @@ class Epoch:
             row = group.first + group.rows
 
     def pieces(self, share: int, row: int = 0) -> Iterator[Piece]:
-        """What a share reads, in this order, before its rows are shuffled in memory; from the group
-        of ``row`` on. Neighbouring pieces of one block are one piece.
-        """
+        """The pieces that a share reads, in this order, before its rows are shuffled in memory;
+        from the group of ``row`` on. Neighbouring pieces of one block are one piece."""
         last: Piece | None = None
         for group in self.groups(share, row):
             for piece in group.pieces:
@@ -393,7 +390,7 @@ class _Window:
         return range(begin, begin + self._each + (share < self._over))
 
     def reads(self, run: range) -> Iterator[ShareReads]:
-        """What a share reads that has this run, without an object for each block."""
+        """The pieces of the share that has this run, without an object for each block."""
         rows = range(self.first_row, self.first_row + len(run))
         carried = [piece.block for piece in self._carried]
         counts = (piece.rows for piece in self._carried)

@@ -1,7 +1,6 @@
 """Files that exist by arithmetic alone: their bytes are literal ones and ranges of other files.
 
-Pure. Who has such a file reads it by asking for the pieces of a range, and by reading from the
-sources what is theirs.
+Pure. To read one, ask for the pieces of a range, and read from the sources those that are theirs.
 """
 
 from array import array
@@ -17,14 +16,14 @@ class SourceRange(NamedTuple):
     """Bytes of another file."""
 
     source: int
-    """The number of that file, in whatever the virtual file was made of."""
+    """The number of that file among the sources of the virtual file."""
     offset: int
     length: int
 
 
 class ShiftedNumbers(NamedTuple):
     """Bytes of another file that are 64-bit integers, little-endian, to each of which the same is
-    added: positions of what lies elsewhere now."""
+    added: positions of bytes that lie elsewhere now."""
 
     source: int
     offset: int
@@ -41,7 +40,7 @@ class ShiftedNumbers(NamedTuple):
         return SourceRange(self.source, self.offset, whole)
 
     def shifted(self, data: bytes | memoryview) -> bytes:
-        """What these bytes are, if ``data`` are the ``numbers``."""
+        """These bytes, if ``data`` are the ``numbers``."""
         parts = [
             _plus(bytes(data[at : at + _NUMBER * _LANES]), self.plus)
             for at in range(0, len(data), _NUMBER * _LANES)
@@ -53,7 +52,7 @@ Piece = bytes | SourceRange | ShiftedNumbers
 
 
 class VirtualBytes(Protocol):
-    """What a virtual file holds. It never changes."""
+    """The content of a virtual file. It never changes."""
 
     @property
     def size(self) -> int: ...
@@ -64,7 +63,7 @@ class VirtualBytes(Protocol):
         ...
 
     def pieces(self, offset: int, length: int) -> Iterator[Piece]:
-        """What bytes ``offset`` to ``offset + length`` are, in order; they end where the file
+        """The pieces of bytes ``offset`` to ``offset + length``, in order; they end where the file
         ends. No piece is empty."""
         ...
 

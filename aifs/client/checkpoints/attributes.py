@@ -1,5 +1,5 @@
-"""What the client knows of a mount: the extended attributes through which programs talk to AIFS.
-Elsewhere: nothing."""
+"""The extended attributes through which programs talk to a mount of AIFS. Elsewhere they have no
+value."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def is_aifs(path: str) -> bool:
 
 
 def get(path: str, name: str) -> str:
-    """The value, or '' if there is none here. A symlink is followed. What somebody has set on
-    another filesystem says nothing."""
+    """The value, or '' if there is none here. A symlink is followed. An attribute of this name on
+    another filesystem does not count."""
     value = _read(path, name)
     return value if value and is_aifs(path) else ""
 

@@ -62,7 +62,7 @@ class Checkpoint:
     files: int
     """How many there are."""
     problem: str = ""
-    """What is damaged, or lacks; '' if nothing does."""
+    """The damage, or the missing part; '' if there is none."""
     shown: bool = False
     """It appeared as a whole."""
 
@@ -122,7 +122,7 @@ def _in_order(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def is_checkpoint(path: PathLike) -> bool:
-    """Whether ``path`` is a checkpoint, in whatever state, also what is left of one that was not
+    """Whether ``path`` is a checkpoint in any state, including the rest of one that was not
     published."""
     directory = plain(path)
     name = os.path.basename(directory)
@@ -137,7 +137,7 @@ def is_pending_name(name: str) -> bool:
 
 
 def _look_at(entry: os.DirEntry[str], with_pending: bool) -> Checkpoint | None:
-    """None for what is no checkpoint. Raises OSError, but not for what is another user's affair."""
+    """None if it is no checkpoint. Raises OSError, except for files that the user may not read."""
     try:
         return _inspect(entry, with_pending)
     except PermissionError as error:
@@ -253,9 +253,8 @@ def _compare(directory: str, name: str, expected: Digest, on_bytes: Callable[[in
 
 
 def remove(path: PathLike) -> None:
-    """Remove the checkpoint ``path``: its name is gone at one stroke, so nobody finds half of it.
-    Raises OSError.
-    """
+    """Remove the checkpoint ``path``: its name goes first, in one step, so no program finds half of
+    it. Raises OSError."""
     directory = plain(path)
     if not stat.S_ISDIR(os.lstat(directory).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
@@ -285,13 +284,12 @@ def remove_leftovers(directory: str) -> None:
 
 
 def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
-    """Which checkpoints of the directory ``path`` remain: a policy such as 'last=3,every=1000';
+    """Apply a policy such as 'last=3,every=1000' to the checkpoints of the directory ``path``;
     returns those that have to go now.
 
-    A mount keeps to it from now on. Elsewhere it is applied once, to what nobody of this host has
-    open. Nothing goes, and a warning is logged, if steps and times of publishing disagree. Raises
-    CheckpointError for a policy that cannot be read, OSError.
-    """
+    A mount keeps to it from now on. Elsewhere it is applied once, to checkpoints that no process of
+    this host has open. Nothing goes, and a warning is logged, if steps and times of publishing
+    disagree. Raises CheckpointError for a policy that cannot be read, OSError."""
     directory, wanted = plain(path), parse_keep(policy)
     found = {os.fsencode(one.path.name): one for one in list_checkpoints(directory)}
     used = _used_below(directory)

@@ -76,7 +76,8 @@ def sync_files(directory: str, paths: Iterable[str], hash: bool = True) -> Files
 def digest_files(
     directory: str, paths: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None
 ) -> Files:
-    """Read the files; ``on_bytes`` is told how far it is. Raises CheckpointError, OSError."""
+    """Read the files; ``on_bytes`` is called with the number of bytes that were read since. Raises
+    CheckpointError, OSError."""
     return _for_all(directory, paths, lambda path, alone: _digest(path, alone, on_bytes=on_bytes))
 
 

@@ -68,7 +68,7 @@ def create_beside(target: str) -> tuple[str, int]:
             lock(fd)
             if is_at(path, fd):
                 return path, fd
-        except Locked:  # by who takes it for abandoned, and removes it
+        except Locked:  # by a process that takes it for abandoned, and removes it
             pass
         except BaseException:
             files.close_file(fd)
@@ -78,7 +78,8 @@ def create_beside(target: str) -> tuple[str, int]:
 
 
 def remove_abandoned(path: str) -> None:
-    """Remove the file if nobody holds it; where that cannot be told it stays. Raises OSError."""
+    """Remove the file if no process holds it. Where the filesystem has no locks it stays. Raises
+    OSError."""
     fd = files.open_file(path, write=False)
     try:
         if _lock(fd, fcntl.F_RDLCK) and is_at(path, fd):

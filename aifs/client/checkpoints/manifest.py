@@ -24,14 +24,12 @@ class CheckpointError(UserError):
 
 
 def write(directory: str, manifest: Manifest) -> None:
-    """Durable, but for its name: that takes a ``sync_dir``."""
+    """Durable, except for its name: that takes a ``sync_dir``."""
     replace_file(os.path.join(directory, NAME), "".join(encode(manifest)).encode())
 
 
 def decode(data: bytes) -> Manifest:
-    """Raises CheckpointError for what is no manifest, is damaged, or of a format that is not
-    known.
-    """
+    """Raises CheckpointError if this is no manifest, is damaged, or has an unknown format."""
     try:
         value = json.loads(data)
         if value["format"] != FORMAT:

@@ -1,10 +1,9 @@
-"""Publish: a directory that has been written gets its name, with a manifest of what belongs to it.
+"""Publish: a directory that has been written gets its name, with a manifest of its files.
 
 The order, on any filesystem: the bytes are durable; the manifest is; the name appears; then the
 pointers change (the ``latest`` symlink, the tracker file). On AIFS name and pointers change in one
 transaction; elsewhere a crash may leave pointers that still show the checkpoint before, never ones
-that show a checkpoint which is not there.
-"""
+that show a checkpoint which is not there."""
 
 import errno
 import json
@@ -30,7 +29,7 @@ PathLike = str | os.PathLike[str]
 
 def plain(path: PathLike) -> str:
     """An absolute path without ``.``, ``..`` and a slash at the end. Raises CheckpointError for an
-    empty one, and for KIND://REST, which nobody means by the name of a directory."""
+    empty one, and for KIND://REST, which is no name of a directory."""
     text = os.fspath(path)
     if not text:
         raise CheckpointError("the path is empty")
@@ -67,7 +66,7 @@ def commit(
 
 
 def write_commit(directory: str, rank: int, found: Files) -> None:
-    """Say that the rank's files are durable, with what is known of them."""
+    """Record that the rank's files are durable, with their sizes and digests."""
     text = json.dumps({"rank": rank, "files": found})
     trees.replace_file(_commit_path(directory, rank), text.encode(), durable=False)
     if attributes.get(directory, attributes.PENDING):
@@ -100,7 +99,7 @@ def read_commits(directory: str) -> dict[int, Files]:
 
 
 class Pointers(NamedTuple):
-    """What leads to a checkpoint beside its name."""
+    """The ways to a checkpoint besides its name."""
 
     step: int | None
     latest: str | None
@@ -166,8 +165,8 @@ def publish_attempt(
 
 
 def require_free(target: str, replace: bool) -> None:
-    """A checkpoint may get the name. Raises FileExistsError, CheckpointError for what cannot be
-    replaced, OSError."""
+    """Check that a checkpoint may get the name. Raises FileExistsError, CheckpointError for a file
+    that cannot be replaced, OSError."""
     there = _mode(target)
     if there and not replace:
         raise FileExistsError(errno.EEXIST, "a checkpoint of this name is there already", target)
@@ -176,7 +175,7 @@ def require_free(target: str, replace: bool) -> None:
 
 
 def _mode(path: str) -> int:
-    """Of what has the name, also of a symlink; 0: nothing has."""
+    """The mode of the file with this name, also of a symlink; 0 if there is none."""
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:

@@ -16,7 +16,7 @@ written, and waits until its mark is removed. *failed*: R gave up.
 1. A rank comes, and notes which files are there: leftovers of a crashed attempt, work of faster
    ranks. If it finds a mark of its own, in the attempt that is the present one, it had died after
    that. Then it says *again*, and waits until rank 0 removes the mark, which it does not do while
-   it publishes, so no rank writes into what is being published; or begins anew.
+   it publishes, so no rank writes into a directory that is being published; or begins anew.
 2. It writes its files, says *written*, with the attempt that it finds. When the attempt changes,
    because rank 0 came later or has died and begins anew, it says so again: what it wrote is still
    there.
@@ -64,7 +64,7 @@ class RanksMissing(TimeoutReached, TimeoutError):
 
 
 def stamps(directory: str) -> Stamps:
-    """What is in the directory now. Raises OSError."""
+    """The files that are in the directory now, with their stamps. Raises OSError."""
     return {
         name: (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         for name, found in list_files(directory).items()
@@ -104,7 +104,7 @@ class Ranks:
         self._hash = hash
         self._timeout_s = timeout_s
         self._marks: dict[int, tuple[tuple[int, int], dict[str, Any]]] = {}
-        """By rank, the stamp of its mark when it was last read, and what it said."""
+        """By rank, the stamp of its mark when it was last read, and its content."""
         self._before: Stamps = {}
         """The files that were in ``pending`` when this rank came, with their stamps."""
 
@@ -139,7 +139,7 @@ class Ranks:
         )
 
     def read_marks(self) -> dict[int, dict[str, Any]]:
-        """The marks of all ranks but this one; only what has changed is read again."""
+        """The marks of all ranks except this one; only marks that have changed are read again."""
         found = {}
         for name in os.listdir(self.directory):
             kind, _, number = name.partition(".")
@@ -155,8 +155,8 @@ class Ranks:
         return {rank: mark for rank, (_, mark) in found.items() if mark}
 
     def _poll(self, lack: Callable[[], str]) -> Iterator[None]:
-        """Again and again, ever slower. Raises RanksMissing, with what ``lack`` says, when the time
-        is over."""
+        """Yields again and again, ever slower. Raises RanksMissing, with the text of ``lack``, when
+        the time is over."""
         end = time.monotonic() + self._timeout_s
         for _ in delays():
             yield
@@ -166,7 +166,7 @@ class Ranks:
                 )
 
     def _lacking(self) -> str:
-        """Says who is not that far."""
+        """Name the ranks that are not that far."""
         if not self.attempt:
             return "rank 0 had not begun"
         marks = self.read_marks() if os.path.isdir(self.directory) else {}
@@ -235,7 +235,7 @@ class Ranks:
                 "attempt", attempt=self.attempt, ranks=self.ranks, failed=f"rank 0: {reason}"
             )
         self.attempt = self._read("attempt").get("attempt", "")
-        if not self.attempt:  # nobody will hear it
+        if not self.attempt:  # no other rank will read it
             self._remove(f"rank.{self.rank}")
             with suppress(OSError):  # not empty: others are here
                 files.remove_dir(self.directory)

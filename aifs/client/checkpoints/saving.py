@@ -47,21 +47,21 @@ def checkpoint(
 ) -> Iterator[Path]:
     """Gives a directory to write into; at the end of the block it becomes the checkpoint ``path``.
 
-    All ``ranks`` of a job call it with the same arguments but ``rank``, and get the same directory;
-    each returns when the checkpoint is durable and visible. If the block raises, in any rank, there
-    is no checkpoint. What an attempt that crashed has left in the directory is removed.
+    All ``ranks`` of a job call it with the same arguments except ``rank``, and get the same
+    directory; each returns when the checkpoint is durable and visible. If the block raises, in any
+    rank, there is no checkpoint. Files that a crashed attempt has left in the directory are
+    removed.
 
     ``step``: by default the number at the end of the name. ``latest``: name of a symlink beside it
     that will lead to it; ``tracker``: of a file that will hold the step (Megatron:
-    latest_checkpointed_iteration.txt); None: no such thing. ``keep``: which checkpoints of the
+    latest_checkpointed_iteration.txt); None: there is none. ``keep``: which checkpoints of the
     directory remain, such as 'last=3,every=1000'. ``hash``: take BLAKE3 of all files. ``replace``:
     a checkpoint that has the name already. ``check``: called by rank 0 with the directory when all
     have written, before it is published; if it raises, there is no checkpoint.
 
     Raises FileExistsError; CheckpointError if another rank has failed, or another process saves to
     this name; RanksMissing, which is a TimeoutError and names the ranks, if some did not do their
-    part within ``timeout_s`` of this one's end.
-    """
+    part within ``timeout_s`` of this one's end."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: there are ranks from 0 to {ranks - 1}")
     target = plain(path)
@@ -142,8 +142,8 @@ def _lock(pending: str) -> int:
 
 
 def _prepare(pending: str, ranks: int, step: int | None) -> None:
-    """Nothing is left of what has crashed, but where other ranks may have written already; a mount
-    is told who will write."""
+    """Remove the files of crashed attempts, except where other ranks may have written already. Tell
+    a mount which ranks will write."""
     remove_leftovers(os.path.dirname(pending))
     if ranks == 1:
         trees.empty_dir(pending)

@@ -1,4 +1,4 @@
-"""Tensor-native files, in the format of safetensors: what is known of the tensors, then their
+"""Tensor-native files, in the format of safetensors: a description of the tensors, then their
 bytes. Needs neither torch nor numpy.
 
     8 bytes       length of the header, little-endian
@@ -7,8 +7,7 @@ bytes. Needs neither torch nor numpy.
     data          the tensors, row by row, little-endian, with nothing between them
 
 Largest element type first, so each tensor is aligned in a mapping of the file. Source: the format
-description of safetensors.
-"""
+description of safetensors."""
 
 import json
 import math
@@ -58,7 +57,8 @@ class TensorEntry(NamedTuple):
 
 
 class TensorHeader(NamedTuple):
-    """What is before the data. ``names``: in the order of the data; ``size``: of the whole file."""
+    """The bytes before the data. ``names``: in the order of the data; ``size``: of the whole
+    file."""
 
     data: bytes
     names: list[str]
@@ -66,8 +66,8 @@ class TensorHeader(NamedTuple):
 
 
 def itemsize(name: str, dtype: str) -> int:
-    """Bytes of one element. Raises TypeError, which names the tensor ``name``, for what the format
-    does not have."""
+    """Bytes of one element. Raises TypeError, which names the tensor ``name``, for a type that the
+    format does not have."""
     if dtype not in _CODES:
         raise TypeError(f"{name}: elements of type {dtype} cannot be in a file of tensors")
     return KINDS[_CODES[dtype]][1]

@@ -1,9 +1,8 @@
-"""What a reader tells the mount that its dataset lies in: which epoch it reads, in which order, and
-how far it is, so that files are there before it comes to them (docs/guide/datasets.md, Reading
-ahead).
+"""A reader's announcements to the mount of its dataset: which epoch it reads, in which order, and
+how far it is, so that files are in the burst tier before it comes to them (docs/guide/datasets.md,
+Reading ahead).
 
-Elsewhere, and wherever the mount refuses it, nothing is told, and nothing is lost.
-"""
+Elsewhere, and where the mount refuses them, there are none, and nothing is lost."""
 
 import time
 from contextlib import suppress
@@ -14,7 +13,7 @@ from aifs.datasets.ahead import Announced
 from aifs.datasets.sequence import Epoch
 
 EVERY_S = 0.25
-"""How often it is told how far a reader is. The mount forgets who says nothing for a minute."""
+"""Seconds between announcements. The mount forgets a reader after a minute without one."""
 
 
 class Announcer:
@@ -27,7 +26,7 @@ class Announcer:
         self._window = 0  # which is read
         self._told = Announced(epoch.order, readers, range(number, number + 1), 0, 0)
         self._due_s = 0.0  # by time.monotonic(), when to tell next
-        self._fd = -1  # of the directory; -1: nobody wants to hear of it
+        self._fd = -1  # of the directory; -1: the mount takes no announcements
         # What has an index in its directory, and can be known a while ahead.
         if epoch.order.shuffle == "blocks" and dataset.has_kept_index:
             with suppress(OSError):
@@ -35,7 +34,7 @@ class Announcer:
 
     def tell(self, row: int) -> None:
         """So many rows of each share have been handed out. Files of windows that are over are
-        closed, for what is open cannot make room for others. Costs little most of the time."""
+        closed, because open files cannot make room for others. Costs little most of the time."""
         window = self._epoch.window_of(row)
         if window > self._window:
             for number in range(self._window, window):

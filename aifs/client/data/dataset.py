@@ -25,8 +25,8 @@ _OPEN_FILES = 256  # whose footers are held
 
 
 class Dataset:
-    """What ``data.open`` has found. ``len``: its rows; ``dataset[row]``: one row, in the order of
-    paths (slow: a block is read for it)."""
+    """A dataset that ``data.open`` has found. ``len``: its rows; ``dataset[row]``: one row, in the
+    order of paths (slow: a block is read for it)."""
 
     def __init__(self, path: str, index: Index, options: Mapping[str, Any]) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Dataset:
 
     @property
     def has_kept_index(self) -> bool:
-        """Whether its index is kept in its directory, if somebody may write there."""
+        """Whether its index is kept in its directory, if the user may write there."""
         return self.format not in MADE_EACH_TIME and b"" not in self.index.paths
 
     def __len__(self) -> int:

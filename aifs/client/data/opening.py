@@ -1,10 +1,10 @@
-"""``data.open``: what a directory, or a file, is as a dataset; its index, made or found.
+"""``data.open``: a directory, or a file, as a dataset; its index is made or found.
 
 The index is kept as ``.aifs-index`` in the dataset's directory (of a dataset that is one file:
-``.NAME.aifs-index`` beside it), where whoever may write there puts it. It is a cache: it counts
-only if it names exactly the files that are there, with their sizes and mtimes, and losing it costs
-the time to make it. Indexes of directories of files, whose places change, are made each time.
-"""
+``.NAME.aifs-index`` beside it), where the first user who may write there puts it. It is a cache: it
+counts only if it names exactly the files that are there, with their sizes and mtimes, and losing it
+costs the time to make it. Indexes of directories of files, whose places change, are made each
+time."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -47,15 +47,14 @@ def open(
     """The dataset ``path``: a directory of files of one format, or one such file, on a mount or in
     any other directory. Hidden files, and those of another format, do not belong to it.
 
-    ``format``: parquet, arrow, jsonl, text, tar, megatron, records, files; None: as names, or the
-    first bytes of a single file, tell. Options: ``columns`` (parquet, arrow: these alone are read),
+    ``format``: parquet, arrow, jsonl, text, tar, megatron, records, files; None: by names, or by
+    the first bytes of a single file. Options: ``columns`` (parquet, arrow: these alone are read),
     ``schema`` (jsonl: a pyarrow schema), ``decode`` (tar: json, txt, cls and id become objects),
     ``record_bytes`` (records: the size of a row).
 
     The first open reads the footers or headers of all files, lines as a whole, and keeps the index;
-    ``on_file`` is told how many files are done, of how many. Raises DatasetError with the name of
-    the file that is torn, or of another format; OSError.
-    """
+    ``on_file`` is called with the number of files that are done, and of all. Raises DatasetError
+    with the name of the file that is torn, or of another format; OSError."""
     root = os.path.abspath(os.fspath(path))
     found: dict[bytes, os.DirEntry[bytes]] = {}
     if is_directory := os.path.isdir(root):

@@ -13,8 +13,8 @@ from aifs.datasets.sequence import Epoch, EpochOrder
 
 
 def filled(counts: Sequence[int], limits: Sequence[int], more: int) -> list[int]:
-    """``counts`` after ``more`` were given, one at a time, by whoever has given fewest and is below
-    its limit, the first of these."""
+    """``counts`` after ``more`` were given, one at a time, each by the share that has given fewest
+    and is below its limit, the first of these."""
     low, high = min(counts, default=0), max(limits, default=0)
     while low < high:  # the highest level to which all can be brought
         level = (low + high + 1) // 2
@@ -65,14 +65,14 @@ class Progress:
 
 
 def state_of(epoch: Epoch, counts: Sequence[int]) -> dict[str, Any]:
-    """The state of an epoch: ``counts`` are told where they are no prefix of the sequence."""
+    """The state of an epoch; it has ``counts`` where they are no prefix of the sequence."""
     done = sum(counts)
     told = {"done": done} | ({} if epoch.counts(done) == list(counts) else {"counts": list(counts)})
     return epoch.order.state() | told
 
 
 def order_in(state: Mapping[str, Any]) -> EpochOrder:
-    """Raises DatasetError for what is no state."""
+    """Raises DatasetError if this is no state."""
     try:
         fields = {name: state[name] for name in EpochOrder.__dataclass_fields__}
     except (KeyError, TypeError) as error:

@@ -2,10 +2,9 @@
 processes.
 
 Rows are fetched group by group, the next group of each share while the one before is handed out, by
-a few threads. What is in memory: two groups of each share of the reader (twice the shuffle buffer
-at most), one block of each of its shares, and a block for each thread. Nothing is per row of the
-dataset.
-"""
+a few threads. In memory are two groups of each share of the reader (twice the shuffle buffer at
+most), one block of each of its shares, and a block for each thread. Nothing is per row of the
+dataset."""
 
 import threading
 from collections import OrderedDict, deque
@@ -65,16 +64,15 @@ def reader(
     """The rows of one epoch that worker ``worker`` of ``workers`` of rank ``rank`` of ``world``
     hands out.
 
-    ``seed``, ``epoch``: what the order depends on; ``shuffle``: blocks, window, none, rows;
+    ``seed``, ``epoch``: the order depends on them; ``shuffle``: blocks, window, none, rows;
     ``buffer``: rows that are shuffled in memory, of all readers together (10,000); ``shares``:
     worlds and workers that divide this number give the same global sequence (by default the lowest
     multiple of the readers that is at least 64); ``window``: bytes of files that are shuffled with
-    each other, 0 for all. ``state``: go on where a reader was; the order is its own then.
-    ``drop_last``: all readers give as many rows, and what is over is left out. ``transform``: is
-    called with each row, here, and what it returns is handed out.
+    each other, 0 for all. ``state``: go on where a reader was; then the order is that of the state.
+    ``drop_last``: all readers give as many rows, and the rest is left out. ``transform``: is called
+    with each row, here; its results are handed out.
 
-    Raises DatasetError; ValueError for a rank or worker that is not there.
-    """
+    Raises DatasetError; ValueError for a rank or worker that is not there."""
     if not (0 <= rank < world and 0 <= worker < workers):
         raise ValueError(f"rank {rank} of {world}, worker {worker} of {workers}: count from 0")
     if state is not None and order:
@@ -112,7 +110,7 @@ class Reader:
         self._transform = transform
         self._given = 0  # rows, since we began
         self._batches = 0  # the same of batches; one of the two stays 0
-        self._ended = False  # whether who iterates has been told
+        self._ended = False  # whether StopIteration has been raised
         self._groups = _Groups(dataset, epoch, len(self._shares))
         self._announcer = Announcer(dataset, epoch, len(left), number)
         # Of each of our shares the rows that it has given in the whole epoch.
@@ -188,7 +186,7 @@ class Reader:
     state_dict = state
 
     def close(self) -> None:
-        """Its threads end, and what it holds is let go of; its state remains."""
+        """End its threads, and release its rows; its state remains."""
         self._announcer.end(self._row())
         self._groups.close()
 
@@ -409,8 +407,8 @@ class _Blocks:
         self._held: OrderedDict[int, Future[BlockRows]] = OrderedDict()
 
     def read_to_the_end(self, group: ShuffleGroup) -> None:
-        """The next group of the share begins where this one ends: without this, blocks that nobody
-        needs would push those out that other shares are in the middle of."""
+        """The next group of the share begins where this one ends: without this, blocks that no
+        share needs any more would push out those that other shares still read."""
         with self._lock:
             for piece in group.pieces[:-1]:
                 if piece.block != group.pieces[-1].block:

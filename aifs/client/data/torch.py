@@ -88,14 +88,13 @@ class Loader:
     """A ``torch.utils.data.DataLoader`` of a dataset, whose state can be saved with a checkpoint.
 
     Each iteration is one epoch, and the next one the epoch after; one that was left in the middle
-    goes on in the next. ``state_dict`` tells where the
-    batches that were handed out end, whatever the workers have fetched ahead, and is the same on
-    all ranks that have had as many; a Loader with this state, for another world or other workers
-    that divide its shares, gives exactly the rows that follow.
+    goes on in the next. ``state_dict`` says where the batches that were handed out end, however far
+    the workers have fetched ahead, and is the same on all ranks that have had as many; a Loader
+    with this state, for another world or other workers that divide its shares, gives exactly the
+    rows that follow.
 
     ``drop_last``: all ranks give as many batches, all of ``batch_size`` rows. ``order``: arguments
-    of ``data.reader``; ``loader``: of DataLoader (``collate_fn``, ``persistent_workers``, ...).
-    """
+    of ``data.reader``; ``loader``: of DataLoader (``collate_fn``, ``persistent_workers``, ...)."""
 
     def __init__(
         self,
@@ -172,8 +171,8 @@ class Loader:
         return Progress(epoch, self._rows.world * self._workers, counts)
 
     def _of_workers(self, rank: int, progress: Progress) -> list[int]:
-        """Batches that each worker of the rank gives. They take turns, one batch each, and who has
-        no more is left out."""
+        """Batches that each worker of the rank gives. They take turns, one batch each; workers
+        without further batches are left out."""
         readers = [rank + self._rows.world * worker for worker in range(self._workers)]
         if self._drop_last:
             least = min(progress.left(one) for one in range(self._rows.world * self._workers))

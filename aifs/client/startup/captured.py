@@ -1,17 +1,17 @@
-"""What an installation adds to a directory that is there already, such as the site-packages of an
-image: captured the first time, and put there from then on, in place of installing it.
+"""Captured installations: the files that an installation adds to an existing directory, such as the
+site-packages of an image. They are captured the first time, and put there from then on, instead of
+installing.
 
     ENVIRONMENT/files/...        what is new, or has changed, with modes and times
     ENVIRONMENT/captured.json    target (where that was), removed (paths that are gone)
     TARGET/.aifs-capture         while it is installed: what was there before
 
-The last one is locked by who installs or restores. If that one dies, or the installation fails, it
-stays, and who tries again begins from there: so nothing that was left half-installed counts as
-having been there.
+The process that installs or restores locks the last one. If it dies, or the installation fails,
+that stays, and the next attempt begins from there: so half-installed files never count as having
+been there.
 
-Files are hard links of those of the environment where both lie on one filesystem: who changes them
-must replace them, as installers do. Elsewhere they are copies.
-"""
+Files are hard links of those of the environment where both lie on one filesystem: a program that
+changes them must replace them, as installers do. Elsewhere they are copies."""
 
 import json
 import os
@@ -34,7 +34,7 @@ _NAMED = 5
 """Files that a message names at most."""
 
 State = dict[str, list[int]]
-"""By path: kind, and of what is no directory inode, size and time of change."""
+"""By path: kind, and, except of directories, inode, size and time of change."""
 
 
 def capture(
@@ -45,15 +45,14 @@ def capture(
     install: Callable[[], object],
     expire_s: float | None = None,
 ) -> MadeDirectory:
-    """``target`` has what ``install()`` puts there: that is called, and what it does is kept as an
-    environment, or it is what the environment with this key has. Of all that ask, on any host, one
+    """Bring to ``target`` the files that ``install()`` puts there: call it, and keep them as an
+    environment, or take those of the environment with this key. Of all callers, on any host, one
     installs.
 
     The path of ``target`` need not be the one that it was captured from: text that says the old one
     is changed, compiled Python that does is left out, and other binary files have their strings
     replaced if the new path is not longer; else nothing is restored. Owners and attributes are not
-    kept. What is restored is not synced. Raises as ``environment`` does; MakingFailed.
-    """
+    kept. Restored files are not synced. Raises as ``environment`` does; MakingFailed."""
     path = os.path.realpath(target)
     trees.make_dir(path)
     with _alone(path) as mark:
@@ -121,7 +120,7 @@ def _make(made: str, target: str, mark: int, install: Callable[[], object]) -> N
 
 
 def _look(target: str) -> State:
-    """Raises MakingFailed for what is neither file, directory nor symlink; OSError."""
+    """Raises MakingFailed if one is neither file, directory nor symlink; OSError."""
     found = {}
     for path, status in hashing.walk(target):
         if path == _MARK:
@@ -148,7 +147,7 @@ def _decode_state(data: bytes) -> State | None:
 
 
 def _restore(made: str, target: str) -> None:
-    """May be repeated, whatever an earlier one has left."""
+    """May be repeated after one that was interrupted."""
     told = _told(made)
     source = os.path.join(made, _FILES)
     entries = list(hashing.walk(source))
@@ -204,7 +203,7 @@ def _reached(target: str, path: str) -> Iterator[str]:
 
 
 def _remove_temporary(target: str, directories: Sequence[str], wanted: Container[str]) -> None:
-    """What one that was killed has left beside the files that are ``wanted``."""
+    """Names that a killed process has left beside the files that are ``wanted``."""
     for directory in directories:
         with _reached(target, os.path.join(directory, "")) as at:
             for name in os.listdir(at):
@@ -213,7 +212,7 @@ def _remove_temporary(target: str, directories: Sequence[str], wanted: Container
 
 
 def _told(made: str) -> dict[str, Any]:
-    """Raises MakingFailed for what is not there, or would reach out of the target."""
+    """Raises MakingFailed if one is missing, or would reach out of the target."""
     path = os.path.join(made, _TOLD)
     try:
         told = json.loads(files.read_foreign(path, _TOLD_MAX) or b"")
@@ -228,7 +227,7 @@ def _told(made: str) -> dict[str, Any]:
 
 
 def _is_same(path: str, wanted: os.stat_result) -> bool:
-    """By mode, size and time, as what was put there has them."""
+    """By mode, size and time, as the files that were put there have them."""
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -247,7 +246,7 @@ def _remove(path: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """No directory is in the place of what is none."""
+    """Remove directories in the place of other files."""
     if os.path.isdir(path) and not os.path.islink(path):
         trees.remove_tree(path)
 
@@ -329,7 +328,7 @@ class _Move:
         return says
 
     def rewrite(self, path: str) -> bytes | None:
-        """What the file is to say; None: nothing, as Python makes it anew."""
+        """The file's new content; None: it is left out, because Python makes it anew."""
         data = files.read_file(path) or b""
         if b"\0" not in data:
             return self.text(data)

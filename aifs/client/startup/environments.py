@@ -17,8 +17,8 @@ DIGITS = 32
 
 
 def platform_key() -> dict[str, Any]:
-    """What compiled modules depend on, of this machine: Python's ABI, the processor, the C library,
-    the models of its NVIDIA GPUs."""
+    """The properties of this machine that compiled modules depend on: Python's ABI, the processor,
+    the C library, the models of its NVIDIA GPUs."""
     return {
         "python": _abi(),
         "machine": platform.machine(),
@@ -70,7 +70,7 @@ def environment(
     name = name_of(whole)
 
     def fill(path: str) -> None:
-        from aifs.client.startup.relocate import relocate  # who finds it there needs none of this
+        from aifs.client.startup.relocate import relocate  # callers that find it there do not
 
         make(path)
         relocate(path, os.path.basename(path), name)

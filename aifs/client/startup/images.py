@@ -8,10 +8,9 @@ directory that all hosts use.
 It is made as ``once`` makes directories: by one of all that import it, and whole or not at all. The
 directory is of root, and for root alone: programs in it may be set-user-ID.
 
-What an archive is made of is found by its digest, and looked at only when that is right (OCI image
+The parts of an archive are found by their digests, and used only when these are right (OCI image
 specification, "Image Manifest Specification"). The configuration names the digests of unpacked
-layers, so these are checked also where a manifest has none (``docker save``).
-"""
+layers, so these are checked also where a manifest has none (``docker save``)."""
 
 import errno
 import gzip
@@ -38,7 +37,7 @@ OWNER = 0
 """Images, and the directory that they are in, belong to root: others could plant programs."""
 
 BYTES_MAX = 64 << 30
-"""What an image may unpack to, unless more is asked for."""
+"""Bytes that an image may unpack to, unless the caller allows more."""
 
 _DOCUMENT_MAX = 4 << 20  # bytes of an index, manifest or configuration
 _INDEXES_MAX = 64
@@ -58,14 +57,14 @@ _DAMAGE = (
     LookupError,
     RecursionError,
 )
-"""What the readers of archives raise for damaged ones."""
+"""Errors of the readers of archives for damaged ones."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class ImageLayer:
-    """Where a layer is in an archive, and what it must be."""
+    """A layer's place in an archive, and its digests."""
 
     path: str
     """In the archive."""
@@ -204,7 +203,7 @@ class _Measured(io.RawIOBase):
 
 @contextmanager
 def _refusing(what: str | os.PathLike[str]) -> Iterator[None]:
-    """What is refused within says where it was."""
+    """Errors inside are raised with ``what`` before their text."""
     try:
         yield
     except ImageRefused as error:
@@ -260,8 +259,8 @@ class _ShortReads(io.BufferedReader):
 
 
 def _open_below(directory: str, path: str) -> IO[bytes]:
-    """Raises FileNotFoundError. Of a directory, symlinks are followed: what they lead to has the
-    digest that it must have."""
+    """Raises FileNotFoundError. Symlinks in a directory are followed: the digest of their target is
+    checked."""
     found = os.path.join(directory, path)
     if path != _INDEX and not path.startswith(_BLOBS):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), found)
@@ -343,7 +342,7 @@ class ImageArchive:
         return image
 
     def _blob(self, descriptor: Any) -> bytes:
-        """What a descriptor describes, whole."""
+        """The whole document that a descriptor describes."""
         path = _blob_path(descriptor)
         data = self._read_listed(path)
         digest = hashlib.sha256(data).hexdigest()

@@ -1,17 +1,17 @@
-"""Starts of jobs, as whoever begins them sees it: directories with records of what they touched.
+"""Starts of jobs for the program that begins them: directories with records of the files that they
+touched.
 
     DIR/JOB/RUN.start    what the start RUN has touched (core/start_record.py)
 
-The mount records (vfs/starts); here it is asked to, and what its records say is prefetched. No job
-fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes on.
+The mount records (vfs/starts). This module asks it to, and prefetches the files of its records. No
+job fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes
+on.
 
-Prefetching is opening the files, and reading what was hot of them. So it has the rights of who
-asks, names and attributes are in the kernel's caches, too, whatever tier the bytes come from, and
-nothing is written.
+Prefetching is opening the files, and reading their hot parts. So it has the rights of the caller,
+names and attributes are in the kernel's caches, too, from any tier, and nothing is written.
 
-Users may share DIR, so records are data of somebody else, and so are names there: JOB is no
-symlink, and only regular files of this mount are opened.
-"""
+Users may share DIR, so records and names there may be another user's: JOB is no symlink, and only
+regular files of this mount are opened."""
 
 import os
 import re
@@ -67,9 +67,8 @@ class StartUnknown(UserError):
 
 
 def default_directory() -> str:
-    """The directory ``start`` of the mount that we are in, or of the only one. Raises
-    StartUnknown, also for one that somebody may have made because everybody may.
-    """
+    """The directory ``start`` of the mount of the current directory, or of the only mount. Raises
+    StartUnknown, also if everybody may make one there."""
     here = mount_of(os.getcwd())
     found = [mount.mountpoint for mount in all_mounts() if mount.fstype == FSTYPE]
     if here is not None and here.fstype == FSTYPE:
@@ -97,8 +96,7 @@ def _is_foreign(path: str) -> bool:
 
 def directory_of(top: str, job: str, key: str = "") -> str:
     """The directory of a job; with ``key`` that of the job as it is started with this key. Raises
-    StartUnknown for what is no name.
-    """
+    StartUnknown for a name that cannot be."""
     name = f"{job}+{key}" if key else job
     if not JOB.fullmatch(name):
         raise StartUnknown(f"{name!r} is no name of a job: letters, digits and ._:+-, up to 128")
@@ -106,8 +104,7 @@ def directory_of(top: str, job: str, key: str = "") -> str:
 
 
 def run_name(environment: Mapping[str, str]) -> str:
-    """What a start is called that nobody has given a name: as the scheduler calls it, or by the
-    time."""
+    """The name of a start without a given one: the scheduler's, or the time."""
     for variable in ("AIFS_START_RUN", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         if JOB.fullmatch(environment.get(variable, "")):
             return environment[variable]
@@ -135,8 +132,8 @@ def read_records(directory: str) -> list[StartRecord]:
 
 @contextmanager
 def opened(directory: str, run: str = "") -> Iterator[str]:
-    """Another path of the directory of a job, or of what it has of one start, which leads there as
-    long as the context lasts. Raises StartUnknown if there is none; a symlink is none."""
+    """Another path of the directory of a job, or of one of its starts, which leads there as long as
+    the context lasts. Raises StartUnknown if there is none; a symlink is none."""
     path = os.path.join(directory, run) if run else directory
     try:
         fd = job = beneath.open_directory(directory)
@@ -152,7 +149,7 @@ def opened(directory: str, run: str = "") -> Iterator[str]:
 
 
 def plan(records: Sequence[StartRecord]) -> list[HotFile]:
-    """What the next start prefetches, in order; ``records``: of the job, newest first."""
+    """The files that the next start prefetches, in order; ``records``: of the job, newest first."""
     return union(records[:FOLLOWED])
 
 
@@ -170,7 +167,7 @@ def forget(directory: str) -> None:
 
 
 class Fetched(NamedTuple):
-    """What was prefetched: bytes of files; and how many files were left out."""
+    """The prefetched bytes and files, and how many files were left out."""
 
     bytes: int
     files: int
@@ -178,10 +175,10 @@ class Fetched(NamedTuple):
 
 
 def prefetch(directory: str, passed_on_s: float = 0.0) -> Fetched:
-    """Read what the next start of the job will touch, in that order. It is in memory on return, or
-    was left out as it has changed or is out of reach. ``passed_on_s``: what is large stays open for
-    so long afterwards, so that hosts that start later know where it is. Raises StartUnknown.
-    """
+    """Read the files that the next start of the job will touch, in that order. On return they are
+    in memory, except those that have changed or are out of reach. ``passed_on_s``: large files stay
+    open for so long afterwards, so that hosts that start later know where it is. Raises
+    StartUnknown."""
     from concurrent.futures import ThreadPoolExecutor  # the job need not wait for this
 
     hot = plan(read_records(directory))
@@ -221,7 +218,7 @@ def _read(root: int, kept: list[int], hot: HotFile) -> bool:
 
 
 class _Scratch(threading.local):
-    """Where bytes go that nobody wants but the kernel, which keeps them; one of each thread."""
+    """A buffer of each thread for bytes that only the kernel's cache needs."""
 
     def __init__(self) -> None:
         self.buffer = bytearray(BLOCK)
@@ -236,7 +233,7 @@ class JobStart:
     """
 
     def __init__(self, directory: str, run: str, warn: Callable[[str], None]) -> None:
-        """``warn`` is told in one line why something is left out."""
+        """``warn`` is called with one line that says why a part is left out."""
         self._directory = directory
         self._warn = warn
         self._is_recorded = self._try(self._begin, run)
@@ -261,7 +258,7 @@ class JobStart:
         self._order(f"record={run}")
 
     def _order(self, text: str) -> None:
-        """Raises OSError, also for a symlink that somebody has put there."""
+        """Raises OSError, also for a symlink in its place."""
         fd = beneath.open_directory(self._directory)
         with beneath.path_of(fd, self._directory) as directory:
             if not attributes.is_aifs(directory):
@@ -273,7 +270,7 @@ class JobStart:
         child = os.fork()
         if child == 0:
             try:
-                os.closerange(0, 3)  # it keeps nobody waiting who reads our output
+                os.closerange(0, 3)  # readers of our output do not wait for it
                 prefetch(self._directory, _PASSED_ON_S)
             finally:
                 os._exit(0)

@@ -1,10 +1,15 @@
 """A layer of a container image, applied to a directory: the changes that a tar archive lists (the
 image specification of the OCI, "Image Layer Filesystem Changeset").
 
-An archive is data of somebody else. Every entry is made by descriptors from the directory down. A
-symlink on its way is resolved as by a process whose root the directory is, so it leads nowhere
-else. An entry is refused if it names what lies above the directory, or a device of the host, is an
-order to a filesystem, or grows without bound. The caller then throws all of it away.
+An archive is not trusted. Every entry is made by descriptors from the directory down. A symlink on
+its way is resolved as by a process whose root the directory is, so it leads nowhere else. An entry
+is refused if it names what lies above the directory, or a device of the host, is an order to a
+filesystem, or grows without bound. The caller then throws all of it away.
+
+umoci (0.4.7, that of Debian) does less, so it does not do this: of the hostile layers in
+tests/unit/test_images.py it takes names above the directory, devices of the host, orders to the
+filesystem (``user.aifs.*``, ``trusted.overlay.*``) and directories without end, and a whiteout of
+``..`` makes it remove the directory above the image. It has no limit of bytes.
 """
 
 import errno
@@ -54,7 +59,7 @@ class ImageRefused(MakingFailed):
 
 
 class Limits:
-    """What all layers of an image may still unpack to."""
+    """The bytes and entries that the layers of an image may still unpack to."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes = bytes_max
@@ -90,7 +95,7 @@ class Rootfs:
 
     def apply(self, layer: IO[bytes]) -> None:
         """Apply a layer: ``layer`` gives the bytes of its archive, unpacked. Raises ImageRefused,
-        OSError, and what tarfile raises where it is damaged."""
+        OSError, and the errors of tarfile for a damaged one."""
         self._fresh = {""}
         archive = tarfile.TarFile(
             fileobj=_Forward(layer),  # type: ignore[arg-type]
@@ -239,7 +244,7 @@ class Rootfs:
     def _remove(
         self, name: str, parent: int, path: str, kept: Container[str] = frozenset()
     ) -> None:
-        """Remove what has this name and all below it, but for paths that are ``kept``."""
+        """Remove this name and all below it, except paths that are ``kept``."""
         if _is_directory(name, parent):
             fd = beneath.open_directory(name, parent)
             try:
@@ -308,7 +313,7 @@ class Rootfs:
 
 
 class _Forward:
-    """What tarfile reads from: a stream that goes forward only."""
+    """A stream for tarfile that goes forward only."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

@@ -1,11 +1,10 @@
-"""Stages that a command notes by lines of its standard output, in whatever language it is written:
+"""Stages that a command in any language notes by lines of its standard output:
 
     AIFS-STAGE begin NAME
     AIFS-STAGE end NAME
 
-The output is passed on as it comes, these lines too. Their time is when they arrive here, so what a
-program keeps in a buffer is noted late.
-"""
+The output is passed on as it comes, these lines too. Their time is when they arrive here, so lines
+that a program keeps in a buffer are noted late."""
 
 import errno
 import fcntl
@@ -60,17 +59,16 @@ class Mark(NamedTuple):
 
 
 class MarkedOutput:
-    """What a command writes to ``stdout`` comes out of the descriptor ``target``, and its marks are
-    noted by ``stages.note``. What cannot be noted is left out.
+    """Pass the bytes that a command writes to ``stdout`` on to the descriptor ``target``, and note
+    its marks by ``stages.note``. Marks that cannot be noted are left out.
 
-    ``stdout`` is a terminal where ``target`` is one: programs print by lines to those alone.
-    """
+    ``stdout`` is a terminal where ``target`` is one: programs print by lines to those alone."""
 
     def __init__(self, target: int) -> None:
         self._target = target
         source, stdout = os.openpty() if os.isatty(target) else os.pipe()
         self._source = source
-        """What is written to ``stdout`` is read here."""
+        """The end of ``stdout`` that is read here."""
         self.stdout = stdout
         """For the command; open until ``begin``."""
         if os.isatty(self.stdout):
@@ -98,9 +96,9 @@ class MarkedOutput:
         self._noter.start()
 
     def end(self, usage: resource.struct_rusage) -> None:
-        """The command has ended; wait until nobody has ``stdout`` any more, and all of it is passed
-        on. Raises OSError if it cannot be, as on a full disk; a reader who has enough is no error.
-        """
+        """The command has ended; wait until no process has ``stdout`` open, and all of it is passed
+        on. Raises OSError if that fails, as on a full disk, except if the reader has closed
+        ``target``."""
         self._usage.set_result(usage)
         self._copier.join()
         self._noter.join(_NOTED_S)
@@ -118,7 +116,7 @@ class MarkedOutput:
         except OSError as error:
             self._lost = error
         finally:
-            os.close(self._source)  # who goes on writing is told
+            os.close(self._source)  # later writers get SIGPIPE
             for event, stage in marks.found_in(b"\n"):
                 self._marks.put(Mark(event, stage, time.time()))
             self._marks.put(None)
@@ -128,7 +126,7 @@ class MarkedOutput:
         while left:
             try:
                 left = left[os.write(self._target, left) :]
-            except BlockingIOError:  # somebody else who has it does not want to wait
+            except BlockingIOError:  # another process has set it not to block
                 select.select([], [self._target], [])
 
     def _note(self) -> None:
@@ -143,14 +141,14 @@ class MarkedOutput:
                 stages.note(*mark, spent.since(before.pop(mark.stage, now), now))
 
     def _spent(self, directory: str) -> Spent:
-        """By the command and what it has started, so far."""
+        """The seconds of the command and its children, so far."""
         if processes := all_below(self._pid):
             return spent.of_others(directory, sum(processes.values()), processes)
         return spent.of_others(directory, spent.processor_s(self._usage.result()), ())
 
 
 def _read(source: int) -> bytes:
-    """b"": all who could write have closed it."""
+    """b"": all writers have closed it."""
     try:
         return os.read(source, _PIECE)
     except OSError as error:

@@ -51,7 +51,7 @@ class MakingFailed(UserError):
 
 
 class MadeRecord(NamedTuple):
-    """What is known of a directory. A record that cannot be read is taken for an empty one."""
+    """The record of a directory. One that cannot be read is taken for an empty one."""
 
     key: Mapping[str, Any] | None = None
     """None until it has been made."""
@@ -66,13 +66,13 @@ class MadeRecord(NamedTuple):
     """Of all files."""
 
     expire_s: float | None = None
-    """It may be removed when nobody has used it for so long; None: never."""
+    """It may be removed after so long without a use; None: never."""
 
     making: str = ""
     """The name, beside it, under which it is being made or removed."""
 
     attempt: int = 0
-    """How often somebody began to make it."""
+    """How many attempts to make it have begun."""
 
     failed: str = ""
     """Why the last attempt failed."""
@@ -130,18 +130,18 @@ def make_once(
     expire_s: float | None = None,
     owner: int | None = None,
 ) -> MadeDirectory:
-    """What is called ``name`` (32 to 64 hexadecimal digits) below ``directory``; made by
-    ``make(path)`` if it is not there.
+    """The directory ``name`` (32 to 64 hexadecimal digits) below ``directory``; made by
+    ``make(path)`` if it is missing.
 
     One of all callers, on any host, makes it; the others wait. ``make`` fills the empty directory
     ``path``, whose name is as long, and which is renamed afterwards. It is durable, with all in it,
-    when it has its name. If ``make`` fails nothing is left, and those who waited for it fail, too;
-    the next call tries again. ``key`` is what the record says of it.
+    when it has its name. If ``make`` fails nothing is left, and callers that waited for it fail,
+    too; the next call tries again. ``key`` goes to the record.
 
-    ``expire_s``: who makes another one below ``directory`` removes this one when nobody has used it
-    for so many seconds. ``owner``: of ``directory``, no symlink then, and of all that is used in
-    it; other users' is refused. Raises what ``make`` raises, MakingFailed, OSError.
-    """
+    ``expire_s``: after so many seconds without a use, the next call that makes another one below
+    ``directory`` removes this one. ``owner``: of ``directory``, no symlink then, and of all that is
+    used in it; those of other users are refused. Raises the errors of ``make``, MakingFailed,
+    OSError."""
     with _opened(directory, owner, make=True) as place:
         place.require_trusted_records()
         before = _read(place.records, name)
@@ -156,11 +156,11 @@ def make_once(
             found = MadeDirectory(os.path.join(place.path, name), made, _read_open(fd), fd)
         except BaseException:
             files.close_file(fd)
-            with suppress(OSError):  # the record alone, unless somebody waits for it
+            with suppress(OSError):  # the record alone, unless a caller waits for it
                 _expire(place, name)
             raise
         if made:
-            with suppress(OSError):  # room is a matter of who needs it
+            with suppress(OSError):  # making room is no part of this call
                 _expire_all(place)
     return found
 
@@ -189,8 +189,8 @@ def made_at(path: str | os.PathLike[str], owner: int | None = None) -> MadeDirec
 
 
 def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, float]]:
-    """What is known of each directory that has been made, by its name, and when it was used last,
-    in seconds since the epoch. Raises MakingFailed, OSError."""
+    """By name, the record of each directory that has been made, and when it was used last, in
+    seconds since the epoch. Raises MakingFailed, OSError."""
     found = {}
     with suppress(FileNotFoundError), _opened(directory) as place:
         for name in _names(place.records):
@@ -202,7 +202,7 @@ def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, 
 
 
 def expire(directory: str | os.PathLike[str]) -> list[str]:
-    """Remove those whose time is over and that nobody uses, and what makers left that died; returns
+    """Remove unused directories whose time is over, and those that dead makers have left; returns
     the names. Raises MakingFailed, OSError."""
     with suppress(FileNotFoundError), _opened(directory) as place:
         return _expire_all(place)
@@ -211,7 +211,7 @@ def expire(directory: str | os.PathLike[str]) -> list[str]:
 
 def remove(path: str | os.PathLike[str], owner: int | None = None) -> None:
     """Remove the one with this path now; ``owner`` as of ``make_once``. Raises MakingFailed if it
-    is in use or somebody else's, OSError."""
+    is in use, or belongs to another user; OSError."""
     made_at(path, owner).close()
     above, name = os.path.split(os.path.realpath(path))
     with _opened(above, owner) as place:
@@ -234,8 +234,8 @@ class _Place(NamedTuple):
         self.require_trusted(RECORDS, os.stat(self.records))
 
     def require_trusted(self, name: str, found: os.stat_result) -> None:
-        """Raises MakingFailed if ``name`` may have been made by somebody who may make names here,
-        as everybody may."""
+        """Raises MakingFailed if an untrusted user may have made ``name``, because everybody may
+        make names here."""
         if self.owner is None:
             is_foreign = beneath.is_foreign(found, os.stat(self.at))
         else:
@@ -335,7 +335,7 @@ def _in_use(records: str, name: str) -> int:
         except BaseException:
             files.close_file(fd)
             raise
-        files.close_file(fd)  # who removed it had the lock
+        files.close_file(fd)  # the process that removed it had the lock
 
 
 def _open(path: str) -> int:
@@ -347,7 +347,7 @@ def _open(path: str) -> int:
 
 
 def _note_use(fd: int) -> None:
-    with suppress(PermissionError):  # the record is somebody else's
+    with suppress(PermissionError):  # the record is another user's
         files.set_mtime(fd, clock.kernel_ns())
 
 
@@ -389,7 +389,7 @@ def _make_if_missing(
     path = os.path.join(place.path if place.owner is None else place.at, pending)
     _write(fd, MadeRecord(making=pending, attempt=record.attempt + 1))
     try:
-        from aifs.client.checkpoints import hashing  # who finds it there needs none of this
+        from aifs.client.checkpoints import hashing  # callers that find it there need none of this
 
         trees.make_dir(os.path.join(place.at, pending))
         make(path)
@@ -447,14 +447,14 @@ def _expire_all(place: _Place) -> list[str]:
 
 
 def _expire(place: _Place, name: str, now: bool = False) -> bool:
-    """Whether it was removed. ``now``: whatever its time."""
+    """Whether it was removed. ``now``: even if its time is not over."""
     path = os.path.join(place.records, name)
     try:
         fd = files.open_file(path, foreign=True)
-    except (FileNotFoundError, PermissionError):  # it is somebody else's to remove
+    except (FileNotFoundError, PermissionError):  # another user has to remove it
         return False
     try:
-        locks.lock(fd, _USERS)  # so nobody makes it, either
+        locks.lock(fd, _USERS)  # so no process makes it, either
         locks.lock(fd, _MAKER)
         record = _read_open(fd)
         idle_s = time.time() - os.fstat(fd).st_mtime

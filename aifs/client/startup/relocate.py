@@ -25,9 +25,8 @@ def relocate(directory: str, old: str, new: str) -> int:
     symlinks did.
 
     A file that does is replaced by another one, with the same mode and times: it may be a hard link
-    into an installer's cache. What pip has noted of it (``RECORD``) is brought up to date. Nothing
-    is durable yet. Raises OSError; ValueError if the names differ in length.
-    """
+    into an installer's cache. Its entry in pip's ``RECORD`` is brought up to date. Nothing is
+    durable yet. Raises OSError; ValueError if the names differ in length."""
     before, after = os.fsencode(old), os.fsencode(new)
     if len(before) != len(after):
         raise ValueError(f"{old} and {new} differ in length")

@@ -6,8 +6,7 @@ which says for what (``user.aifs.why``). By cause; the difference of two such an
     the daemon itself     the rest of those
 
 The mount remembers ten minutes, so of longer stages it is the end. Several threads and processes
-can spend more than what has passed.
-"""
+can spend more seconds than have passed."""
 
 import os
 import resource
@@ -38,15 +37,15 @@ def of_this_process(directory: str) -> Spent:
 
 
 def of_others(directory: str, processor_s: float, pids: Iterable[int]) -> Spent:
-    """Of these processes, whose seconds of processor are known. What they have waited for is left
-    out where the mount knows them by other numbers than we do."""
+    """Of these processes, whose seconds of processor are known. Their waits are left out where the
+    mount knows them by other process numbers."""
     told = attributes.get_json(_mount(directory), f"{attributes.WHY}.{_MYSELF}")
     known = [*pids][:_ASKED] if told.get("pid") == os.getpid() else []
     return {PROCESSOR: processor_s} | _waited(directory, known)
 
 
 def since(before: Spent, now: Spent) -> Spent:
-    """What was spent from ``before`` until ``now``."""
+    """The seconds that were spent from ``before`` until ``now``."""
     spent = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     return {cause: round(seconds, 3) for cause, seconds in spent.items() if seconds >= _LEAST_S}
 

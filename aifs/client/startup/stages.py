@@ -1,5 +1,5 @@
 """Stages of a start, such as imports, the checkpoint and the first step: when each rank has begun
-and ended each of them, and who was last.
+and ended each of them, and which rank was last.
 
     DIR/JOB/RUN/HOST.jsonl    a line for each event: JSON with ``event`` (begin or end), ``stage``,
                               ``rank`` and ``at_s`` (since the epoch); at the end ``spent_s``, how
@@ -7,8 +7,7 @@ and ended each of them, and who was last.
 
 ``aifs start run`` says by two variables of the environment where that is; without them nothing is
 written. Works in any directory. A line that is torn is left out. Nothing here makes a job fail.
-Others may make names there, too: no symlink is followed, from the directory of the job on.
-"""
+Others may make names there, too: no symlink is followed, from the directory of the job on."""
 
 import json
 import math
@@ -34,13 +33,13 @@ _NOTED_MAX = 16 << 20
 """Bytes of the events of a host; a file that is longer is left out."""
 
 _CAUSES, _TOLD = 3, 0.05
-"""How many of them are told in words, and of which part of the time on."""
+"""How many of them are described in words, and from which part of the time on."""
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What is done in the block is the stage ``name`` of this process's rank (``RANK``, or 0). It
-    has ended when the block has, with an error, too."""
+    """The block is the stage ``name`` of this process's rank (``RANK``, or 0). It has ended when
+    the block has, with an error, too."""
     directory = os.environ.get(DIRECTORY, "")
     before = spent.of_this_process(directory) if directory else {}
     note("begin", name, time.time())
@@ -157,14 +156,14 @@ def _summary(name: str, of_it: list[StageSpan]) -> StageReport:
     for span in of_it:
         if span.who == slowest:
             spent_s.update(span.spent_s)
-    from statistics import median  # who notes a stage in his job needs none of this
+    from statistics import median  # a job that notes stages needs none of this
 
     median_s = median(took.values())
     return StageReport(name, len(took), median_s, took[slowest], slowest, dict(spent_s), unfinished)
 
 
 def describe_spent(took_s: float, spent_s: Spent) -> str:
-    """What most of the time went to, in words; '' if nothing is known."""
+    """The largest causes of the time, in words; '' if none is known."""
     if not spent_s:
         return ""
     causes = [item for item in spent_s.items() if item[1] >= _TOLD * took_s]
@@ -188,7 +187,7 @@ def _newest(directory: str) -> str:
 
 
 class _Event(NamedTuple):
-    """A line, in the order of which they are told."""
+    """Sort key of a line."""
 
     at_s: float
     event: str
@@ -211,7 +210,7 @@ def _events(directory: str, run: str) -> Iterator[_Event]:
 
 
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line raises that is torn, or that somebody else has written."""
+"""Errors of lines that are torn, or that another program has written."""
 
 
 def _event(host: str, value: Mapping[str, Any]) -> _Event:

@@ -52,7 +52,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Image:
-    """What an archive holds, but for the storages' bytes."""
+    """The content of an archive, except the storages' bytes."""
 
     name: str
     """Of the folder in it."""
@@ -63,7 +63,7 @@ class Image:
     names_hash: str
     """The first 20 digits of the serialization id."""
     alignment: int = 64
-    """What storages begin at multiples of, in bytes."""
+    """Storages begin at multiples of so many bytes."""
     byteorder: str = "little"
     """'little' or 'big'."""
     crc: bool = True
@@ -85,7 +85,7 @@ class Image:
 
 
 def record_names(storages: int) -> list[str]:
-    """Of an archive with so many storages, in their order, but for the id."""
+    """Names in an archive with so many storages, in their order, except the id."""
     return [name for name, _, _ in Image("", b"", (0,) * storages, "").records([()] * storages)]
 
 
@@ -207,9 +207,8 @@ class _Writer:
 
 
 def _zip64(size: int, stored: int, offset: int) -> bytes:
-    """The extra field of what does not fit into 32 bits. ``stored``: the size as it is in the
-    archive.
-    """
+    """The extra field of numbers that do not fit into 32 bits. ``stored``: the size as it is in the
+    archive."""
     values = [size, stored] if size >= _MAX32 else []
     values += [offset] if offset >= _MAX32 else []
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""

@@ -66,9 +66,9 @@ class Arena:
         queued: Mapping[torch.device, Any],
         connection: Connection,
     ) -> None:
-        """Copy each storage to its place, and tell the helper how far that is. What accelerators
-        hold is copied as it is behind ``queued``, of ``queued_work``. ``places`` has the end of
-        all, too. Raises OSError if the helper is gone."""
+        """Copy each storage to its place, and report progress to the helper. Storages of
+        accelerators are copied as they are behind ``queued``, of ``queued_work``. ``places`` has
+        the end of all, too. Raises OSError if the helper is gone."""
         told = 0
         for end in self._copy(storages, places, queued):
             if end - told >= CHUNK:
@@ -97,8 +97,9 @@ class Arena:
     def _fetch(
         self, storages: Sequence[Any], places: Sequence[int], queued: Mapping[torch.device, Any]
     ) -> deque[tuple[int, Any]]:
-        """Have accelerators copy what they hold, in streams of their own, since in the one that
-        computes a copy would wait for all that is queued; where each piece ends, and its event."""
+        """Have accelerators copy their storages in separate streams, because in the stream that
+        computes a copy would wait for all that is queued. Returns where each piece ends, and its
+        event."""
         if torch.cuda.is_initialized() and not self._locked:
             # Memory that could not be locked is copied to by way of the driver's, which is slower.
             failed = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _ALL_DEVICES)
@@ -118,7 +119,7 @@ class Arena:
                     part = source[begin : begin + CHUNK]
                     end = place + begin + len(part)
                     memory[end - len(part) : end].copy_(part, non_blocking=True)
-                    event = torch.Event(storage.device, blocking=True)  # nobody spins for it
+                    event = torch.Event(storage.device, blocking=True)  # waits without spinning
                     event.record(stream)
                     coming.append((end, event))
         return coming

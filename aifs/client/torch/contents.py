@@ -37,7 +37,7 @@ class Content:
 
 
 def content_of(data: Any, metadata: Mapping[str, str] | None = None) -> Content:
-    """Raises TypeError or ValueError for what cannot be put into a file; nothing is copied."""
+    """Raises TypeError or ValueError for data that cannot be put into a file; nothing is copied."""
     if isinstance(data, Mapping):
         return _tensors(data, metadata)
     if _is_tensor(data):
@@ -104,9 +104,8 @@ def _bytes_of(tensor: Any) -> Iterable[memoryview]:
 
 
 class Loaded:
-    """The content of the file ``path``. What is taken from it shares its memory, and keeps it
-    alive.
-    """
+    """The content of the file ``path``. Tensors and arrays of it share its memory, and keep it
+    alive."""
 
     def __init__(self, path: str, content: memoryview) -> None:
         self.path = path
@@ -117,7 +116,7 @@ class Loaded:
         return self._content
 
     def to_tensors(self, device: Any = "cpu") -> dict[str, Any]:
-        """The tensors of torch, by name. Raises CheckpointError for what is no file of tensors."""
+        """The tensors of torch, by name. Raises CheckpointError if it is no file of tensors."""
         from aifs.client.torch.tensors import tensors_on
 
         return tensors_on(device, self._content, self._decode()[0])
@@ -131,8 +130,8 @@ class Loaded:
         return tensors_on(device, self._content, {name: self._entry(name)})[name]
 
     def to_arrays(self) -> dict[str, Any]:
-        """The tensors as arrays of numpy, by name. Raises TypeError for element types that it
-        lacks, CheckpointError."""
+        """The tensors as arrays of numpy, by name. Raises TypeError for element types that numpy
+        does not have, CheckpointError."""
         return {name: self._array(name, entry) for name, entry in self._decode()[0].items()}
 
     def to_array(self, name: str = ONE) -> Any:
@@ -141,9 +140,8 @@ class Loaded:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What was put beside the tensors. Raises CheckpointError for what is no file of
-        tensors.
-        """
+        """The metadata that were put beside the tensors. Raises CheckpointError if it is no file of
+        tensors."""
         return self._decode()[1]
 
     def _decode(self) -> tuple[dict[str, tensor_file.TensorEntry], dict[str, str]]:
@@ -206,6 +204,6 @@ def save_safetensors(
 
 def load_safetensors(path: PathLike, device: Any = "cpu") -> "dict[str, torch.Tensor]":
     """The tensors by name. On the CPU they are a private mapping of the file: read when used,
-    changes are not written. Raises CheckpointError for what is no such file, OSError."""
+    changes are not written. Raises CheckpointError if it is no such file, OSError."""
     target = plain(path)
     return Loaded(target, map_file(target)).to_tensors(device)

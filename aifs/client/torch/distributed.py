@@ -3,13 +3,12 @@
     dcp.save(state, storage_writer=AifsWriter("run/step-100"))
     dcp.load(state, storage_reader=AifsReader("run"))               # the newest
 
-What ranks will read (``plan_distributed``) is asked of torch's own planner; nothing that a
-checkpoint's metadata say is run.
+Torch's own planner says which ranges ranks will read (``plan_distributed``). Code in a checkpoint's
+metadata is never run.
 
 The files are those of torch's own FileSystemWriter, and either reader reads them. They are written
 into a pending directory and are durable when their rank has written them; the coordinator publishes
-when it has written the metadata, so a save that failed or crashed shows no checkpoint.
-"""
+when it has written the metadata, so a save that failed or crashed shows no checkpoint."""
 
 import io
 import math
@@ -118,12 +117,11 @@ class _Files(FileSystem):
 class AifsWriter(FileSystemWriter):
     """Saves the checkpoint ``path``. ``latest``, ``tracker``, ``keep``, ``step``, ``hash``,
     ``replace``: as of ``aifs.client.checkpoint``; ``options``: of FileSystemWriter. Each save needs
-    a path of its own (dcp's ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the
-    ranks' files are one grouped write with these options, such as 'name=step': what the servers
-    hold already is not stored again (docs/guide/grouped.md).
+    another path (dcp's ``checkpoint_id``), unless ``replace``. ``group``: on a mount, the ranks'
+    files are one grouped write with these options, such as 'name=step': bytes that the servers hold
+    already are not stored again (docs/guide/grouped.md).
 
-    Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError.
-    """
+    Raises (wrapped by dcp) FileExistsError, CheckpointError, OSError."""
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class AifsWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """In the coordinator, before anybody writes: what a crash has left is removed."""
+        """In the coordinator, before any rank writes: remove the files of a crashed save."""
         remove_leftovers(os.path.dirname(self._target))
         trees.empty_dir(os.fspath(self.path))
         if self._group is not None:
@@ -243,7 +241,7 @@ def _resolve(path: PathLike) -> Path:
 
 
 def plan_distributed(path: str, on: Sequence[int], sharded: bool) -> LoadPlan:
-    """What ranks on the hosts ``on`` read. Raises CheckpointError, OSError."""
+    """The ranges that ranks on the hosts ``on`` read. Raises CheckpointError, OSError."""
     directory = os.fspath(AifsReader(path).path)
     what = os.path.join(directory, METADATA)
     metadata = _read_metadata(what)
@@ -272,9 +270,8 @@ def plan_distributed(path: str, on: Sequence[int], sharded: bool) -> LoadPlan:
 
 
 def _items(metadata: saved.Metadata, ranks: int, sharded: bool) -> list[list[ReadItem]]:
-    """What each rank asks for: in the order of the saved state, but for its outermost keys, which
-    dcp.load sorts.
-    """
+    """The items that each rank reads: in the order of the saved state, except for its outermost
+    keys, which dcp.load sorts."""
     found: list[list[ReadItem]] = [[] for _ in range(ranks)]
     paths = metadata.planner_data or {}
     places = {name: place for place, name in enumerate(paths)}

@@ -28,9 +28,7 @@ class CheckpointEngine:
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether it saves in the background: no, what ``save`` was given is durable when it
-        returns.
-        """
+        """Whether it saves in the background: no, the state is durable when ``save`` returns."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
@@ -40,7 +38,7 @@ class CheckpointEngine:
         return True
 
     def set_commit_info(self, info: Any) -> None:
-        """Nothing to do: ``commit`` is told."""
+        """Nothing to do: ``commit`` gets the same."""
 
     def get_commit_info(self) -> None:
         """Nothing waits to be committed."""
@@ -65,7 +63,7 @@ class CheckpointEngine:
         self._directories.add(os.path.dirname(target))
 
     def load(self, path: PathLike, map_location: Any = None) -> Any:
-        """What was saved; as in DeepSpeed any object. Raises OSError."""
+        """The saved state; as in DeepSpeed any object. Raises OSError."""
         return torch.load(plain(path), map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:

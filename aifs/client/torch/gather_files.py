@@ -19,9 +19,8 @@ measured: dict[str, float] = {}
 
 
 class FoundFiles(NamedTuple):
-    """What a rank has found. ``identity``: what makes it other bytes than files of these names and
-    sizes.
-    """
+    """The files that a rank has found. ``identity``: a digest that differs for other bytes in files
+    of these names and sizes."""
 
     paths: Sequence[str]
     identity: str = ""
@@ -32,7 +31,7 @@ class FoundFiles(NamedTuple):
 
 
 class Files:
-    """A context manager. Used from one thread at a time, but for ``close``."""
+    """A context manager. Used from one thread at a time, except ``close``."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         """Raises OSError."""
@@ -59,9 +58,8 @@ class Files:
         measure("storage", (begin, end), begin_s)
 
     def read_into(self, target: memoryview, begin: int) -> None:
-        """Fill ``target`` with what lies from ``begin`` on. Raises CheckpointError where a file has
-        become shorter, OSError.
-        """
+        """Fill ``target`` with the bytes from ``begin`` on. Raises CheckpointError where a file has
+        become shorter, OSError."""
         done = 0
         for number, (first, last) in self.places(begin, begin + len(target)):
             part = target[done : done + last - first]
@@ -92,7 +90,7 @@ class Files:
             files.close_file(fd)
 
     def close(self) -> None:
-        """Whoever still reads fails."""
+        """Reads in progress fail."""
         self._closed = True
         self._close()
 
@@ -107,7 +105,7 @@ class AsFile(io.RawIOBase):
     """Bytes as a file for torch to read."""
 
     def __init__(self, size: int, read_into: Callable[[memoryview, int], object]) -> None:
-        """``read_into``: fills memory with what lies from an offset on."""
+        """``read_into``: fills memory with the bytes from an offset on."""
         self._size, self._read_into, self._position = size, read_into, 0
 
     def readable(self) -> bool:

@@ -1,5 +1,5 @@
 """How hosts share the reading of one file: which of them reads which ranges, and in which order;
-and what the ranks of a job read of a checkpoint (``load_plan``). Pure."""
+and records of the ranges that the ranks of a job read of a checkpoint (``load_plan``). Pure."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -26,15 +26,16 @@ class Speeds(NamedTuple):
 
 
 class SharedRead(NamedTuple):
-    """Who takes part in reading."""
+    """The ranks that take part in reading."""
 
     way: str
     ring: list[int]
     """One rank of each host, in the order in which they pass bytes on."""
 
     def reads_of(self, rank: int, todo: Sequence[Range]) -> list[Range]:
-        """What ``rank`` reads itself of the pieces ``todo``, in this order. A rank that is not in
-        the ring maps the memory of its host's one, unless it cannot: then it reads all."""
+        """The ranges of the pieces ``todo`` that ``rank`` reads itself, in this order. A rank that
+        is not in the ring maps the memory of its host's one, unless it cannot: then it reads
+        all."""
         if self.way == READ:
             return list(todo)
         if rank not in self.ring:
@@ -99,7 +100,7 @@ def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
 
 
 def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
-    """What lies in a range, and in none of ``done``."""
+    """The parts of a range that lie in none of ``done``."""
     for first, last in done:
         if begin < min(first, end):
             yield begin, min(first, end)
@@ -109,7 +110,7 @@ def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """What lies in any of them: ascending ranges, apart from each other."""
+    """Their union: ascending ranges, apart from each other."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -134,7 +135,7 @@ same, mapped; of torch.distributed.checkpoint.
 """
 
 METADATA = ".metadata"
-"""What a checkpoint of torch.distributed has."""
+"""A file of each checkpoint of torch.distributed."""
 
 
 class FileRange(NamedTuple):
@@ -154,7 +155,7 @@ class TensorPlace(NamedTuple):
 
 
 class RankReads(NamedTuple):
-    """What one rank reads."""
+    """The ranges that one rank reads."""
 
     host: int
     """From 0 on."""
@@ -163,10 +164,10 @@ class RankReads(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What is read for one world."""
+    """The ranges that all ranks of one world read."""
 
     loader: str
-    """What reads it: one of those above."""
+    """The function that reads it: one of those above."""
     way: str
     """Of ``gather_plan``: each rank reads by itself, or hosts share the reading."""
     sizes: dict[str, int]

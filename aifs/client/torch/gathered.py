@@ -1,10 +1,10 @@
 """All ranks of a process group read one file, or several as if they were one: the bytes come once
 from storage, and from rank to rank across hosts.
 
-On one host all read from the mount, which fetches what is not in the page cache once. Of several
-hosts, one rank each takes part in an exchange (``gather_plan``): what it reads it passes on, a
-piece at a time, and the next one is read meanwhile. The other ranks of its host map its memory.
-"""
+On one host all read from the mount, which fetches bytes that are not in the page cache once. Of
+several hosts, one rank each takes part in an exchange (``gather_plan``): it passes on the bytes
+that it reads, a piece at a time, and reads the next one meanwhile. The other ranks of its host map
+its memory."""
 
 import mmap
 import os
@@ -46,14 +46,14 @@ _LOOKS, PAUSE_S = 20, 0.1
 
 
 class _Statement(NamedTuple):
-    """What a rank says of itself first."""
+    """The first message of each rank."""
 
     host: str
     """Which host it runs on: ranks of one host share memory."""
     names: Sequence[str]
     """Of the files that it has found."""
     identity: str
-    """What makes them other bytes than files of these names and sizes."""
+    """A digest that differs for other bytes in files of these names and sizes."""
     size: int
     """Bytes of these files together."""
     speeds: Speeds
@@ -85,12 +85,11 @@ def read(
     call this with the same arguments. Without torch.distributed it is just read.
 
     ``into``: a writable buffer of the file's size to read into; else the memory is private to this
-    rank. ``order``: ranges, as (begin, end), that are wanted first. ``arrived``: told of each range
-    that is there (in ``into``), in this order, by another thread; a rank that shares another one's
-    memory is told when all is there. ``speeds``: of this host; as measured, if not given. Raises in
-    all ranks what one meets: GatherError, which names it, also if it ends; then the process group
-    cannot be used any more. Without a group: CheckpointError, OSError.
-    """
+    rank. ``order``: ranges, as (begin, end), that are wanted first. ``arrived``: called with each
+    range that is there (in ``into``), in this order, by another thread; in a rank that shares
+    another one's memory, when all is there. ``speeds``: of this host; as measured, if not given.
+    Raises in all ranks if one fails or ends: GatherError, which names it; then the process group
+    cannot be used any more. Without a group: CheckpointError, OSError."""
     found = FoundFiles([plain(path)])
     return read_files(
         lambda: found, found.paths[0], group, into, order, arrived=arrived, speeds=speeds
@@ -182,9 +181,9 @@ class _Reading:
             return content
 
     def _open(self, stack: ExitStack, speeds: Speeds) -> tuple[Files, Sequence[_Statement]]:
-        """What all ranks find alike, and what each says of itself. They look again where a name, as
-        that of the latest checkpoint, means something else to some: it may have been changed at
-        this moment."""
+        """The files that all ranks find alike, and the first message of each. They look again where
+        a name, as that of the latest checkpoint, means another file to some: it may have been
+        changed at this moment."""
         for is_last in (False,) * _LOOKS + (True,):
             found, source = FoundFiles([]), Files([])
             with self._noting():
@@ -212,7 +211,7 @@ class _Reading:
     # --- with the others ---
 
     def _tell(self, mine: Any) -> list[Any]:
-        """What each rank tells all."""
+        """Send an object to all ranks; returns those of all."""
 
         def gather() -> list[Any]:
             everyone: list[Any] = [None] * self._watch.size
@@ -228,7 +227,7 @@ class _Reading:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """What fails here is told to all, who fail then."""
+        """Errors inside are noted for the other ranks, which fail, too."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -385,7 +384,7 @@ def _memory(into: Any, size: int) -> memoryview:
 
 
 def _placed(content: memoryview, into: Any) -> memoryview:
-    """What is in ``content``, in ``into`` if that is given."""
+    """The bytes of ``content``, in ``into`` if that is given."""
     if into is None:
         return content
     target = memoryview(into).cast("B")
@@ -395,7 +394,7 @@ def _placed(content: memoryview, into: Any) -> memoryview:
 
 
 def map_offer(offer: _Offer, size: int) -> memoryview | None:
-    """What is, or will be, in another process's memory; None if it cannot be had."""
+    """The memory of another process, mapped; None if it cannot be mapped."""
     try:
         fd = files.open_file(f"/proc/{offer.pid}/fd/{offer.fd}", write=False)
     except OSError:
@@ -413,7 +412,7 @@ def map_offer(offer: _Offer, size: int) -> memoryview | None:
 
 
 def _difference(one: _Statement, other: _Statement) -> str:
-    """How what a rank has found differs from what rank 0 has found; "": not at all."""
+    """How the files of a rank differ from those of rank 0; "": not at all."""
     if one.size != other.size:
         return f"finds {one.size} bytes, rank 0 {other.size}"
     if (one.names, one.identity) != (other.names, other.identity):

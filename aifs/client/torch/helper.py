@@ -53,7 +53,7 @@ def offsets(sizes: tuple[int, ...]) -> list[int]:
 
 
 class _Staging:
-    """What the training process has staged so far."""
+    """The bytes that the training process has staged so far."""
 
     def __init__(self, connection: Connection, arena: memoryview) -> None:
         self._connection, self._arena, self._done = connection, arena, 0

@@ -1,7 +1,6 @@
-"""What the ranks of a job will read of a checkpoint, and in which order: asked of the loaders' own
-functions, of torch's where the loader is torch's. Only what the loaders need to know is read, and
-nothing that a checkpoint says is run.
-"""
+"""The ranges that the ranks of a job will read of a checkpoint, and their order: from the loaders'
+own functions, and torch's for its loaders. Only the bytes that loaders need for this are read, and
+no code of a checkpoint is run."""
 
 import os
 import pickle
@@ -49,14 +48,13 @@ def plan_load(
     together: bool = False,
     sharded: bool = False,
 ) -> LoadPlan:
-    """What ``ranks`` on ``hosts``, as many on each, read first of all in a job: by speeds that it
-    has measured since, ``gathered`` may choose another way.
+    """The ranges that ``ranks`` on ``hosts``, as many on each, read first of all in a job. Later
+    ``gathered`` may choose another way, by the speeds that it has measured.
 
     ``paths``: a directory or file that all load, or a file for each rank. ``together``: a file is
     read by ``gathered.read``. ``sharded``: of a checkpoint of torch.distributed each rank asks for
     its part of each tensor by the first dimension, as FSDP does; else for all. Raises ValueError
-    for a world that cannot be, CheckpointError, OSError.
-    """
+    for a world that cannot be, CheckpointError, OSError."""
     if not 0 < hosts <= ranks:
         raise ValueError(f"{ranks} ranks cannot run on {hosts} hosts")
     on = [rank * hosts // ranks for rank in range(ranks)]
@@ -173,7 +171,7 @@ def _tensors_of(source: Files, paths: Sequence[str]) -> list[TensorPlace]:
 
 
 def _archived(source: Files, what: str) -> dict[str, Range]:
-    """Of what ``torch.save`` has written; none if the pickle holds more than weights."""
+    """The tensors of a file of ``torch.save``; none if the pickle holds more than weights."""
     content: Any = AsFile(source.size, source.read_into)
     try:
         with FakeTensorMode():  # storages say where they lie, and are not read

@@ -1,9 +1,9 @@
 """The replicas of a data-parallel job write and read one checkpoint together.
 
-All hold the same state, so each writer writes a part of what ``torch.save`` would make of it: the
-file ``FILE.DIGEST.0002-of-0004`` holds the third quarter of its bytes, to the byte. The parts one
-after the other are a file for ``torch.load``; ``DIGEST`` says of which state they are. CRC-32s are
-not taken, as no replica looks at all bytes; the checkpoint's manifest has a hash of each part.
+All hold the same state, so each writer writes a part of the file that ``torch.save`` would write:
+the file ``FILE.DIGEST.0002-of-0004`` holds the third quarter of its bytes, to the byte. The parts
+one after the other are a file for ``torch.load``; ``DIGEST`` says of which state they are. CRC-32s
+are not taken, as no replica looks at all bytes; the checkpoint's manifest has a hash of each part.
 """
 
 import os
@@ -57,11 +57,10 @@ def parallel_save(
     """All ranks of ``group`` save the same ``state`` as the checkpoint ``path``, each its part.
 
     ``group``: a process group of torch.distributed, None for the default one, or (name, rank,
-    size). Who writes: every 'replica', or the first rank of each processor 'socket', or of each
+    size). ``writers``: every 'replica', or the first rank of each processor 'socket', or of each
     'device' (on each host) that the checkpoint goes to. ``options``: of ``aifs.client.checkpoint``.
     Rank 0's pickle is the one that counts; with a named group all must be equal. Raises
-    CheckpointError if the replicas differ, and as ``checkpoint``.
-    """
+    CheckpointError if the replicas differ, and as ``checkpoint``."""
     if writers not in (REPLICA, SOCKET, DEVICE):
         raise ValueError(f"writers={writers!r}: it is one of {REPLICA!r}, {SOCKET!r}, {DEVICE!r}")
     target = plain(path)
@@ -163,8 +162,8 @@ def has_parts(directory: str) -> bool:
 
 
 def find_parts(directory: str, file: str | None = None) -> list[str]:
-    """Paths of the parts in their order. ``file``: whose; None: there must be one. Raises
-    CheckpointError, OSError."""
+    """Paths of the parts in their order. ``file``: that of the parts; None: there must be one.
+    Raises CheckpointError, OSError."""
     found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in os.listdir(directory):
         match = _PART.fullmatch(name)
@@ -189,12 +188,12 @@ def parallel_load(
     map_location: Any = None,
     weights_only: bool = True,
 ) -> Any:
-    """What was saved by ``parallel_save``, in every rank of ``group``, which may have another size.
+    """Load the state that ``parallel_save`` has saved, in every rank of ``group``, which may have
+    another size.
 
     Across hosts each byte is read once, and passed on (see ``gathered``). With a named group, or
     without torch.distributed, all is read. Raises CheckpointError (in all ranks, if one cannot
-    read, or ends), OSError.
-    """
+    read, or ends), OSError."""
     directory = plain(path)
     find = partial(find_files, directory, file)
     content = read_alone(find) if isinstance(group, tuple) else read_files(find, directory, group)
@@ -207,8 +206,9 @@ def parallel_load(
 
 
 def find_files(directory: str, file: str | None = None) -> FoundFiles:
-    """Parts of equal names and sizes may be of different states; their manifests differ. All are of
-    what a pointer, as that of the latest checkpoint, means now: it may be moved at this moment."""
+    """Parts of equal names and sizes may be of different states; their manifests differ. A pointer,
+    as that of the latest checkpoint, is resolved once for all of them: it may be moved at this
+    moment."""
     directory = os.path.realpath(directory)
     parts = find_parts(directory, file)
     listed = read_document(os.path.join(directory, NAME))

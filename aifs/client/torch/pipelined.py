@@ -39,9 +39,8 @@ class PipelinedCheckpointer:
 
     ``template``: the checkpoint's path, such as ``run/step-{step}``; ``file``: the name of this
     rank's file in it; ``options``: of ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes
-    as much memory as the state. What failed is raised by the next ``save``, ``wait`` or ``close``,
-    once; after that a new save may be tried. Not for use by several threads.
-    """
+    as much memory as the state. Errors are raised by the next ``save``, ``wait`` or ``close``,
+    once; after that a new save may be tried. Not for use by several threads."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class PipelinedCheckpointer:
 
     def save(self, state: Any, step: int) -> None:
         """Begin to save ``state``, which must not change until ``wait`` has returned. Waits for the
-        one before to be durable. Raises what that one failed with, CheckpointError, OSError, and
-        what pickling raises."""
+        one before to be durable. Raises the error of that one, CheckpointError, OSError, and errors
+        of pickling."""
         self.wait(durable=True)
         self._target = plain(self._template.format(step=step))
         image, storages = describe(state, archive_name(self._file))

@@ -1,6 +1,4 @@
-"""An object as what ``torch.save`` makes of it: a pickle in which storages are numbers, and the
-storages.
-"""
+"""An object as ``torch.save`` writes it: a pickle in which storages are numbers, and storages."""
 
 import io
 import pickle
@@ -20,8 +18,8 @@ CHUNK = 32 << 20  # bytes that are copied from an accelerator at a time
 def describe(
     obj: Any, name: str, pickle_module: Any = pickle, pickle_protocol: int = 2
 ) -> tuple[Image, list[Any]]:
-    """The archive of ``obj``, and its storages, none of whose bytes are looked at. Raises what
-    pickling raises."""
+    """The archive of ``obj``, and its storages, none of whose bytes are read. Raises the errors of
+    pickling."""
     storages: dict[
         int, Any
     ] = {}  # address of the storage's handle -> it; in the order of the archive
@@ -129,5 +127,5 @@ def chunks(source: torch.Tensor) -> Iterator[memoryview]:
 
 
 def view(address: int, size: int) -> memoryview:
-    """Memory that whoever asks for it keeps alive."""
+    """A view of memory. Callers keep the memory alive."""
     return memoryview((c_char * size).from_address(address)).cast("B")

@@ -30,8 +30,7 @@ def save(
 
     With ``sync`` it is durable when this returns, and written in the way that a measurement of this
     device found to be the fastest; else it goes to the page cache. ``method``: 'buffered' or
-    'direct' to decide oneself. Raises OSError, and what pickling raises.
-    """
+    'direct' to decide oneself. Raises OSError, and errors of pickling."""
     from aifs.client.torch.records import chunks_of, describe
 
     target = plain(path)
@@ -56,9 +55,8 @@ def save_image(
 
 
 def write_file(target: str, fill: "Callable[[Sink], object]", *, sync: bool, method: str) -> None:
-    """What ``fill`` writes becomes the file ``target``, whole; with ``sync`` durably. Raises
-    OSError.
-    """
+    """The bytes that ``fill`` writes become the file ``target``, whole; with ``sync`` durably.
+    Raises OSError."""
     temporary, fd = locks.create_beside(target)
     try:
         try:

@@ -1,13 +1,12 @@
 """Where a checkpoint's bytes go: large writes through the page cache, or past it through aligned
 buffers.
 
-*buffered*: what is large goes to the kernel straight from where it lies; what is small is gathered.
-The system is told to write it back early.
+*buffered*: large pieces go to the kernel from where they lie; small ones are gathered. The system
+is told to write it back early.
 
 *direct* (O_DIRECT): two aligned buffers, one of which is filled while a thread writes the other.
 The rest behind the last multiple of the alignment is written through the page cache (FastPersist,
-section 4.1).
-"""
+section 4.1)."""
 
 import ctypes
 import mmap

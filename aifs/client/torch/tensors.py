@@ -58,7 +58,7 @@ def _tensor_at(content: memoryview, entry: TensorEntry) -> torch.Tensor:
 
 
 class _Lane(NamedTuple):
-    """What a piece goes through."""
+    """The buffer and the stream that a piece goes through."""
 
     memory: torch.Tensor
     """Page-locked, PIECE bytes."""

@@ -1,11 +1,10 @@
 """Waiting for other ranks of torch.distributed, and knowing which of them is to blame when that is
 in vain.
 
-A collective in which a rank lacks fails, in those that were to hear from it, or takes the time-out
-of the process group, in all others. So who sees a failure says so in the store of the process
-group, which all look into while they wait. Then all say that they are there: those who do not are
-named.
-"""
+If a rank is missing in a collective, it fails in the ranks that were to hear from it, and lasts
+until the time-out of the process group in all others. So a rank that sees a failure says so in the
+store of the process group, which all read while they wait. Then each rank answers there; ranks that
+do not are named."""
 
 import threading
 import time
@@ -30,9 +29,7 @@ _calls: Counter[tuple[int, ...]] = Counter()
 
 
 class GatherError(CheckpointError):
-    """A file was not read, in any rank. ``rank``: the first of those whose fault that is, None:
-    nobody knows.
-    """
+    """A file was not read, in any rank. ``rank``: the first one at fault; None: not known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -55,9 +52,10 @@ class Watch:
         self._store = dist.PrefixStore(f"aifs/{'-'.join(map(str, ranks))}/{_calls[ranks]}", store)
 
     def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; it may wait for other ranks, and runs in another thread. Raises
-        GatherError where one of them has failed or ended, then ``work`` may go on until the process
-        group's time is over; and what ``work`` raises but the errors of the process group."""
+        """Run ``work`` in another thread, where it may wait for other ranks; returns its result.
+        Raises GatherError if one of them has failed or ended; then ``work`` may go on until the
+        process group's time is over. Raises the errors of ``work``, except those of the process
+        group."""
         future: Future[T] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(

@@ -1,4 +1,4 @@
-"""Rows in columns of Arrow: what formats share that are read with pyarrow."""
+"""Rows in columns of Arrow: shared by the formats that are read with pyarrow."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def require_distinct(
     fields: "Iterable[pyarrow.Field]", columns: Sequence[str] | None = None
 ) -> None:
     """Raises DatasetError if two of these columns, or two fields of a struct, have one name: a
-    dictionary holds one of them alone. ``columns``: these, and what lies in them, count."""
+    dictionary holds one of them alone. ``columns``: these, and the fields in them, count."""
     import pyarrow
 
     if columns is not None:

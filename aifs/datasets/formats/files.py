@@ -2,17 +2,16 @@
 ``"label"`` (the number of its sorted folder) where each class has its own folder. Arrow batches
 have the columns ``path``, ``data`` and ``label`` (null: there are none).
 
-What stands for the one "file" of the dataset is its *catalogue*: of each file its path below the
-directory, a zero byte, where it begins if all are one after another, its size, the number of its
-label (-1: it has none), a zero byte. Blocks are runs of it. On a mount of AIFS files are in the
-order of their inode numbers: that in which they were made, and drained, so the files of a block lie
-together in few containers; unlike their places, which draining and compaction change, it is the
-same for all ranks, and when a job goes on. Elsewhere they are in the order of their paths.
+The one "file" of the dataset is its *catalogue*: of each file its path below the directory, a zero
+byte, where it begins if all are one after another, its size, the number of its label (-1: it has
+none), a zero byte. Blocks are runs of it. On a mount of AIFS files are in the order of their inode
+numbers: that in which they were made, and drained, so the files of a block lie together in few
+containers; unlike their places, which draining and compaction change, it is the same for all ranks,
+and when a job goes on. Elsewhere they are in the order of their paths.
 
 On a mount a block is one read of a virtual file, which has all files one after another, and which
 the daemon reads as containers hold them. Where there is none, or it cannot be read, each file is
-opened by itself.
-"""
+opened by itself."""
 
 import hashlib
 import os
@@ -36,7 +35,7 @@ SUFFIXES: tuple[str, ...] = ()
 _PLACES = "user.aifs.places"
 _NEXT = struct.Struct("<Q")
 _PLACED = struct.Struct("<QQqQQ")
-"""What the attribute tells (aifs/vfs/places.py): the next N; of each file its inode, size, mtime,
+"""The value of the attribute (aifs/vfs/places.py): the next N; of each file its inode, size, mtime,
 container, and offset there."""
 
 
@@ -90,8 +89,8 @@ def is_hidden(path: bytes) -> bool:
 
 
 def joined_name(catalogue: bytes | memoryview) -> bytes:
-    """What the virtual file is called, below ``.aifs-data`` of the directory, that holds the files
-    of just this catalogue one after another."""
+    """The name, below ``.aifs-data`` of the directory, of the virtual file that holds the files of
+    just this catalogue one after another."""
     return b"files=%s.bin" % hashlib.blake2b(catalogue, digest_size=16).hexdigest().encode()
 
 
@@ -197,8 +196,8 @@ class _Block:
 
 
 def read_each(root: bytes, found: list[SmallFile]) -> list[bytes]:
-    """What files below a directory hold. Raises OSError, with ESTALE if one is not as long as its
-    catalogue says."""
+    """The contents of files below a directory. Raises OSError, with ESTALE if one is not as long as
+    its catalogue says."""
     return [_read(os.path.join(root, each.path), each) for each in found]
 
 
@@ -245,7 +244,7 @@ class _File:
         name = joined_name(self._file.read(0, self._file.size))
         try:
             file = DiskFile(os.fsdecode(os.path.join(directory, name)))
-        except OSError:  # links to files, which it does not have; or somebody may not read all
+        except OSError:  # links to files, which it does not have; or the user may not read all
             return None
         file.expect_random()
         return file

@@ -1,9 +1,8 @@
-"""Lines of JSON: each line that is not blank is a row: what json.loads makes of it.
+"""Lines of JSON: each line that is not blank is a row, decoded by json.loads.
 
 Arrow batches: with the option ``schema`` (a pyarrow.Schema) its columns, where a row's other fields
 are left out; without it one column ``json`` of the lines as they are, because lines alone do not
-tell one schema for all batches.
-"""
+tell one schema for all batches."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

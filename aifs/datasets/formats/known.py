@@ -65,8 +65,8 @@ def format_of_bytes(file: FileBytes) -> str | None:
 
 
 def order_bytes(index: Index, name: OrderName, sources: OrderSources) -> Joined:
-    """What the order file ``name`` of a dataset holds. Blocks: its files' headers are read.
-    Raises DatasetError for a dataset that cannot be put into an order: why."""
+    """The content of the order file ``name`` of a dataset. Blocks: its files' headers are read.
+    Raises DatasetError, which says why, for a dataset that cannot be put into an order."""
     blocks = chosen_of(index, name)
     if name.suffix == b".idx":
         return megatron.order_idx(blocks, sources)

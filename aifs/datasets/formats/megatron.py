@@ -158,7 +158,7 @@ class _Block:
         self._bounds = bounds
 
     def take(self, rows: Sequence[int]) -> list["numpy.ndarray"]:
-        # Copies: a row that somebody keeps must not keep its block.
+        # Copies: a row that the caller keeps must not keep its block.
         bounds = self._bounds
         return [self._tokens[bounds[row] : bounds[row + 1]].copy() for row in rows]
 
@@ -229,7 +229,7 @@ def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
 
 
 class _Run(NamedTuple):
-    """What an .idx says of a block."""
+    """The entries of a block in an .idx."""
 
     source: int
     documents: Documents

@@ -264,7 +264,7 @@ class _File:
         self._groups = [number for number in groups if self.meta.row_group(number).num_rows]
 
     def opened(self) -> "parquet.ParquetFile":
-        """Has a position of its own, so that several threads may read."""
+        """Each has its own position, so that several threads may read."""
         from pyarrow import parquet
 
         return parquet.ParquetFile(

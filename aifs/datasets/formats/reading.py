@@ -1,4 +1,4 @@
-"""What formats share: the interfaces of files and their rows, reads of bytes, rows as blocks."""
+"""Shared by all formats: the interfaces of files and their rows, reads of bytes, rows as blocks."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence

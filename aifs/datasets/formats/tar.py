@@ -68,8 +68,8 @@ class TarMember(NamedTuple):
 
 
 def stem_of(name: bytes) -> tuple[bytes, str] | None:
-    """What the members of a row share, and the extension in lower case; None if the member of this
-    name belongs to no row."""
+    """The stem that the members of a row share, and the extension in lower case; None if the member
+    of this name belongs to no row."""
     match = _STEM.fullmatch(name)
     if match is None or _NOTE.match(name):
         return None
@@ -109,7 +109,7 @@ def members(
 ) -> Iterator[TarMember]:
     """Regular files of an archive of ``size`` bytes: from the header at ``start`` to the mark of
     the end, or to ``stop``. The mark may be missing, as GNU tar, tarfile and WebDataset have it, so
-    nobody can see that an archive was cut between two members.
+    an archive that was cut between two members cannot be told from a whole one.
 
     Raises DatasetError where there is no header, or where a member does not lie within the archive.
     """

@@ -43,7 +43,8 @@ BLANK = b" \t\r\n"
 """Lines of these alone are blank."""
 
 _GZIP_READ = 64 << 10
-"""What follows a member is copied: many small members in a large piece would take for ever."""
+"""The rest of a piece is copied after each member: many small members in a large piece would take
+for ever."""
 
 _ZSTD_READ = 4 << 10
 """A block of 4 bytes may become 128 KiB."""
@@ -82,7 +83,7 @@ def line_blocks(file: FileBytes, skip_blank: bool) -> Iterator[RowBlock]:
 
 
 def rows_of(data: bytes, skip_blank: bool) -> int:
-    """How many rows there are in whole lines; the last one may lack its newline."""
+    """How many rows there are in whole lines; the last one may have no newline."""
     if skip_blank and (data[:1] in BLANK or _SPACE.search(data)):
         return sum(1 for line in data.split(b"\n") if line.strip(BLANK))
     return data.count(b"\n") + (not data.endswith(b"\n")) if data else 0
@@ -186,11 +187,10 @@ def _members(
     unpack: Callable[[Any, bytes], tuple[bytes, bytes]],
     fault: type[Exception],
 ) -> Iterator[bytes]:
-    """What the members (frames) of a file hold, one after the other.
+    """The contents of the members (frames) of a file, one after the other.
 
-    ``begin`` makes the decompressor of a member; ``unpack`` gives it data, and returns what they
-    hold and which of them are left. Bytes of ``padding`` before a member are none of it.
-    """
+    ``begin`` makes the decompressor of a member; ``unpack`` gives it data, and returns their
+    content and the rest of them. Bytes of ``padding`` before a member are none of it."""
     at, data = 0, b""
     member: Any = None
     try:
@@ -263,7 +263,7 @@ def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
 
 
 def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
-    """Lines: the last one of a file may lack its end, which follows it here."""
+    """Lines. Where the last one of a file has no newline, one is added."""
     torn = set()
     for file in blocks.files():
         with blocks.naming(file):
