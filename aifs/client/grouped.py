@@ -45,7 +45,7 @@ class Group:
     directory gets, beside itself, when all have committed; on AIFS alone. ``files_per_rank``: the
     rank commits with its last file; None: by ``commit()``. ``same_size``: all files must have the
     size of those of the first rank that commits. ``job``: a name that all ranks of this job give,
-    and no other run of it; None: what the launcher says.
+    and no other run of it; None: the name that the launcher gives.
 
     As a context manager it waits at its end until all is durable, or cancels the group if the block
     raises. Raises InvalidGroup, FileExistsError if ``publish`` is taken, OSError; ``durable``
@@ -104,15 +104,15 @@ class Group:
         self._is_closed = False
         """The rank puts no more files."""
         self._changing = threading.Lock()
-        """Held while the two above, and what has been put, are looked at and changed."""
+        """Held while the two above, and the puts, are read and changed."""
         self._ending = threading.Lock()
-        """Held by whoever waits for the end of the group."""
+        """Held by each thread that ends the group."""
         if job is None:
             self._options = replace(self._options, job=job_of_environment())
         kind = MountedGroup if self._is_on_aifs else LoneRank
         self.coordinator: Coordinator = kind(self._options)
-        """What the rank asks of the others; where it is not on AIFS there are none."""
-        # path in the directory -> bytes of what has been put there
+        """The rank's link to the others; outside of AIFS there are none."""
+        # path in the directory -> bytes of the last put there
         self._sizes: dict[str, int] = {}
         # path in the directory -> the last put of it
         self._puts: dict[str, Future[None]] = {}
@@ -199,9 +199,7 @@ class Group:
         return saved
 
     def await_put(self, target: str) -> None:
-        """Until what this rank has put there, if anything, is in the buffer. Raises what that
-        raises.
-        """
+        """Wait until this rank's last put there, if any, is in the buffer. Raises its error."""
         put = self._puts.get(os.path.relpath(target, self.directory))
         if put is not None:
             put.result()
@@ -315,8 +313,8 @@ class Group:
 def group_putfile(
     path: PathLike, data: Any, group: Group, metadata: Mapping[str, str] | None = None
 ) -> Saved:
-    """Save ``data`` as the file ``path`` of the group, in the background; see ``putfile`` for what
-    it may be.
+    """Save ``data`` as the file ``path`` of the group, in the background; see ``putfile`` for its
+    types.
 
     ``path``: in the group's directory. If it is the rank's last file (``files_per_rank``), the rank
     commits, and ``buffered`` is done when it has. Not on AIFS both futures mean this file alone: it
@@ -327,9 +325,9 @@ def group_putfile(
 
 
 def group_getfile(path: PathLike, group: Group, *, together: bool = False) -> Loaded:
-    """The file ``path`` of the group, mapped: what several ranks of one host read is fetched once.
-    Waits until what this rank has put there is in the buffer; what others put is there when the
-    group is durable, before that perhaps an older file is (not on AIFS: when they say so). Raises
+    """The file ``path`` of the group, mapped: bytes that several ranks of one host read are fetched
+    once. Waits until this rank's put there is in the buffer. Files of other ranks are there when
+    the group is durable; before that an older file may be (not on AIFS: when they say so). Raises
     OSError.
 
     ``together``: all ranks of a group from torch.distributed read this one file; those on several

@@ -81,7 +81,7 @@ class MountedGroup:
                 return ioctl.call(self._fd, call, self._options.directory, **fields)
 
     def _told(self, number: int = 0) -> dict[str, Any]:
-        """What the daemon says of the directory's group, or of the one with this id; {} if there is
+        """The daemon's report on the directory's group, or the one with this id; {} if there is
         none.
         """
         try:
@@ -146,9 +146,9 @@ class MountedGroup:
         return state["committed"] > 0 and state["joined"] == 0
 
     def _give_up_left_over(self, told: dict[str, Any]) -> bool:
-        """Whether the group is to be looked for once more: ranks had committed to it, and nobody of
-        it lives. Raises InvalidGroup if it may be of this job, or of one that was killed, and
-        nobody comes who knows."""
+        """Whether to look for the group once more: ranks had committed to it, and none of them
+        lives. Raises InvalidGroup if it may be of this job, or of one that was killed, and no rank
+        comes that knows."""
         ranks, rank = told.get("members", []), self._options.rank
         if told.get("state") != _OPEN:  # another rank has seen to it
             return True
@@ -191,7 +191,7 @@ class MountedGroup:
                 return False
         raise AssertionError
 
-    # --- what the rank does -----------------------------------------------------------------------
+    # --- actions of the rank ----------------------------------------------------------------------
 
     def commit(self, file: str, size: int) -> None:
         try:
@@ -269,7 +269,7 @@ class MountedGroup:
     # --- errors -----------------------------------------------------------------------------------
 
     def _told_safely(self) -> dict[str, Any]:
-        """What the daemon says of this group; {} if it says nothing."""
+        """The daemon's report on this group; {} if there is none."""
         try:
             return self._told(self._id)
         except OSError:

@@ -1,7 +1,7 @@
-"""Why a mount has refused a request, for who asked: errno alone seldom says it.
+"""Why a mount has refused a request, for the program that asked: errno alone seldom says it.
 
 The mount keeps the last refusal of each user on each inode (vfs/refusals.py), and tells it as an
-extended attribute, JSON: ``request`` (name of the attribute or ioctl, or "rename"), ``errno``,
+extended attribute, JSON: ``request`` (name of the hint, or "rename"), ``errno``,
 ``reason``, ``at_s`` (since the epoch).
 """
 
@@ -16,7 +16,7 @@ ATTRIBUTE = "user.aifs.refused"
 
 @contextmanager
 def explained(where: str | int, request: str, path: str | None = None) -> Iterator[None]:
-    """An OSError of what is done inside says why, if it is the mount that has refused ``request``
+    """Add the reason to an OSError that is raised inside, if the mount has refused ``request``
     on ``where`` (a path, or a descriptor of ``path``)."""
     since_s = time.time()
     try:

@@ -1,4 +1,4 @@
-"""What programs may ask about an inode besides the calls of the kernel: one row for each hint.
+"""Hints: requests of programs about an inode besides those of the kernel, a row for each.
 
 A hint is an extended attribute ``user.aifs.NAME``, a call of the ioctl (core/ioctl.py), or both.
 The class that serves hints lists their rows in its attribute ``HINTS``; vfs/hints.py collects them
@@ -81,13 +81,13 @@ class HintCall:
     """
 
     by: Rule
-    """Who may call it."""
+    """The callers that may use it."""
     do: Function
     """Returns the JSON object of the answer; None for {}."""
     takes: Mapping[str, type]
     """The fields of the argument, and their types."""
     help: str
-    """What it does and answers, and its errors."""
+    """Its effect, its answer, and its errors."""
     where: str = DIRECTORY
     """Where it may be called."""
     changes: bool = True
@@ -112,9 +112,9 @@ class Hint:
     help: str
     """One line for people."""
     read: Rule = unreadable
-    """Who may get it."""
+    """The callers that may get it."""
     change: Rule = unchangeable
-    """Who may set and remove it."""
+    """The callers that may set and remove it."""
     get: Function | None = None
     """Its value: bytes, text, or an object that is told as JSON. Empty: it is not there."""
     set: Function | None = None
@@ -128,7 +128,7 @@ class Hint:
     stem: str = field(init=False)
     """The name without its number."""
     number: str = field(init=False)
-    """What stands for the number, as N; ''."""
+    """The placeholder of the number, as N; ''."""
 
     def __post_init__(self) -> None:
         found = _NAME.fullmatch(self.name)

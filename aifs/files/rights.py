@@ -1,10 +1,10 @@
-"""Rules that say who may read a hint, change it, or call it (files/asks.py).
+"""The rules of hints: which callers may read, change or call one (files/asks.py).
 
 The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So each
 request is decided here, by the inode that it names. If a request also changes names, the
-transaction that changes them checks those (files/permissions.py); the row of the hint says so. The
-daemon removes later what a user has asked it to remove with the rights that this user has then
-(``askers.Asker``), never with its own.
+transaction that changes them checks those (files/permissions.py); the row of the hint says so. If
+a user has asked the daemon to remove files later, it does so with the rights that this user has
+then (``askers.Asker``), never with its own.
 """
 
 import os

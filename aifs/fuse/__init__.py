@@ -2,7 +2,7 @@
 Nothing else does.
 
 Importing this package loads the bridge (bridge.c), if it has been built: before pyfuse3, and with
-symbols that pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says what it is for.
+symbols that pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says why.
 """
 
 import importlib
@@ -18,7 +18,7 @@ extension: Any = None
 extension_error = ""
 
 _INTERFACE = 3
-"""Of bridge.c; both are counted up when what the two have of each other changes."""
+"""Of bridge.c; both numbers go up when the functions between the two change."""
 
 _flags = sys.getdlopenflags()
 sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)

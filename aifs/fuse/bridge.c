@@ -64,7 +64,7 @@ static void drop_attributes(uint64_t nodeid)
     send_reply(0, -FUSE_NOTIFY_INVAL_INODE, &notice, sizeof notice);
 }
 
-/* Whether Python has taken the request. A callable that raises takes none; what it hands back then is EIO. */
+/* Whether Python has taken the request. A callable that raises takes none; the answer is then EIO. */
 static bool hand_over(const struct fuse_in_header *header)
 {
     const char *body = (const char *)(header + 1);
@@ -109,8 +109,8 @@ static bool is_readable(int fd, uint64_t until_ns)
 /*
  * libfuse's read(): the next request that is for libfuse; EINTR, which makes pyfuse3 come again, if there is none.
  *
- * Who has got an answer from here soon asks again, so the next request is waited for a moment. Python's other threads
- * run meanwhile: what is answered here needs no interpreter.
+ * A program that has got an answer from here soon asks again, so the next request is waited for a moment. Python's
+ * other threads run meanwhile: answers from here need no interpreter.
  */
 static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata)
 {
@@ -221,7 +221,7 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
     return failed;
 }
 
-/* --- the Python module; aifs/fuse/bridge.py says what its functions are for --- */
+/* --- the Python module; aifs/fuse/bridge.py explains its functions --- */
 
 /*
  * configure(on_request): use the bridge for the next mount, as `state` says from then on. None: do not.
@@ -264,7 +264,7 @@ static struct span span_of(PyObject *bytes)
 /*
  * listing(entries, inodes, size, are_kept, is_last): the reply to READDIRPLUS with as many entries as fit into size, and
  * how many these are; entries as the list of (key, record), inodes as that of the records they lead to. are_kept: the
- * kernel may keep the names. is_last: there are no more. Raises ValueError for what cannot be read.
+ * kernel may keep the names. is_last: there are no more. Raises ValueError for records that cannot be read.
  */
 static PyObject *listing(PyObject *self, PyObject *args)
 {

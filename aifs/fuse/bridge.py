@@ -1,9 +1,9 @@
-"""The bridge (bridge.c) as the daemon uses it: what is asked of the kernel, passthrough, what is
-missing and why.
+"""The bridge (bridge.c) as the daemon uses it: features of the kernel, passthrough, and which parts
+are missing and why.
 
-Where it is switched off, or libfuse is too old for it, everything works but ioctl, fallocate,
+If it is switched off, or libfuse is too old for it, everything works except ioctl, fallocate,
 SEEK_DATA and SEEK_HOLE, copies inside the filesystem, O_TMPFILE, and the speed of passthrough.
-Where it has not been built, a mount has to say that it wants none.
+If it has not been built, a mount has to say that it wants none.
 """
 
 import ctypes
@@ -88,7 +88,7 @@ SPEED_COST = "files of the burst tier are read and written through the daemon"
 
 
 class MissingPart(NamedTuple):
-    """Something that would help and is not in use: why, what that costs, what to change."""
+    """A part that would help and is not in use: why, the cost, and the remedy."""
 
     what: str
     why: str
@@ -129,7 +129,7 @@ class _Keeping(ctypes.Structure):
 
 
 class BridgeState(ctypes.Structure):
-    """struct state of messages.h, which says what its fields are."""
+    """struct state of messages.h, where its fields are explained."""
 
     _fields_ = [
         ("wanted", ctypes.c_uint64),
@@ -172,7 +172,7 @@ def reply(unique: int, number: int, data: bytes) -> None:
 def listing_reply(listing: Listing, size: int, are_kept: bool, is_last: bool) -> tuple[bytes, int]:
     """The answer to READDIRPLUS with as many of the entries as fit into ``size``, and how many that
     is. ``are_kept``: the kernel may keep the names, else the attributes alone. ``is_last``: there
-    are no more; then what is behind the last one is not asked of us unless a name is added.
+    are no more; then the kernel asks for entries behind the last one only if a name is added.
     """
     return extension.listing(listing.entries, listing.inodes, size, are_kept, is_last)
 
@@ -278,14 +278,15 @@ class Bridge:
         self._state.sees_all = on
 
     def be_sure_until(self, until_s: float) -> None:
-        """From then on, in seconds of CLOCK_BOOTTIME, what is known here may be old: whatever
-        Python can answer comes to Python, which asks. Until this is called it never is.
+        """From then on, in seconds of CLOCK_BOOTTIME, the records known here may be old, so each
+        request that Python can answer comes to Python, which asks the database. Until this is
+        called they never are.
         """
         self._state.sure_until_ns = max(1, int(until_s * 10**9))
 
     def expire_name(self, parent: int, name: bytes) -> None:
         """From now on the kernel looks the name up anew. If it leads where it led, programs that
-        use what lies there, and what is mounted there, notice nothing. Blocks while a program holds
+        use the file, and mounts at it, notice nothing. Blocks while a program holds
         the directory's lock. Raises OSError, FileNotFoundError if the kernel does not know it.
         """
         length = _EXPIRE_ENTRY.size + len(name) + 1
@@ -293,7 +294,7 @@ class Bridge:
         os.write(self._state.device, head + name + b"\0")
 
     def kept_name(self, parent: int, name: bytes) -> KeptName:
-        """What the kernel may keep of a name, where there are other hosts."""
+        """Look up what the kernel may keep of a name, where there are other hosts."""
         if not self.keeps_account:
             kept_ns = max(self._kernel.entry_timeout_s, self._kernel.negative_timeout_s) * 1e9
             return KeptName(UNKNOWN, time.monotonic_ns() + round(kept_ns))
@@ -301,12 +302,12 @@ class Bridge:
 
     @property
     def keeps_account(self) -> bool:
-        """Whether it is known what the kernel was told of names: not where there is no bridge, and
-        not where there are no other hosts."""
+        """Whether the bridge records what the kernel keeps of names: only with a bridge, and only
+        where there are other hosts."""
         return self.in_use and self._state.granted & LOCKS == LOCKS
 
     def drop_name(self, parent: int, name: bytes, kept: KeptName) -> None:
-        """The kernel has forgotten what it kept of a name."""
+        """Record that the kernel has forgotten a name."""
         if self.keeps_account:
             extension.drop_name(parent, name, kept.until_ns)
 
@@ -363,8 +364,8 @@ class Bridge:
             extension.note_records(writes)
 
     def status(self) -> dict[str, object]:
-        """For ``aifs status``: what is in use, how many requests of each opcode the kernel has
-        sent, and how many of them the bridge has answered.
+        """For ``aifs status``: whether it is in use, how many requests of each opcode the kernel
+        has sent, and how many of them the bridge has answered.
         """
         requests, answered = (
             {
@@ -377,8 +378,8 @@ class Bridge:
         return {"in_use": self.in_use, "requests": requests, "answered": answered}
 
     def missing(self) -> list[MissingPart]:
-        """What is not in use of a mount that has answered a request; nothing that was switched
-        off, but for locks over hosts, which none may take for granted.
+        """The parts that are not in use, of a mount that has answered a request. A part that was
+        switched off is left out, except locks over hosts, which no program may take for granted.
         """
         if self._kernel.bridge == "off":
             fix = "set kernel.bridge to auto"
@@ -403,7 +404,7 @@ class Bridge:
         return extension_error or "this libfuse has no usable fuse_session_custom_io"
 
     def _ioctl(self, request: int, argument: bytes) -> int:
-        """What an ioctl of the mount's descriptor returns. Raises OSError."""
+        """Call an ioctl of the mount's descriptor; its result. Raises OSError."""
         if not self.in_use:
             raise OSError(errno.EBADF, "the mount has ended")
         return fcntl.ioctl(self._state.device, request, bytearray(argument))

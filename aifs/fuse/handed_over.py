@@ -83,7 +83,7 @@ _DEVICES = struct.Struct("=IIII112x")  # rdev, dev, as major and minor
 _BASIC_STATS, _BTIME = 0x7FF, 0x800
 _STATFS_REPLY = struct.Struct("=QQQQQIII28x")  # as StatFs; then the size of a fragment
 _OFFSET = struct.Struct("=Q")
-_RELEASE = struct.Struct("=QIIQ")  # handle, flags of open(2), flags, who may have an flock(2) lock
+_RELEASE = struct.Struct("=QIIQ")  # handle, flags of open(2), flags, owner of an flock(2) lock
 _RELEASE_FLOCK = 1 << 1
 _FLUSH = struct.Struct("=Q8xQ")  # handle, whose fcntl(2) locks end
 _LOCK = struct.Struct("=QQQQIII4x")  # handle, owner, first byte, last byte, type, pid, flags
@@ -100,7 +100,7 @@ _COPIED_MAX = (
 
 _MAY_BE_AT_ONCE = {SETLK: "setlk", SETLKW: "setlkw", FLUSH: "flush"}
 _MAY_BE_INTERRUPTED = frozenset((FALLOCATE, SETLKW, FLUSH))
-"""A signal ends these, and our ioctl, with EINTR, also where a handler is installed with
+"""A signal ends these, and our ioctl, with EINTR, also if a handler is installed with
 SA_RESTART, because the kernel takes no ERESTARTSYS of us. A program that has been killed waits for
 the others.
 
@@ -109,7 +109,7 @@ IOCTL, ours         yes they wait for drains and for other ranks
 IOCTL, chattr(1)    no  it waits for the record alone, and no program expects EINTR
 FALLOCATE           yes it may write zeros for minutes, and fallocate(2) knows EINTR
 SETLKW              yes it waits for other programs; fcntl(2) and flock(2) know EINTR
-FLUSH               yes close(2) succeeds; RELEASE does what is left
+FLUSH               yes close(2) succeeds; RELEASE does the rest
 GETLK, SETLK        no  their home answers within its limit
 COPY_FILE_RANGE     no  a request copies 1 GiB at most within the burst tier, else 4 MiB
 SYNCFS              no  as fsync(2), which waits for the disk
@@ -197,7 +197,7 @@ class HandedOver:
 
     def _answer_at_once(self, opcode: int, unique: int, nodeid: int, body: bytes) -> bool:
         """Whether it could be answered without suspending, as most locks can by their home: a task
-        would cost ten times as much. Who reads the operation log sees the tasks.
+        would cost ten times as much. While the operation log is on, all requests are tasks.
         """
         if self._fs.operation_log.is_on:
             return False
@@ -218,7 +218,7 @@ class HandedOver:
     async def _answer(
         self, handler: Handler, unique: int, nodeid: int, body: bytes, caller: Caller
     ) -> None:
-        # What is not done yet when a signal comes is done by RELEASE: close(2) never fails by that.
+        # After a signal RELEASE does the rest of a FLUSH, so close(2) never fails by it.
         number, data = 0 if handler == self.flush else errno.EINTR, b""
         try:
             with self._running[unique] or nullcontext():
@@ -249,7 +249,7 @@ class HandedOver:
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
 
     async def _flags(self, ino: int, request: int, body: bytes) -> bytes:
-        """The ioctls of chattr(1) and lsattr(1), for which the kernel has checked who may."""
+        """The ioctls of chattr(1) and lsattr(1). The kernel has checked the rights."""
         if request in (_SETFLAGS, _FSSETXATTR):
             argument = _FLAGS if request == _SETFLAGS else _FSXATTR
             if len(body) < _IOCTL.size + argument.size:
@@ -279,8 +279,8 @@ class HandedOver:
 
     @answers
     async def readdir(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        # What a reply has no room for is read again for the next one: the kernel keeps names and
-        # attributes as those of the time when it asked.
+        # Entries that have no room in a reply are read again for the next one, because the kernel
+        # keeps names and attributes as those of the time when it asked.
         offset, size = _READDIR.unpack_from(body)
         directory = await self._fs.getattr(nodeid) if offset < LAST_DOT else None
         cookie, limit = max(offset, LAST_DOT) - 1, size // _SHORTEST_ENTRY
@@ -330,9 +330,7 @@ class HandedOver:
 
     @answers
     async def statx(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        """What the kernel asks for who wants to know when a file was born; else it sends
-        GETATTR.
-        """
+        """The kernel sends this for a program that asks when a file was born, else GETATTR."""
         inode = await self._fs.getattr(nodeid)
         size = self._fs.told_size(inode)
         is_kept = size == inode.size and not self._fs.changes_unseen(nodeid)
@@ -400,14 +398,14 @@ class HandedOver:
         return is_locked
 
     def _drop_size(self, ino: int) -> None:
-        """Who gets a lock sees what others have written under it. Of a file that is written by way
-        of another host a listing may have told the kernel an older size."""
+        """The owner of a lock sees all that was written under it before. If a file is written by
+        way of another host, the kernel may have an older size from a listing."""
         if self._fs.is_joined(ino):
             self._fs.kernel.drop_attributes(ino)
 
     def _lock(self, ino: int, body: bytes) -> tuple[int, int, Lock]:
         """The handle, the space, and the lock that a request is about. Raises NotSupported for
-        what is virtual."""
+        a virtual file."""
         if ino >= FIRST_VIRTUAL:
             raise NotSupported("it is no file on record")
         handle, owner, start, end, kind, pid, flags = _LOCK.unpack_from(body)
@@ -417,7 +415,7 @@ class HandedOver:
 
     @answers
     async def flush(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        """close(2) waits for that: other hosts see what was written, and find no lock."""
+        """close(2) waits until other hosts see the written bytes, and find no lock."""
         handle, number = _FLUSH.unpack_from(body)
         try:
             await self._fs.flush(handle)
@@ -434,7 +432,7 @@ class HandedOver:
 
     @answers
     async def release(self, nodeid: int, body: bytes, caller: Caller) -> bytes:
-        """Of a file that was locked. Its locks end when others see what was written to it."""
+        """Close a file that was locked. Its locks end when others see the written bytes."""
         handle, _, flags, number = _RELEASE.unpack_from(body)
         locks = self._fs.locks
         try:

@@ -1,4 +1,4 @@
-"""What the kernel keeps of names and attributes, and how it is made to ask again. Touches pyfuse3's
+"""Have the kernel ask again for names and attributes that it keeps. Touches pyfuse3's
 notifications.
 
 An invalidation may wait in the kernel, and nothing can interrupt it: for the lock of a directory,
@@ -48,7 +48,7 @@ class KernelCache(Kernel):
         self._missing: list[MissingPart] = []
         self._threads = trio.CapacityLimiter(_AT_ONCE)
         self._inodes = trio.CapacityLimiter(1)
-        """What never waits for long has a thread of its own."""
+        """Notifications that never wait for long have their own thread."""
 
     @contextmanager
     def serving(self, nursery: trio.Nursery) -> Iterator[None]:
@@ -60,7 +60,7 @@ class KernelCache(Kernel):
             self._nursery = None
 
     def announce(self, bridge: Bridge, missing: list[MissingPart]) -> None:
-        """What the mount can do, and what is not in use."""
+        """Take note of the bridge of the mount, and of the parts that are not in use."""
         self._bridge, self._missing = bridge, missing
 
     def pass_through(self, bridge: Bridge) -> None:
@@ -109,8 +109,8 @@ class KernelCache(Kernel):
         self._start(_of_names([(parent, name)], pyfuse3.invalidate_entry))
 
     async def look_up_anew(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """As ``forget_names``, except that what is used or mounted at a name stays there until the
-        kernel has looked the name up, and found that it leads elsewhere."""
+        """Like ``forget_names``, except that a file which is in use, and a mount at it, stay until
+        the kernel has looked the name up, and found that it leads elsewhere."""
         await self._notify(list(names), self._expire)
 
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
@@ -153,7 +153,7 @@ class KernelCache(Kernel):
                 for name, each in kept.items():
                     self._note_dropped(*name, each)
                 return known
-        # A name waits for long. Attributes and listings wait for nobody who waits for us.
+        # A name waits for long. Attributes and listings never wait for a program that waits for us.
         known = set()
         if self._nursery is not None and told:
             await trio.to_thread.run_sync(
@@ -259,12 +259,12 @@ class KernelCache(Kernel):
                 known.add(ino)
 
     def _send(self, notify: Callable[..., None], *what: object) -> bool:
-        """Whether the kernel knows what it is about."""
+        """Whether the kernel knows the inode or name."""
         try:
             notify(*what)
         except FileNotFoundError:
             return False  # there is nothing to drop
-        except OSError as error:  # what was asked for has been done all the same
+        except OSError as error:  # the request has been done all the same
             if error.errno == errno.ENOSYS:
                 return False  # it has not asked for anything yet, as the mount has just begun
             if self._nursery is not None:  # else the mount has ended, and the kernel keeps nothing

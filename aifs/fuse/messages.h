@@ -119,7 +119,7 @@ struct state {
 
     int32_t device; /* /dev/fuse, while the bridge is in use; else -1 */
     int32_t clock;  /* a file that is stamped to learn the present: stamped_fd() of aifs/core/clock.py */
-    bool sees_all;  /* somebody wants to see all requests: what Python can answer is passed on */
+    bool sees_all;  /* all requests are to be seen: those that Python can answer are passed on */
     uint64_t sure_until_ns; /* by CLOCK_BOOTTIME; from then on that is passed on, too, as what other hosts have changed
                              * may not be known here. 0: there are none */
 

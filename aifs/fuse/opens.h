@@ -5,7 +5,7 @@
  * The filesystem takes an inode back before it uses it in another way; handles that are open then become its own. So
  * a handle of ours names the inode, and means the same on both sides.
  *
- * While somebody watches what programs open, opens that are answered here are noted.
+ * While a recording watches which files programs open, opens that are answered here are noted.
  */
 #ifndef AIFS_OPENS_H
 #define AIFS_OPENS_H
@@ -30,7 +30,7 @@ struct lent {
     int32_t backing;      /* what they are passed through to; 0: the kernel keeps the pages itself */
     bool used;            /* opened since that was told */
     bool recalled;        /* the filesystem wants it back: it gets the next requests */
-    bool asks;            /* who watches wants to be asked, to see it before it is open */
+    bool asks;            /* a watcher wants to be asked, to see it before it is open */
     bool noted;           /* an open by `noted_by` is noted, which is enough */
     uint32_t noted_by;    /* a uid */
 };
@@ -53,7 +53,7 @@ struct opens {
 struct opener {
     uint32_t uid;
     bool counts; /* it is access, if that is due */
-    bool ahead;  /* it is for what others will want, and not noted */
+    bool ahead;  /* it reads ahead for other programs, and is not noted */
 };
 
 static inline struct lent *lent_set(struct opens *opens, uint64_t ino)
@@ -100,7 +100,7 @@ static inline struct lent lend(struct opens *opens, struct lent new)
     return old;
 }
 
-/* Who watches will hear of this open; false: he has to be asked. */
+/* The watcher will hear of this open; false: it has to be asked. */
 static inline bool note_open(struct opens *opens, struct lent *lent, struct opener by)
 {
     bool is_known = by.ahead || (lent->noted && lent->noted_by == by.uid);

@@ -42,11 +42,11 @@ from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 log = logging.getLogger(__name__)
 
 NAMELESS = b"/"
-"""What the bridge has the kernel create for O_TMPFILE; no name can be that."""
+"""The name that the bridge has the kernel create for O_TMPFILE; no file can be called so."""
 
 LAST_DOT = 2
-"""Where ``..`` lies in a listing: ``.`` is at 1, and what the filesystem has at ``cookie`` is at
-``cookie + 1``.
+"""The place of ``..`` in a listing. ``.`` is at 1, and the entry that the filesystem has at
+``cookie`` is at ``cookie + 1``.
 """
 
 LONG_NS = round(operation_log.LONG_S * 1e9)
@@ -55,13 +55,11 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def answers(handler: Handler) -> Handler:
-    """The choke point: FsError is answered with its errno; another exception is logged and answered
-    with EIO.
+    """Answer an FsError with its errno; log another exception, and answer EIO.
 
-    It also counts the requests that are being answered, so that whoever else runs meanwhile sees
-    those that wait, and those that have been, with what they took. Each is an activity, which can
-    be asked what it waits for (core/waiting.py); the operation log has it if somebody reads that,
-    or it took long.
+    It also counts requests in progress, so that background work can yield to them, and records how
+    long each took. Each request is an activity that reports its waits (core/waiting.py). The
+    operation log keeps it if a program reads the log, or if it took long.
     """
     operation = handler.__name__
     parameters = [*inspect.signature(handler).parameters][1:]
@@ -104,8 +102,8 @@ def answers(handler: Handler) -> Handler:
 
 
 def asked(operation: str, parameters: Sequence[str] | None, *args: Any) -> Request | None:
-    """What the operation log says of a request, given the names and values of its arguments; None:
-    they do not tell whose it is, which is the first value. None if somebody asks for just that.
+    """Describe a request for the operation log by the names and values of its arguments. Without
+    names the first value is inode, uid and pid. None if the request reads the log.
     """
     if parameters is None:
         ino, uid, pid = args[0]
@@ -167,7 +165,7 @@ def _kept_time(time_ns: int) -> int:
 
 
 def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool) -> SetAttr:
-    """What a SETATTR request asks for."""
+    """The changes of a SETATTR request."""
     return SetAttr(
         mode=attr.st_mode if fields.update_mode else None,
         uid=attr.st_uid if fields.update_uid else None,
@@ -401,8 +399,8 @@ class Operations(pyfuse3.Operations):
 
     @answers
     async def readdir(self, handle: int, cookie: int, token: ReaddirToken) -> None:
-        # What is left of a batch when the reply is full is not kept for the next request: the
-        # kernel caches the names and attributes of a reply as those of the time when it asked.
+        # The rest of a batch is not kept for the next request when the reply is full: the kernel
+        # caches the names and attributes of a reply as those of the time when it asked.
         entry = self._blank()
         if cookie < LAST_DOT:
             directory = await self._fs.getattr(handle)

@@ -1,4 +1,4 @@
-"""Mount options: what ``-o`` may hold besides configuration keys. Pure; imports no FUSE binding.
+"""Mount options: the words of ``-o`` besides configuration keys. Pure; imports no FUSE binding.
 
 Each option is one of four things: passed on to the kernel, answered here, meant for mount(8) and
 fstab alone (understood and ignored), or a configuration key by its dotted path. Anything else is
@@ -34,7 +34,7 @@ _ATIME = {
     "nostrictatime": "relatime",
 }
 
-# What is in force anyway: permission checks in the kernel.
+# In force anyway: permission checks in the kernel.
 _ALWAYS = {"defaults", "default_permissions", "diratime", "nodiratime"}
 
 # For mount(8), fstab and systemd.
@@ -43,13 +43,13 @@ _FSTAB_PREFIXES = ("x-", "X-", "comment=", "user=", "group=", "owner=")
 
 _ANSWERED = {"ro", "rw", "allow_other", "noallow_other", "remount"}
 
-# What mount(8) repeats of a FUSE mount's own options when it remounts it.
+# A FUSE mount's own options, which mount(8) repeats when it remounts it.
 _REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper=")
 
 
 @dataclass(frozen=True)
 class MountOptions:
-    """What the mount needs to know. ``fuse_options`` go to libfuse as they are (``nodev``,
+    """The options of a mount. ``fuse_options`` go to libfuse as they are (``nodev``,
     ``noatime``).
 
     ``atime`` is ``noatime``, ``relatime`` or ``strictatime``. ``remount`` asks to change a mount

@@ -1,9 +1,9 @@
-"""What ``aifs doctor`` tells: which of the things that make a mount fast are there, which are not,
-and what to change.
+"""The checks of ``aifs doctor``: which of the things that make a mount fast are there, which are
+missing, and the remedy.
 
 ``look`` reads the facts from this machine and process, ``judge`` makes checks of them (pure),
-``probe`` does both. They hold for a mount that this user would make now; what a running mount has
-in use it says itself (``in_use``).
+``probe`` does both. They hold for a mount that this user would make now; a running mount reports
+itself what it has in use (``in_use``).
 """
 
 import ctypes
@@ -39,19 +39,19 @@ class DoctorLine(NamedTuple):
     in_use: bool | None
     why: str
     fix: str = ""
-    """What to change; empty if ``ok``."""
+    """The remedy; empty if ``ok``."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks depend on."""
+    """The facts that the checks depend on."""
 
     kernel: str
     """Its version."""
     libfuse: str
     """Its version."""
     custom_io: bool
-    """Whether libfuse has what the bridge needs."""
+    """Whether libfuse has the function that the bridge needs."""
     extension_error: str
     """Why the bridge cannot be loaded; '' if it can."""
     admin: bool
@@ -210,7 +210,7 @@ def _filesystem_of(path: str) -> str:
 
 def _libfuse() -> tuple[str, bool]:
     """Version of the libfuse that pyfuse3 uses, and whether the bridge can step in."""
-    import pyfuse3  # loads libfuse: only for those who ask
+    import pyfuse3  # loads libfuse: only if asked
 
     library: Any = ctypes.CDLL(pyfuse3.__file__)
     library.fuse_pkgversion.restype = ctypes.c_char_p

@@ -33,9 +33,9 @@ PASS_INTERVAL_S = 2e-3
 class ReaderLock:
     """Decides which task reads the next request.
 
-    Unlike trio.Lock it is not handed over: whoever released it may take it again before those who
-    wait have run. So a task that answers requests without suspending goes on reading them itself,
-    and another one takes over when it does suspend.
+    Unlike trio.Lock it is not handed over: the task that released it may take it again before the
+    waiting tasks have run. So a task that answers requests without suspending goes on reading them
+    itself, and another one takes over when it does suspend.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class ReaderLock:
 
 
 class Scheduler:
-    """What pyfuse3 uses of trio. ``waiting_requests`` counts the requests whose answer waits for
-    something.
+    """The part of trio that pyfuse3 uses. ``waiting_requests`` counts the requests whose answer
+    waits for something.
     """
 
     Lock = ReaderLock
@@ -98,7 +98,7 @@ class Scheduler:
             return
         await trio.lowlevel.wait_readable(fd)
         self._last_pass = self.share.requested_s = time.perf_counter()
-        # What background work has taken meanwhile says nothing of when clients ask.
+        # The time of background work meanwhile says nothing about when clients ask.
         self._last_wait_s = self._last_pass - start - (self.share.background_s - worked_s)
 
     def _readable_soon(self, fd: int, start: float) -> bool:

@@ -1,8 +1,8 @@
 """One mount, from opening the store to leaving it in order. Touches the kernel's mount and this
 process's limits.
 
-The order is what matters: nothing is mounted unless the store is open; nobody is told "ready"
-before a request has been answered; the store is closed only after the kernel can send no more
+The order matters: nothing is mounted unless the store is open; "ready" is reported only after a
+request has been answered; the store is closed only after the kernel can send no more
 requests.
 """
 
@@ -89,7 +89,7 @@ def serve(
 
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
     everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
-    nothing was mounted, or another host has taken the store over. ``force``: whoever has the store
+    nothing was mounted, or another host has taken the store over. ``force``: the owner of the store
     is dead. ``lock_hosts``: see ``open_filesystem``.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
@@ -163,8 +163,8 @@ async def _serve(
 
 
 def kept_for(kernel: KernelConfig, host: int) -> KernelConfig:
-    """What is configured; where there are other hosts, names and attributes are kept for less than
-    a session that is not renewed: when it is over, nobody behind its host sees an old state.
+    """The configuration; where there are other hosts, names and attributes are kept for less than
+    a session that is not renewed: when it is over, no program of its host sees an old state.
     """
     if not host:
         return kernel
@@ -185,8 +185,8 @@ async def _show(fs: Filesystem) -> None:
     async def follow(uid: int, start: int | None) -> tuple[int, list[dict[str, Any]]]:
         if not sees_all(Caller(uid)):
             raise AccessDenied(
-                "only root and who has mounted are told who uses the mount: through a socket at "
-                "metrics.listen, or with metrics.secret"
+                "only root and the user that has mounted see who uses the mount: through a socket "
+                "at metrics.listen, or with metrics.secret"
             )
         return await operation_log.follow(fs.operation_log, fs.store.engine, start)
 
@@ -208,7 +208,7 @@ async def _read_requests() -> None:
 
 
 def mount_arguments(config: Config, options: MountOptions) -> set[str]:
-    """The names by which mount(8), df and umount know the mount, and what the user chose."""
+    """The names by which mount(8), df and umount know the mount, and the user's choices."""
     chosen = {
         f"fsname={_escaped(config.source)}",
         "subtype=aifs",

@@ -131,12 +131,12 @@ class BurstHints:
 
     async def sharing(self, ino: int) -> dict[str, int]:
         """How many bytes of a file, or of all files below a directory, nobody else has:
-        ``unique_bytes`` would come back if it were removed, ``shared_bytes`` would not, as clones
-        elsewhere have them. What several files of a tree share counts once. Of a directory also
-        ``files``, and their ``bytes`` as ls(1) adds them up."""
+        ``unique_bytes`` would come back if it were removed, ``shared_bytes`` would not, because
+        clones elsewhere have them. Bytes that several files of a tree share count once. Of a
+        directory also ``files``, and their ``bytes`` as ls(1) adds them up."""
         inode = await self._attributes.getattr(ino)
         files = size = unique = shared = 0
-        elsewhere: dict[int, int] = {}  # oid -> how many of those who share it we have not met
+        elsewhere: dict[int, int] = {}  # oid -> how many of its users we have not met
         async for place in self._files_below(inode):
             found, space = place.inode, place.inode.space
             files, size = files + 1, size + found.size
@@ -208,9 +208,9 @@ class BurstHints:
         return Undrained(inode.ino, since_ns, inode.size, writers, home)
 
     async def progress(self, ino: int, caller: CallerLike) -> dict[str, Any]:
-        """What is still undrained of ``ino`` or below: files, bytes, files open for writing (their
-        drain has to wait), and since when the oldest is (epoch, ns; null): what is younger than a
-        request need not be waited for. ``error``: why draining has to wait, anywhere in the store,
+        """Count the undrained files of ``ino`` or below: files, bytes, files open for writing
+        (their drain has to wait), and since when the oldest is (epoch, ns; null): a request need
+        not wait for younger ones. ``error``: why draining has to wait, anywhere in the store,
         at present. ``hosts``: which other hosts have how many of these bytes."""
         undrained = await self.undrained_below(ino)
         elsewhere = Counter[int]()
@@ -227,7 +227,7 @@ class BurstHints:
         return rights.without_reason(told, caller)
 
     async def request_drain(self, ino: int) -> dict[int, list[int]]:
-        """Drain what is undrained of ``ino`` or below ahead of all else. The inode numbers by the
+        """Drain the undrained files of ``ino`` or below ahead of all else. The inode numbers by the
         host in whose burst tier they are; 0: it is this one."""
         found: dict[int, list[int]] = {0: []}
         for file in await self.undrained_below(ino):
@@ -252,8 +252,8 @@ class BurstHints:
         await run_all(*(partial(wait, host, inos) for host, inos in found.items()))
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
-        """What is undrained now of ``ino`` or below is on the capacity tier, or gone, when this
-        returns. Raises TimedOut.
+        """Wait until the files of ``ino`` or below that are undrained now are on the capacity tier,
+        or gone. Raises TimedOut.
 
         Ending the wait, by time-out or cancellation, does not end the drain.
         """
@@ -263,7 +263,7 @@ class BurstHints:
             raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
 
     async def drain_below(self, ino: int) -> None:
-        """As ``wait_drained``, but raises what a drain fails with, and Busy where a file stays open
+        """Like ``wait_drained``, but raises the error of a drain, and Busy where a file stays open
         for writing.
         """
         await self._wait_drained(ino, strict=True)
@@ -378,7 +378,7 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
 def _read_undrained(
     tx: ReadTransaction, start: bytes, end: bytes, top: int
 ) -> tuple[list[Place], bytes]:
-    """What is undrained in one slice of the burst records, and where the next slice starts (b"":
+    """The undrained files in one slice of the burst records, and where the next slice starts (b"":
     nowhere).
     """
     found = []

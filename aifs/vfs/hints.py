@@ -1,7 +1,7 @@
 """All hints: extended attributes ``user.aifs.*`` and calls of the ioctl, by which programs talk to
 the filesystem through plain files and directories.
 
-Each row says what a hint is (files/asks.py), and stands in the class that serves it. Hints are not
+Each is a row (files/asks.py) of the class that serves it. Hints are not
 listed by listxattr(2), so that copying tools leave them alone.
 """
 
@@ -53,7 +53,7 @@ class Hints:
         Hint(
             "hints",
             ANY,
-            "all hints: name, where it applies, who may get and set it, what it says",
+            "all hints: name, where it applies, who may get, set and call it",
             rights.anybody,
             get=lambda hints, ask: {"hints": [described(hint) for hint in hints.rows()]},
         ),
@@ -210,7 +210,7 @@ def rows() -> list[Hint]:
 
 
 def described(hint: Hint) -> dict[str, Any]:
-    """A row for people, as JSON; who may get, set and call it by the names of the rules."""
+    """A row as JSON; the callers that may get, set and call it by the names of the rules."""
     return {
         "name": hint.name,
         "where": hint.where,

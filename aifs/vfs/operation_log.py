@@ -1,9 +1,9 @@
-"""The last requests that the kernel has sent, for who asks for them (``user.aifs.trace``): one ring
-of records in memory, which any number of readers follow.
+"""The last requests that the kernel has sent, for programs that follow them (``user.aifs.trace``):
+one ring of records in memory, which any number of readers follow.
 
 Records are kept while somebody reads; else a request costs the look at ``is_on``. Only those that
-have taken long are always kept, for a while, apart (why.py). What the kernel does by itself is no
-request: cached lookups and pages, reads and writes that are passed through.
+have taken long are always kept, for a while, apart (why.py). Work that the kernel does by itself is
+no request: cached lookups and pages, reads and writes that are passed through.
 """
 
 import json
@@ -24,7 +24,7 @@ _KEPT_S = 5.0
 """How long after the last reader records are kept."""
 
 LONG_S = 0.01
-"""Who takes so long has waited for something, or for very many others."""
+"""A request that takes so long has waited for something, or for very many others."""
 
 LONG_KEPT = 8192  # some 4 MiB
 LONG_KEPT_S = 600.0
@@ -46,8 +46,8 @@ class Record(NamedTuple):
     bytes: int
     """That were read or written."""
     waited_us: dict[str, int]
-    """For what it has waited (core/waiting.py), and how long; what is left of its time is the
-    daemon's own."""
+    """Its waits (core/waiting.py), and how long each was; the rest of its time is the daemon's
+    own."""
 
 
 class OperationLog:
@@ -57,7 +57,7 @@ class OperationLog:
         """``switched`` is told whether requests are wanted."""
         self._switched = switched
         self.is_on = False
-        """Whether what is answered is to be put here."""
+        """Whether answered requests are to be put here."""
         self._ring: list[Record | None] = []
         """The newest, each at its number modulo its length; empty while nobody reads."""
         self._next = 0
@@ -129,9 +129,9 @@ class OperationLog:
 async def follow(
     log: OperationLog, engine: Engine, start: int | None = None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """For who will come again within ``_KEPT_S``: the records from the number ``start`` on that are
-    still here, some at a time, and the number of the first one; None: none yet, and the number of
-    the next one. Raises Invalid for a number that is not reached yet."""
+    """For a reader that comes again within ``_KEPT_S``: the records from the number ``start`` on
+    that are still here, some at a time, and the number of the first one; None: none yet, and the
+    number of the next one. Raises Invalid for a number that is not reached yet."""
     log.follow()
     if start is None:
         return log.next, []
@@ -143,8 +143,8 @@ async def follow(
 
 
 async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> bytes:
-    """What ``user.aifs.trace`` says, JSON: {"next": N, "lost": K, "records": [...]}; with ``start``
-    what ``user.aifs.trace.START`` says: the records from that number on, some at a time, and how
+    """Answer ``user.aifs.trace``, JSON: {"next": N, "lost": K, "records": [...]}; with ``start``
+    ``user.aifs.trace.START``: the records from that number on, some at a time, and how
     many of them are not here any more. ``next`` is where to go on. Raises Invalid."""
     first, records = await follow(log, engine, start)
     told: list[str] = []

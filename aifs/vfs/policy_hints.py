@@ -1,5 +1,5 @@
 """The policies of files and directories, as hints: layout, tier, expected size, and when a rename
-publishes. They are stored in the inode, and what is made in a directory inherits its.
+publishes. They are stored in the inode, and new files of a directory inherit its policies.
 """
 
 from collections.abc import Awaitable, Callable
@@ -31,7 +31,7 @@ DEFAULT_PUBLISH = "burst"
 
 
 def _policy(name: str, help: str, default: str, put: Callable[..., Awaitable[None]]) -> Hint:
-    """``default``: what the hint is where nothing has been said."""
+    """``default``: the value where nothing has been set."""
     return Hint(
         name,
         BOTH,
@@ -53,7 +53,7 @@ class PolicyHints:
         self._attributes = attributes
 
     async def get(self, ino: int, name: str) -> str:
-        """'' where nothing has been said, or the inode has no such policy."""
+        """'' where nothing has been set, or the inode has no such policy."""
         return _text(await self._attributes.getattr(ino), name)
 
     async def _set_layout(self, ino: int, text: str) -> None:

@@ -1,5 +1,5 @@
-"""The last request of each user on each inode that was refused, and why. In memory: it is for who
-has just asked.
+"""The last request of each user on each inode that was refused, and why. In memory: it is for the
+program that has just asked.
 """
 
 import errno
@@ -35,8 +35,8 @@ class Refusals:
 
     @contextmanager
     def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:
-        """What is refused inside is told to ``caller``, and what is wrong about a request also to
-        the log.
+        """Keep the reason of a request that is refused inside for ``caller``, and log the reason of
+        a wrong one.
         """
         try:
             yield
@@ -67,8 +67,8 @@ class Refusals:
         return lines < _LOGGED
 
     def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
-        """What was refused to ``caller`` on this inode last (core/refusals.py); None: nothing that
-        is known.
+        """The last request of ``caller`` on this inode that was refused (core/refusals.py); None:
+        none is known.
         """
         return self._of.get(caller.uid, {}).get(ino)
 
@@ -83,8 +83,7 @@ class Refusals:
     )
 
     def last(self, ino: int, since_s: float) -> str:
-        """What was wrong with the last request about this inode that was, since then, whoever
-        asked; ''."""
+        """Why the last request about this inode since then was wrong, of any user; ''."""
         found = [
             theirs[ino]
             for theirs in self._of.values()

@@ -1,5 +1,5 @@
-"""What the filesystem tells of itself, as JSON-able dictionaries: an inode and where its parts lie,
-the whole mount.
+"""Reports of the filesystem as dictionaries for JSON: an inode and where its parts lie, and the
+whole mount.
 """
 
 import os
@@ -201,7 +201,7 @@ class MountStatus:
         trash: Trash,
         parts: Mapping[str, Callable[[], dict[str, Any]]],
     ) -> None:
-        """``parts``: what others say of themselves, by the names that it is told under."""
+        """``parts``: the reports of other parts, by their names in the answer."""
         self._store = store
         self._io = io
         self._attributes = attributes
@@ -225,8 +225,8 @@ class MountStatus:
         return await places.tell(self._store.engine, self._io, directory, cookie)
 
     async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
-        """A dictionary that can be JSON. Others than root, and who has mounted, are told no paths
-        of files, nor why a server fails, which may name one."""
+        """A dictionary for JSON. Only root and the user of the daemon see paths of files, and why a
+        server fails, because the reason may name a path."""
         store = self._store
         servers = await store.servers.status()
         edge = self._kernel.status()

@@ -1,5 +1,5 @@
 """The configuration of a mount as it is in force (``user.aifs.config``), and which keys can change
-while it is mounted. What is changed holds until the next mount.
+while it is mounted. A change holds until the next mount.
 """
 
 import logging

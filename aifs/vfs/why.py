@@ -1,10 +1,10 @@
-"""Why something takes long: what the requests about a file, or of a process, wait for now, and how
-their seconds were spent in the last minutes (``user.aifs.why``); and the log line of who waits too
-long.
+"""Why something takes long: the waits of the requests about a file, or of a process, now, and how
+their seconds were spent in the last minutes (``user.aifs.why``); and the log line of a request that
+waits too long.
 
-What they wait for is known of each activity (core/waiting.py), and what has ended is kept by the
-operation log, if it took long. Users are told of their own requests, and of drains of what they may
-read; root and who has mounted of all.
+Each activity knows its waits (core/waiting.py), and the operation log keeps those that have ended
+and took long. Users see their own requests, and drains of files that they may read; root and the
+user of the daemon see all.
 """
 
 import json
@@ -37,7 +37,7 @@ _LENGTH_MAX = 24_000  # of each list; an extended attribute has up to 64 KiB
 
 _LOOK_S = _NAMES_S = 1.0
 _PATIENT = ("setlkw", "drain")
-"""Who waits for others by intention, or for whom nobody waits."""
+"""They wait for others by intention, or no program waits for them."""
 
 
 class Why:
@@ -78,11 +78,11 @@ class Why:
 async def tell(
     log: OperationLog, engine: Engine, ino: int, caller: CallerLike, pid: int = 0
 ) -> dict[str, Any]:
-    """For JSON: ``pid`` (0: of all); ``now``, what has not ended, the longest first, with
+    """For JSON: ``pid`` (0: of all); ``now``, the requests in progress, the longest first, with
     ``seconds``, ``waits_for`` (the newest wait first; []: the daemon works on it) and ``waited_us``
     so far; ``since_s`` (of the epoch), and of those which have ended since then and took ``long_s``
     at least: how many ``requests``, and the ``slowest``, as in the trace. ``seconds`` and
-    ``waited_s`` by cause are the sums of both. Of ``ino`` and what lies below; with ``pid`` of that
+    ``waited_s`` by cause are the sums of both. Of ``ino`` and all below; with ``pid`` of that
     process alone."""
     running = [(about, activity) for activity, _ in under_way() if (about := activity.about)]
     since_s, ended = log.long()
@@ -131,7 +131,7 @@ def _may_know(request: Request, caller: CallerLike) -> bool:
 
 
 def _so_far(about: Request, activity: Activity) -> tuple[Record, list[str]]:
-    """As if it ended now, and what it waits for. The process is that of the thread which asks."""
+    """The request as if it ended now, and its waits. The process is that of the calling thread."""
     duration_ns = time.perf_counter_ns() - activity.began_ns
     waited_us = {cause: ns // 1000 for cause, ns in activity.spent_ns().items()}
     about = about._replace(pid=process_of(about.pid))

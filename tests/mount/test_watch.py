@@ -159,7 +159,7 @@ def test_the_page_shows_what_programs_do(
     assert rate and float(rate[1].replace(",", "")) > 0, seen
     assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000  # more than an empty page
     assert "What requests, drains and publishes wait for" in seen
-    assert "only root and who has mounted are told who uses the mount" in seen  # and nothing more
+    assert "only root and the user that has mounted see who uses the mount" in seen
     assert "the last 3 minutes" in seen  # a chart was drawn, so the page has asked more than once
 
 

@@ -249,12 +249,12 @@ class GroupHints:
         await self.groups.begin(ino, parse_group(text), caller)
 
     async def put_pending(self, ino: int, text: str, caller: CallerLike) -> None:
-        """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short for what
-        ``user.aifs.group`` can say. Raises as ``put``, NotADirectory."""
+        """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short forms of
+        ``user.aifs.group``. Raises as ``put``, NotADirectory."""
         if not text:
             await self.groups.abandon(ino, caller)
             return
-        if "anew" not in text:  # else it is looked at who goes on with the directory
+        if "anew" not in text:  # else Groups.begin asks whether ranks go on with it
             rights.owner(await self._attributes.getattr(ino), caller)
         await self.groups.begin(ino, parse_pending(text), caller)
 
@@ -280,7 +280,7 @@ class GroupHints:
     # --- and read ---
 
     async def tell_pending(self, ino: int, caller: CallerLike) -> dict[str, Any]:
-        """What ``user.aifs.pending`` says. Raises NoAttribute."""
+        """Answer ``user.aifs.pending``. Raises NoAttribute."""
         group = self._table.pending(ino)
         mark = group.pending
         assert mark is not None
@@ -297,16 +297,16 @@ class GroupHints:
         }
 
     def _refused(self, ino: int, since_ns: int) -> str:
-        """Why the last request about the directory was refused, whoever asked; it may name what
-        lies below, so that is for the owner and root."""
+        """Why the last request about the directory was refused, of any user; it may name files
+        below, so it is for the owner and root."""
         return self._refusals.last(ino, since_ns / 1e9)
 
     async def tell(self, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
-        """What ``user.aifs.group`` says of a directory's group, or of the one that ``ino`` lies
-        below; ``user.aifs.group.ID`` of one that it may have followed. Of many files and ranks it
+        """Answer ``user.aifs.group`` about a directory's group, or that of the directory above
+        ``ino``; ``user.aifs.group.ID`` about an earlier one, too. Of many files and ranks it
         names some; of ranks those first that have not committed. Files that ``caller`` could not
-        find are told by their inodes, and what has gone wrong, which may name some, is for who
-        began the group, the directory's owner, and root. Raises NoAttribute, Stale."""
+        find are named by their inodes. Errors may name files, so they are for the user that began
+        the group, the directory's owner, and root. Raises NoAttribute, Stale."""
         inode = await self._attributes.getattr(ino)
         if not inode.is_dir and not inode.is_file:
             raise NoAttribute()
@@ -432,7 +432,7 @@ def _reason(ask: Ask) -> str:
 
 
 def report_of(group: DirectoryGroup) -> dict[str, Any]:
-    """What its drain says, or has said to an earlier mount."""
+    """The report of its drain, in this mount or an earlier one."""
     return json.loads(group.record.report) if group.record.report else group.report.to_json()
 
 
