@@ -3,6 +3,9 @@
 On a mount the daemon knows (``mounted_group``). In any other directory each rank is a group of its
 own (``LoneRank``)."""
 
+import hashlib
+import os
+import re
 import threading
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +40,20 @@ class InvalidGroup(GroupError, ValueError):
 REFUSED_AFTER_S = 10.0
 """How long a rank that finds files of an earlier run waits for its peers to start a new group,
 before it fails."""
+
+
+JOB_NAME = re.compile(r"[!-+\--~]{0,63}")  # printable, no comma
+
+JOB_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "PMIX_NAMESPACE",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+"""Variables by which launchers tell jobs and their runs apart. Those of several hosts may count the
+last two each for itself; the ranks of a mount are on one host."""
 
 
 @dataclass(frozen=True)
@@ -128,3 +145,16 @@ class LoneRank:
 def name_missing(missing: list[int]) -> str:
     """``rank 3 has not committed``, ``ranks 0, 2 have not committed``."""
     return f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not committed"
+
+
+def job_of_environment() -> str:
+    """The same in all ranks of a job on this host, and where it differs it is another job, or
+    another run of it; '' if nothing is known. Runs that a launcher does not tell apart have the
+    same.
+    """
+    job = "/".join(value for value in map(os.environ.get, JOB_VARIABLES) if value)
+    return (
+        job
+        if JOB_NAME.fullmatch(job)
+        else hashlib.blake2b(os.fsencode(job), digest_size=16).hexdigest()
+    )

@@ -19,10 +19,16 @@ from typing import Any
 
 from aifs.client.checkpoints import attributes
 from aifs.client.checkpoints.publishing import PathLike, plain, require_free
-from aifs.client.coordination import Coordinator, GroupError, InvalidGroup, LoneRank, RankOptions
+from aifs.client.coordination import (
+    JOB_NAME,
+    Coordinator,
+    GroupError,
+    InvalidGroup,
+    LoneRank,
+    RankOptions,
+    job_of_environment,
+)
 from aifs.client.futures import Future
-from aifs.client.jobs import NAME as JOB_NAME
-from aifs.client.jobs import job_of_environment
 from aifs.client.mounted_group import MountedGroup
 from aifs.client.putting import Saved, getfile, in_background, write_content
 from aifs.client.torch.contents import Content, Loaded, content_of

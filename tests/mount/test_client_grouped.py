@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aifs.client import Group, GroupError, InvalidGroup, coordination, group_putfile, jobs, putfile
+from aifs.client import Group, GroupError, InvalidGroup, coordination, group_putfile, putfile
 from aifs.client.mounted_group import MountedGroup
 from aifs.core import ioctl
 from tests.support.group_ranks import (
@@ -88,7 +88,7 @@ def left(mount: Mounted, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """A directory where a job was killed when one rank had committed and the others had not
     come.
     """
-    for name in jobs.VARIABLES:
+    for name in coordination.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     place = mount.path / request.node.name

@@ -26,13 +26,12 @@ from aifs.client import (
     getfile,
     group_getfile,
     group_putfile,
-    jobs,
     putfile,
 )
 from aifs.client.checkpoints import locks, tensor_file
 from aifs.client.checkpoints.tensor_file import ALIGNMENT, DamagedTensors
+from aifs.client.coordination import JOB_NAME, JOB_VARIABLES, job_of_environment
 from aifs.client.futures import Future
-from aifs.client.jobs import job_of_environment
 from aifs.core import files
 from tests.support.group_ranks import (
     WAIT_S,
@@ -359,7 +358,7 @@ def test_files_lie_in_the_group(tmp_path: Path, path: str) -> None:
 def test_launchers_name_jobs(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], job: str
 ) -> None:
-    for name in jobs.VARIABLES:
+    for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -369,7 +368,7 @@ def test_launchers_name_jobs(
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), min_size=1))
 def test_what_launchers_say_is_a_name(value: str) -> None:
     with mock.patch.dict(os.environ, {"PMIX_NAMESPACE": value}):
-        assert jobs.NAME.fullmatch(job_of_environment())
+        assert JOB_NAME.fullmatch(job_of_environment())
 
 
 def test_not_on_aifs_both_futures_mean_the_file_alone(tmp_path: Path) -> None:
