@@ -88,6 +88,12 @@ class Described(NamedTuple):
     fields: dict[str, type]
     help: str
 
+    @property
+    def signature(self) -> str:
+        """The fields of the argument."""
+        takes = (f'"{field}": {_WORDS[kind]}' for field, kind in self.fields.items())
+        return f"{{{', '.join(takes)}}}"
+
 
 _WORDS = {int: "integer", str: "string", bool: "boolean", list: "array", dict: "object"}
 
@@ -169,9 +175,8 @@ def c_header(calls: Iterable[Described]) -> str:
         "type": TYPE,
         "number": _NUMBER,
     }
-    for one in sorted(calls):
-        takes = ", ".join(f'"{field}": {_WORDS[kind]}' for field, kind in one.fields.items())
-        head = f"{one.name} {{{takes}}}, where: {one.where}"
+    for one in calls:
+        head = f"{one.name} {one.signature}, where: {one.where}"
         text += "".join(
             f"{line}\n" for line in (" *", *_wrapped(head, ""), *_wrapped(one.help, "  "))
         )

@@ -29,7 +29,7 @@ def sees_all(caller: CallerLike) -> bool:
 
 
 def anybody(inode: Inode, caller: CallerLike) -> None:
-    """Each caller that could open the file or directory."""
+    """Each caller that could open it; files and names that are changed besides are checked."""
 
 
 def reader(inode: Inode, caller: CallerLike) -> None:

@@ -418,6 +418,8 @@ HEADER = Path(ioctl.__file__).parents[1] / "fuse" / "aifs_ioctl.h"
 
 def test_the_header_is_what_is_generated() -> None:
     assert HEADER.read_text() == hints.c_header(), "run scripts/ioctl-header"
+    reference = HEADER.parents[2] / "docs" / "reference" / "hints.md"
+    assert reference.read_text() == hints.reference(), "run scripts/ioctl-header"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

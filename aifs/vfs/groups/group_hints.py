@@ -123,12 +123,7 @@ class GroupHints:
             "ends a group",
             call=HintCall(
                 rights.writer,
-                lambda hints, ask: hints.groups.cancel(
-                    ask.ino,
-                    _id(ask),
-                    ask.path("reason").decode(errors="replace")[:_REASON_MAX],
-                    ask.caller,
-                ),
+                lambda hints, ask: hints.groups.cancel(ask.ino, _id(ask), _reason(ask), ask.caller),
                 {"id": int, "reason": str},
                 "Ends the group; its files are drained as usual. Others read the reason, of up to "
                 "127 characters.",
