@@ -41,3 +41,66 @@ def test_the_page_of_concurrency_names_each_lock() -> None:
         named |= {f"{first}.{name}" for name in re.findall(r"`\.(\w+)`", more)}
     there = set().union(*(_locks(ast.parse(p.read_text())) for p in (ROOT / "aifs").rglob("*.py")))
     assert there <= named | {"Gate._queue"}, f"not explained: {there - named}"
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")])
+
+
+def _outside_code(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", _outside_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    lost = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", _outside_code(page)):
+            if re.match(r"\w+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in _anchors(target)):
+                lost.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not lost, "\n".join(lost)
+
+
+def test_lines_of_pages_have_at_most_100_columns() -> None:
+    """So a change of them can be read. Rows of tables and links cannot be broken."""
+    wide = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        if "tests" not in page.parts
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 100 and not line.lstrip().startswith(("|", "[", "!", "<", "http"))
+    ]
+    assert not wide, "\n".join(wide)
+
+
+PERSONS_MAX = 182
+"""It falls to 0; nothing is added."""
+
+
+def _persons(tree: ast.AST) -> int:
+    """How often "who" or "whoever" is a subject in strings that stand alone: docstrings."""
+    texts = [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    subject = r"(?:^|[.;:,]\s+|\()(?:who|whoever) (?!is\b.*\?)[a-z]"
+    return sum(len(re.findall(subject, text, re.IGNORECASE)) for text in texts)
+
+
+def test_the_subject_of_a_docstring_is_a_noun() -> None:
+    """The program, the caller, the host, the daemon, the task, the rank: not "who"."""
+    counts = {p: _persons(ast.parse(p.read_text())) for p in (ROOT / "aifs").rglob("*.py")}
+    most = sorted(((n, str(p.relative_to(ROOT))) for p, n in counts.items() if n), reverse=True)
+    assert sum(counts.values()) <= PERSONS_MAX, most[:20]
