@@ -1,13 +1,13 @@
 """One burst copy: a file of the burst tier that holds all bytes of one file of the filesystem.
 
 It is the object ``(0, id)`` of its burst directory. Its own length and times count: the kernel may
-read and write it behind our back (passthrough). What is done where: what takes microseconds runs on
-the trio thread, as reads that the page cache can answer, and on a memory filesystem also opening
-and writing; all else in the directory's workers.
+read and write it without the daemon (passthrough). Calls that take microseconds run on the trio
+thread, as reads that the page cache can answer, and on a memory filesystem also opening and
+writing; all others in the directory's workers.
 
-There are two descriptors. The one for reading is also what passthrough is set up with, and what
-leases are taken on; the other one, for writing, exists only while we write ourselves, since a lease
-is the proof that nobody can write.
+There are two descriptors. The one for reading is also used for passthrough, and for leases; the
+other one, for writing, exists only while the daemon writes itself, since a lease is the proof that
+nobody can write.
 """
 
 import errno
@@ -80,7 +80,7 @@ class BurstCopy:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been opened, so that ``stat`` tells what it is."""
+        """Whether it has been opened, so that ``stat`` knows its attributes."""
         return self._was_open
 
     # --- descriptors ---
@@ -109,10 +109,8 @@ class BurstCopy:
 
     def lease(self) -> bool:
         """Whether nobody has the copy open or mapped for writing, and from now on nobody will
-        unnoticed.
-
-        Somebody who opens it for writing waits until ``unlease``, up to 45 s. Does not block.
-        """
+        unnoticed. A program that opens it for writing waits until ``unlease``, up to 45 s. Does not
+        block."""
         if not self._leased:
             fd = self.open_now()
             self._leased = self.device.call("lease", self._key, leases.take_read_lease, fd)
@@ -148,7 +146,7 @@ class BurstCopy:
             if self._writer is None:
                 self.unlease()  # or we would wait for ourselves
                 self._writer = self._open(write=True)
-        self._changes += 1  # by whoever has asked for it
+        self._changes += 1  # by the caller
         return self._writer
 
     def _open(self, write: bool) -> int:
@@ -231,9 +229,8 @@ class BurstCopy:
         return buffer[: await self._do(self.device.read, self._key, fd, buffer, offset)]
 
     async def resident(self, step: int) -> list[int] | None:
-        """How many pages of each ``step`` bytes are in memory; None where the system does not tell.
-        What programs read of a passed-through file gets there, though we hear nothing of it.
-        """
+        """How many pages of each ``step`` bytes are in memory; None where the system does not say.
+        Reads of a passed-through file get there, without any request to the daemon."""
         fd = await self.ensure_open()
         work = page_cache.resident, fd, self.stat().st_size, step
         return await self._do(self.device.call, "resident", self._key, *work)
@@ -261,15 +258,15 @@ class BurstCopy:
         self.device.write(self._key, self._open_writer(), data, offset)
 
     async def append(self, data: bytes | memoryview) -> None:
-        """As ``write``, at the end, whoever else writes there."""
+        """As ``write``, at the end, even if others write there."""
         await self._do(self._append, data)
 
     def _append(self, data: bytes | memoryview) -> None:
         self.device.call("write", self._key, files.append, self._open_writer(), data)
 
     def written(self) -> None:
-        """Somebody else has written to it: so it is synced before its descriptors are given up, as
-        a later one may not be told that the system has failed to write bytes back."""
+        """Another one has written to it: so it is synced before its descriptors are given up, as a
+        later one may not learn that the system has failed to write bytes back."""
         self._changes += 1
 
     async def truncate(self, size: int) -> None:
@@ -369,7 +366,7 @@ class BurstCopy:
 
 
 async def sync_copies(copies: Sequence[BurstCopy]) -> list[BaseException | None]:
-    """As ``sync`` of each, all together: what each raised."""
+    """As ``sync`` of each, all together: the error of each, if any."""
     if all(copy.device.may_inline for copy in copies):
         return [_outcome_of(copy._sync) for copy in copies]
     for copy in copies:

@@ -23,17 +23,17 @@ _FULL = 1 << 20
 
 
 class Device:
-    """Figures of one device: its filesystem as last seen, and what is known to have happened since.
+    """Figures of one device: its filesystem as last seen, and all changes since that are known.
 
     The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the
-    configuration limits it: whatever is nearer to being full counts. Space that others use on the
-    filesystem counts as used.
+    configuration limits it: the one that is nearer to being full counts. Space that others use on
+    the filesystem counts as used.
     """
 
     def __init__(self, server: DataServer, config: BurstConfig, ledger: Ledger) -> None:
         self.server = server
         self.totals = ledger.of(server.id)
-        """What copies on it take, kept up to date by the ledger."""
+        """The space that copies on it take, kept up to date by the ledger."""
         self.share = 0
         """Bytes that copies on this device may take; 0: all there is."""
         self.admitted = 0
@@ -41,7 +41,7 @@ class Device:
         self._config = config
         self._ledger = ledger
         self._size = 0
-        """Bytes of the filesystem, without what it keeps for root, as last seen."""
+        """Bytes of the filesystem, without those that it keeps for root, as last seen."""
         self._available = 0
         """Bytes that were free there then."""
         self._seen_used = 0
@@ -192,8 +192,8 @@ class Device:
         return low + _EVICT_AT * (high - low)
 
     def room_ahead(self) -> int:
-        """Bytes that copies may take which nobody waits for: up to where eviction begins; what is
-        above is for new files."""
+        """Bytes that copies may take which nobody waits for: up to where eviction begins; the rest
+        is for new files."""
         if not self.usable or self.pressure() > 0:
             return 0
         return min(self._up_to(self._evict_mark), self._room()) - self._promised_bytes()
@@ -221,10 +221,10 @@ class Device:
         return max(0, min(missing, self.totals.evictable))
 
     def may_come_to_admit(self, size: int, held: int) -> bool:
-        """Whether a new file of that size will have room when all has been drained and evicted but
-        what is pinned, and ``held`` bytes of the rest.
+        """Whether a new file of that size will have room when all has been drained and evicted,
+        except pinned copies, and ``held`` bytes of the rest.
 
-        What drains have open comes, too: they give it back.
+        Files that drains have open count as room, too: they give it back.
         """
         coming = self.used - self.totals.pinned - held
         return self.usable and self.room() + coming > size

@@ -18,7 +18,7 @@ class Totals:
     """How many these are."""
     writers: int = 0  # copies that are dirty and open
     clean: int = 0
-    """Of copies of what lies on the data servers, too."""
+    """Of clean copies, too."""
     pinned: int = 0
     """Of copies that must not be evicted; they count in ``dirty`` or ``clean``, too."""
     evictable: int = 0
@@ -51,11 +51,11 @@ class _Copy:
 
 
 class Ledger:
-    """What is known of each copy, by id. All operations take constant time, ``victims`` as long as
-    its answer.
+    """The state of each copy, by id. All operations take constant time, ``victims`` as long as its
+    answer.
 
-    Whether a copy is open or pinned may be said before, and holds after, it is said to be dirty or
-    clean; ``gone`` forgets it all.
+    A copy may be said to be open or pinned before it is said to be dirty or clean, and stays so
+    after that; ``gone`` forgets it all.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Ledger:
         return copy.bytes if copy else 0
 
     def is_clean(self, copy_id: int) -> bool:
-        """Whether it is known as a copy of what lies on the data servers."""
+        """Whether it is known as a copy of bytes on the data servers."""
         copy = self._copies.get(copy_id)
         return copy is not None and copy.totals is not None and not copy.dirty
 
@@ -151,7 +151,7 @@ class Ledger:
         return True
 
     def pin(self, copy_id: int, pinned: bool) -> None:
-        """Saying once more what it is leaves its place in the order of eviction."""
+        """Repeating its state leaves its place in the order of eviction."""
         known = self._copies.get(copy_id)
         if pinned != (known is not None and known.pinned):
             copy = self._known(copy_id)
@@ -172,8 +172,8 @@ class Ledger:
         self._known(copy_id).made_ahead = True
 
     def used_up(self, copy_id: int) -> None:
-        """Nobody needs it soon, of whom it was ``made_ahead``: it is the first to be evicted, as
-        soon as it is closed, until it is used again. Any other copy stays what it is."""
+        """Nobody needs it soon, if it was ``made_ahead``: it is the first to be evicted, as soon as
+        it is closed, until it is used again. Any other copy keeps its place."""
         copy = self._copies.get(copy_id)
         if copy is not None and copy.made_ahead and copy.totals is not None:
             copy.used_up = True

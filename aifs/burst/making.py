@@ -1,11 +1,10 @@
-"""What a change of form makes, as a plain value, and who makes it.
+"""The product of a change of form, as a plain value, and the code that makes it.
 
-A ``Making`` says all that has to be known to copy the bytes of a file to a new place: where they
-are, with the checksums that they should have, and where they go, under an id that was never used.
-It consists of numbers, bytes, tuples and layouts, so it can be handed to another process, which
-opens what it needs itself (``MakingTools``), and needs no metadata. Nothing of what is made counts:
-the target is garbage on record before, and only the flip afterwards changes that
-(files/transitions).
+A ``Making`` holds all that is needed to copy the bytes of a file to a new place: where they are,
+with the checksums that they should have, and where they go, under an id that was never used. It
+consists of numbers, bytes, tuples and layouts, so it can be handed to another process, which opens
+everything else itself (``MakingTools``), and needs no metadata. Nothing that is made counts: the
+target is garbage on record before, and only the flip afterwards changes that (files/transitions).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,7 @@ class InChunks(NamedTuple):
     extents: tuple[Extent, ...] = ()
     """All of them, with the places of shared chunks."""
     containers: Containers = ()
-    """What the table says of the containers that they name."""
+    """The records of the containers that they name."""
 
 
 class NewObjects(NamedTuple):
@@ -93,13 +92,12 @@ class ColumnMaking:
     server: int
     """Where it is to be."""
     live: tuple[tuple[int, int], ...] | None = None
-    """Start and end of all chunks of a container that files need. None: it is not known, and
-    Untold is raised for what nobody can tell, whether or not a file needs it."""
+    """Start and end of all chunks of a container that files need. None: it is not known, and Untold
+    is raised for lost bytes, whether or not a file needs them."""
 
 
 class Made(NamedTuple):
-    """What is known of a target that has been made. Objects are durable, a burst copy is not
-    synced."""
+    """A target that has been made. Objects are durable, a burst copy is not synced."""
 
     blocks: int = 0
     """Of 512 bytes, that new objects take, as ObjectSet.blocks."""
@@ -123,21 +121,21 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MakingTools:
-    """What a process carries out makings with. All but ``servers`` and ``mover`` are for a process
+    """The tools of a process for makings. All except ``servers`` and ``mover`` are for a process
     that does other things, too."""
 
     servers: Servers
     mover: Mover
     """Its limits and its memory."""
     containers: ContainerFiles | None = None
-    """What others read containers through, too."""
+    """The reader of containers that others use, too."""
     verify: bool = False
     """Whether programs that read get checked bytes alone, from caches of their own."""
     on_damage: Callable[[Striped, int, int, int], None] = _ignore
     """Told of columns whose bytes turn out to be missing or wrong, as layout, oid, inode number and
     column. Does not block."""
     join: Join | None = None
-    """Tells other hosts what large files are read here; None: there are none."""
+    """Called with large files that are read here, for other hosts; None: there are none."""
 
     @contextmanager
     def opened(self, origin: InObjects | InChunks, followed: bool) -> Iterator[Source]:
@@ -164,7 +162,7 @@ class MakingTools:
 
     @property
     def buffers(self) -> BudgetedBuffers:
-        """Memory for what is moved."""
+        """Memory for bytes that are moved."""
         return self.mover.buffers
 
     @contextmanager

@@ -24,7 +24,7 @@ _KEEP_S = 600.0
 _PRUNE_AT = 1000  # inode numbers
 
 _TICK_S = 0.01
-"""Of the clock of file times at most: what is written within one has the same ctime."""
+"""The step of the clock of file times, at most: writes within one have the same ctime."""
 
 
 class Mirrors:

@@ -43,7 +43,7 @@ class QueueEntry:
     ready_at: float
     """When it may be drained; never, while somebody has it open for writing."""
     rank: Rank = Rank.USUAL
-    """What it comes before and after."""
+    """Its place in the order."""
     failures: int = 0
     """How often its drain has failed, one time after the other."""
     due: bool = False
@@ -57,7 +57,7 @@ class QueueEntry:
     withheld: bool = False
     """Somebody else drains it."""
     placed: int = 0
-    """The number of what it has in one of the heaps; what else they have of it does not count."""
+    """The number of its entry in one of the heaps; other entries of it there do not count."""
 
 
 class Queue:
@@ -77,7 +77,7 @@ class Queue:
         self.delay_s = delay_s
         self._deadline_s = deadline_s
         self._placements = 0
-        """Counts what has been put into the heaps."""
+        """Counts the entries of the heaps."""
         self._left = 0
         """At most so many things in the heaps do not count any more."""
         self._entries: OrderedDict[int, QueueEntry] = OrderedDict()  # by ino, the oldest first
@@ -169,7 +169,7 @@ class Queue:
         return entry.ready_at
 
     def drained(self, ino: int) -> bool:
-        """Whoever has withheld it has drained it; whether it is out of the queue with that."""
+        """The caller that has withheld it has drained it; whether it is out of the queue now."""
         entry = self._entries.get(ino)
         if entry is None or not entry.withheld:
             return False

@@ -1,6 +1,5 @@
-"""Files whose *home* is another host: their burst copies there are read over the network, and what
-is open for writing there is changed by way of it.
-"""
+"""Files whose *home* is another host: their burst copies there are read over the network, and files
+that are open for writing there are changed by way of it."""
 
 import enum
 import math
@@ -30,8 +29,8 @@ request for a drain is pushed."""
 
 
 class Operation(str, enum.Enum):
-    """What a home does with a file for another host that has joined those who write to it. Behind
-    each are its arguments."""
+    """Operations of a home on a file, for another host that has joined its writers. Behind each are
+    its arguments."""
 
     READ = "read"
     """Offset and length; answered with the bytes."""
@@ -66,9 +65,7 @@ _CALL_S = 600.0
 
 
 class Homes:
-    """What this host asks of others about burst copies that lie there. Used from one trio
-    thread.
-    """
+    """Requests to other hosts about burst copies that lie there. Used from one trio thread."""
 
     def __init__(
         self, engine: Engine, servers: Servers, peers: Peers | None, wait_s: float
@@ -110,12 +107,15 @@ class Homes:
     async def give_up(
         self, host: int, ino: int, is_emptied: bool, place: Copy | None, waits: bool = True
     ) -> int:
-        """0: a file that ``host`` changes, or keeps in its burst directory, is on the data servers
-        on return, and nobody's, which is on record here. Else it is in use there, and this host has
-        joined those who write to it: the number to ``leave`` by, which is greater than those that
-        were given before. ``is_emptied``: its bytes are not needed any more. ``place``: its copy
-        there, as far as the caller knows; None: it is changed in place. ``waits``: for a host that
-        cannot be asked at present.
+        """Ask ``host`` to give up a file that it changes, or keeps in its burst directory.
+
+        Returns 0 when the file is on the data servers, and no host owns it, which is on record
+        here. Otherwise it is in use there, and this host has joined its writers: the number to
+        ``leave`` by, which is greater than those that were given before.
+
+        ``is_emptied``: its bytes are not needed any more. ``place``: its copy there, as far as the
+        caller knows; None: it is changed in place. ``waits``: for a host that cannot be asked at
+        present.
 
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
@@ -186,13 +186,13 @@ class Homes:
         body: Body,
         place: Copy | None,
     ) -> Answer:
-        """Have ``host`` do this with a file: bytes, and as value the size, blocks, mtime and ctime
-        that it has then. ``place``: see ``give_up``.
+        """Have ``host`` do this with a file: returns bytes, and as value the size, blocks, mtime
+        and ctime that it has then. ``place``: see ``give_up``.
 
-        Raises Stale if the host has not let us join, or does not know of it any more: then nothing
-        has been done; Unavailable, which names the host, if it does not answer: then it may have
-        been done, in any case not twice if that would make a difference; and what the operation
-        raises there.
+        Raises Stale if the host has not let this one join, or does not know of it any more: then
+        nothing has been done; Unavailable, which names the host, if it does not answer: then it may
+        have been done, in any case not twice if that would make a difference; and the errors of the
+        operation there.
         """
 
         async def call(peers: Peers, name: str) -> Answer:
@@ -212,8 +212,8 @@ class Homes:
         await self._ask(host, ino, call, waits=False)
 
     async def sync(self, host: int, inos: Sequence[int]) -> None:
-        """What ``host`` has not synced of these files, or below these directories, is durable on
-        return; that is on record here. Raises Unavailable, what else a sync raises."""
+        """Have ``host`` sync these files, or all files below these directories: durable on return,
+        and on record here. Raises Unavailable, and other errors of a sync."""
 
         async def call(peers: Peers, name: str) -> None:
             await peers.call(name, SYNC, list(inos), timeout_s=_CALL_S)
@@ -229,15 +229,15 @@ class Homes:
         waits: bool = True,
         place: Copy | None = None,
     ) -> Result:
-        """``is_repeated``: also when the host may have done it. ``waits``: for a host that cannot
-        be asked at present. ``place``: raises Stale if the host does not answer, and the file has
-        another copy than this one by now: who had a mirror is its home then."""
+        """``is_repeated``: also if the host may have done it. ``waits``: for a host that cannot be
+        asked at present. ``place``: raises Stale if the host does not answer, and the file has
+        another copy than this one by now: the host that had a mirror is its home then."""
         name = await self.name_of(host)
         if self._peers is None:
             raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
         now = trio.current_time()
-        # Who has waited in vain does not at once wait again: the kernel asks for a page once more
-        # that it has not got from its read-ahead.
+        # A caller that has waited in vain does not wait again at once: the kernel asks once more
+        # for a page that it has not got from its read-ahead.
         away = self._away.get(name)
         is_waited_for = waits
         waits = waits and (away is None or now >= away.until_s)
@@ -296,8 +296,8 @@ def _find_copy(tx: ReadTransaction, ino: int) -> Copy | None:
 
 
 class RemoteCopy(BurstCopy):
-    """Reads of a copy that lies on another host. What else a BurstCopy does is its home's business;
-    only who changes a file asks for it, and the file is given up before."""
+    """Reads of a copy that lies on another host. The other methods of a BurstCopy are its home's
+    business: only a host that changes a file calls them, and the file is given up before."""
 
     def __init__(self, homes: Homes, place: Copy, ino: int, buffers: BufferPool) -> None:
         self._homes = homes

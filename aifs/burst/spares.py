@@ -125,7 +125,7 @@ def _make(device: DataServer, ids: Sequence[int]) -> list[_Spare]:
         for copy_id in ids:
             made.append(_Spare(copy_id, device.create_object((0, copy_id))))
     except FsError:
-        pass  # the next one is made while its caller waits, who will be told
+        pass  # the next one is made while its caller waits, and gets the error
     return made
 
 

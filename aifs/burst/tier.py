@@ -1,8 +1,8 @@
-"""The burst tier: which device a new file goes to, if any; who waits for room; what has to be
+"""The burst tier: which device a new file goes to, if any; waiting for room; what has to be
 evicted.
 
 Free space is looked up in the background, the more often the nearer a device is to being full, and
-what is known to have been added since is counted; so ``admit`` costs microseconds.
+known additions since then are counted; so ``admit`` costs microseconds.
 
 ``throttle`` works as Linux's balance_dirty_pages does: with pressure p, which grows from 0 to 1 as
 the undrained bytes go from the low to the high mark, each new file waits p / (1 - p) times as long
@@ -42,7 +42,8 @@ _LOOKED_AT = 256
 50 times a second: with 20,000 open files the daemon did nothing else."""
 
 _ROOM_S = 60.0
-"""How long who can write nowhere else waits for room while nothing is drained or evicted."""
+"""How long a file that can be written nowhere else waits for room while nothing is drained or
+evicted."""
 
 _RATE_MEMORY_S = 5.0
 """How far back the measured rate of draining looks."""
@@ -51,7 +52,7 @@ _RATE_MEMORY_S = 5.0
 class BurstTier:
     """All burst directories of a store. Used from one trio thread; ``work`` is its background work.
 
-    Those who change files say what becomes of each copy (see Ledger): ``begun``, ``dirty``,
+    Parts that change files report the state of each copy (see Ledger): ``begun``, ``dirty``,
     ``clean``, ``gone``, ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
     """
 
@@ -94,7 +95,7 @@ class BurstTier:
         self._waiting = 0
         """How many writers wait for room."""
         self._ahead_waits = False
-        """Whether what is made ahead waits for it."""
+        """Whether a copy that is made ahead waits for it."""
         self.rate = 0.0
         """Bytes per second that drains have come to lately; 0: not known."""
         self._rate_seen = (time.monotonic(), 0)
@@ -165,7 +166,7 @@ class BurstTier:
             self._is_idle = False
             self._upkeep.wake(Work.LOOK_AT_BURST)
 
-    # --- copies that are made ahead of who reads them ---
+    # --- copies that are made ahead of their readers ---
 
     def admit_ahead(self, policy_tier: str, size: int) -> DataServer | None:
         """As ``admit``, for a copy of ``size`` bytes that nobody waits for: only while nobody waits
@@ -217,11 +218,10 @@ class BurstTier:
             self._waiting -= 1
 
     async def make_room(self, size: int, held: Callable[[int], int]) -> None:
-        """A file of so many bytes that can be changed nowhere else is admitted on return, unless
-        others are faster. Waits as long as drains and evictions go on to make room. ``held`` tells
-        of a device how many bytes, but pinned ones, programs have open, which are not waited for.
-        Raises NoSpace, Unavailable.
-        """
+        """Admit a file of so many bytes that can be changed nowhere else, unless others are faster.
+        Waits as long as drains and evictions go on to make room. ``held``: for a device, how many
+        bytes programs have open there, except pinned ones; they are not waited for. Raises NoSpace,
+        Unavailable."""
         until_s, most = 0.0, (-1, 0)
         while not any(device.admits(size, must=True) for device in self.devices.values()):
             usable = [device for device in self.devices.values() if device.usable]
@@ -261,7 +261,7 @@ class BurstTier:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether new files wait for room, or soon will, or what is made ahead does."""
+        """Whether new files wait for room, or soon will, or a copy that is made ahead does."""
         return self._ahead_waits or self.pressure > 0 or bool(self.needs_eviction())
 
     @property
@@ -325,7 +325,7 @@ class BurstTier:
         self._ledger.dirty(copy_id, server, length)
 
     def mirrors(self, copy_id: int, server: int, length: int) -> None:
-        """It is a mirror of what another host has in its burst tier; it stays until that is drained
+        """It is a mirror of a copy in another host's burst tier; it stays until that is drained
         there."""
         self.dirty(copy_id, server, length)
         self._mirrors.add(copy_id)
@@ -336,7 +336,7 @@ class BurstTier:
         return sum(map(self.bytes_of, self._mirrors))
 
     def clean(self, copy_id: int, server: int, length: int) -> None:
-        """It is a copy of what lies on the data servers, by transactions that have returned."""
+        """It is a copy of bytes on the data servers, by transactions that have returned."""
         self._new.pop(copy_id, None)
         self._sole[copy_id] = self.sole_span(copy_id)[0], self._engine.seq
         self._ledger.clean(copy_id, server, length)
@@ -345,17 +345,17 @@ class BurstTier:
         self._look_for_a_crowd()
 
     def sole_span(self, copy_id: int) -> tuple[int, int | None]:
-        """In which states of the metadata it may be all that there is of a file: those after one
-        transaction, up to another one, which has made it a cache (None: there is none). What an
-        earlier mount has left unsaid is supposed of it; other ids may be told here, too."""
+        """In which states of the metadata it may be the only copy of a file: those after one
+        transaction, up to another one, which has made it a cache (None: there is none). Of copies
+        of earlier mounts the worst is assumed; other ids may be asked for here, too."""
         return self._sole.get(copy_id, (0, None))
 
     def bytes_of(self, copy_id: int) -> int:
-        """What the copy takes, as last seen."""
+        """The space that the copy takes, as last seen."""
         return self._ledger.bytes_of(copy_id)
 
     def is_clean(self, copy_id: int) -> bool:
-        """Whether it is there, and a copy of what lies on the data servers."""
+        """Whether it is there, and clean."""
         return self._ledger.is_clean(copy_id)
 
     def evicted(self, copy_id: int) -> None:
@@ -365,7 +365,7 @@ class BurstTier:
             self.devices[known[0]].leaving(copy_id, known[1])
 
     def gone(self, copy_id: int) -> None:
-        """It has been deleted, and its space is free. Other ids, too, may be told here."""
+        """It has been deleted, and its space is free. Other ids are allowed, too."""
         self._ledger.gone(copy_id)
         self._open.pop(copy_id, None)
         self._sole.pop(copy_id, None)
@@ -412,8 +412,7 @@ class BurstTier:
 
     def needs_eviction(self) -> dict[int, int]:
         """How many bytes of clean copies have to go from which device to reach its low mark, or for
-        those who wait for room.
-        """
+        files that wait for room."""
         found: dict[int, int] = {}
         for number, device in self.devices.items():
             count = max(device.excess(), *map(device.lacks, self._lacking), 0)
@@ -499,12 +498,12 @@ class BurstTier:
         return min(_LOOK_MAX_S, max(_LOOK_MIN_S, room / _FILL_RATE))
 
     async def close(self) -> None:
-        """Remove what was made ahead; to be called at an orderly end, after ``stop``."""
+        """Remove copies that were made ahead; to be called at an orderly end, after ``stop``."""
         for spares in self._spares.values():
             await spares.close()
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows."""
+        """Figures for ``aifs status``."""
         return {
             "devices": [device.status() for device in self.devices.values()],
             "throttled_writers": self._waiting + len(self._lacking),

@@ -32,7 +32,8 @@ _WRITTEN = faults.declare(
 )
 
 _LOOK_S = 0.5
-"""How often who waits looks whether the limit has been lifted, or others are in the way still."""
+"""How often a waiting task looks whether the limit has been lifted, or others are in the way still.
+"""
 
 PIECE = 4 << 20
 _SMALL = 256 << 10
@@ -41,9 +42,8 @@ _COLUMN_PIECES_AT_ONCE = 3
 
 
 class Limiter:
-    """Bytes per second for all who share it, 0 for any number. Each waits once, in the order of
-    asking.
-    """
+    """Bytes per second for all that share it, 0 for any number. Each caller waits once, in the
+    order of asking."""
 
     def __init__(self, rate: int, is_lifted: Callable[[], bool] = lambda: False) -> None:
         """``is_lifted`` says whether the limit does not count just now."""
@@ -52,7 +52,7 @@ class Limiter:
         self._free_at = 0.0
 
     def set_rate(self, rate: int) -> None:
-        """From now on; who waits already does so no longer than before."""
+        """From now on; tasks that wait already do so no longer than before."""
         self.rate, self._free_at = rate, 0.0
 
     @property
@@ -83,7 +83,7 @@ class ColumnReader(Protocol):
 
 
 class TargetFails(Exception):
-    """What was to be written to a column could not be."""
+    """Bytes could not be written to a column."""
 
     def __init__(self, error: FsError) -> None:
         super().__init__(error)
@@ -122,8 +122,8 @@ class Mover:
     ) -> None:
         """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need
         the processor more, one piece at a time is moved. ``make_way`` is awaited before each, and
-        may take its time. ``is_urgent`` says whether somebody waits for what is moved. ``buffers``:
-        of the budget, if somebody else has them, too."""
+        may take its time. ``is_urgent`` says whether somebody waits for the bytes. ``buffers``: of
+        the budget, if shared with others."""
         self.moved_bytes = 0
         self.io_priority = io_priority
         self.is_in_the_way = is_in_the_way
@@ -154,7 +154,7 @@ class Mover:
             await self.make_way()
         await self.take(length)
         while self._moving and self.is_in_the_way():
-            with trio.move_on_after(_LOOK_S):  # whoever moves may wait for memory that we hold
+            with trio.move_on_after(_LOOK_S):  # a mover may wait for memory that we hold
                 await self._waiting.park()
         self._moving += 1
 
@@ -276,8 +276,7 @@ class Mover:
     ) -> bool:
         """The loop of all copying: call ``move`` with each of ``pieces``, some at a time. It
         returns how many bytes it has moved; the limit is asked for the second number of a piece.
-        False if ``cancelled`` has been true, be it for a moment: then bytes lack.
-        """
+        False if ``cancelled`` has been true, if only for a moment: then bytes are missing."""
         skipped = False
 
         async def move_one(piece: tuple[int, int]) -> None:
@@ -313,12 +312,10 @@ class Mover:
         cancelled: Callable[[], bool],
         sparse: bool,
     ) -> bool:
-        """Copy all that ``reader`` tells to the object of a column, which has ``length`` bytes
-        then, and is durable. ``sparse``: MiBs of zeros are left out, as it has none yet.
-
-        False if ``cancelled`` has become true meanwhile. Raises what ``reader`` raises; TargetFails
-        for what cannot be written.
-        """
+        """Copy all bytes of ``reader`` to the object of a column, which has ``length`` bytes then,
+        and is durable. ``sparse``: MiBs of zeros are left out, as it has none yet. False if
+        ``cancelled`` has become true meanwhile. Raises the errors of ``reader``; TargetFails for
+        failed writes."""
         ended = False
 
         def pieces() -> Iterator[tuple[int, int]]:

@@ -36,7 +36,7 @@ class ContainerRecords:
         self._shared = SharedCheck(records, self._misplaced)
         self._walk = _Walk()
         self._complete = True
-        """All chunk lists could be read, and lack nothing."""
+        """All chunk lists could be read, and are complete."""
 
     async def container(self, key: bytes, value: bytes) -> None:
         number = keys.number(key)
@@ -61,7 +61,7 @@ class ContainerRecords:
             self._records.drop("stray-record", f"container {number}", detail, key, RECOVERY)
 
     def loose_list(self, oid: int) -> None:
-        """No file has this list; what is left of it counts until it is dropped."""
+        """No file has this list; its rest counts until it is dropped."""
         self._loose.add(oid)
 
     async def chunk_list(self, key: bytes, value: bytes, ino: int | None, certain: bool) -> None:
@@ -96,9 +96,8 @@ class ContainerRecords:
             self._count_live(place)
 
     def _count(self, extents: list[Extent], first: int) -> str:
-        """Note what extents name; returns what is wrong with the first of which the bytes cannot be
-        had.
-        """
+        """Count the bytes that extents name; returns the fault of the first one whose bytes are
+        lost."""
         found = ""
         for number, (length, place, is_shared) in enumerate(extents, first):
             if place is None:
@@ -177,7 +176,7 @@ class ContainerRecords:
         return number in self._live or number in self._undecoded or not self._complete
 
     async def conclude(self) -> None:
-        """Compare what lists name with what the table counts."""
+        """Compare the live bytes of the lists with those of the table."""
         self._end_walk()
         complete = self._complete and not self._shared.hides_places
         for number, record in self._table.items():

@@ -1,6 +1,5 @@
-"""What a check finds: kinds, problems while they are worked on, the report. Imports meta for types
-alone.
-"""
+"""Findings of a check: kinds, problems while they are worked on, the report. Imports meta for types
+alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,17 +59,17 @@ KINDS = {
     "wrong-size": "a size that is not that of the bytes in the inode, or in the burst copy",
     "wrong-type": "a name that tells a wrong type of its inode",
 }
-"""Every kind of finding, with what it means. Kinds once published keep their meaning."""
+"""Every kind of finding, with its meaning. Kinds once published keep their meaning."""
 
 SILENT = ""
-"""The kind of what has to change only because something else is mended; not reported."""
+"""The kind of changes that are due only because something else is mended; not reported."""
 
 Fix = Callable[[Transaction], object]
 """A transaction function that mends one problem. It looks at the records as they are when it runs.
 """
 
 Subject = str | int | tuple[int, bytes]
-"""What a problem is about: a text, an inode, or a name in a directory."""
+"""The subject of a problem: a text, an inode, or a name in a directory."""
 
 RECOVERY, RECORDS, NAMELESS = range(3)
 """When a problem is mended: before recovery would act on it; after that; when all link counts are
@@ -95,11 +94,10 @@ class Problem:
     kind: str
     """One of KINDS, or SILENT."""
     subject: Subject
-    """What it is about."""
     detail: str
-    """What is wrong, for people."""
+    """The fault, for people."""
     fix: Fix | None = None
-    """What mends it; None: it must stay."""
+    """The repair; None: it must stay."""
     stage: int = RECORDS
     """When that may be done: RECOVERY, RECORDS or NAMELESS."""
     where: str = ""
@@ -113,9 +111,8 @@ class Problem:
 
 @dataclass(slots=True)
 class FsckReport:
-    """``counts``: inodes, directories, files, objects, bytes (on the servers), and what recovery
-    did.
-    """
+    """``counts``: inodes, directories, files, objects, bytes (on the servers), and results of
+    recovery."""
 
     findings: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -127,9 +124,8 @@ class FsckReport:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with what is being checked, how much is done, and how much there is
-(estimated).
-"""
+"""Called now and then with the thing that is being checked, how much is done, and how much there is
+(estimated)."""
 
 
 def printable(name: bytes) -> str:

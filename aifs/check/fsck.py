@@ -1,13 +1,17 @@
-"""fsck: check a whole store that nobody uses, and mend what can be mended without guessing.
+"""fsck: check a whole store that nobody uses, and mend it as far as that needs no guessing.
 
 1. The metadata is read: records that are not as they were stored are named, and count as empty from
-   then on, which no record is that holds something. It is judged as it is (``scan``, ``names``),
-   before anything acts on what it says.
-2. What recovery would trip over is mended, and the store is recovered as by a mount. Without leave
-   to mend, a store that recovery would damage further is not recovered.
+then on, which no record is that holds something. It is judged as it is (``scan``, ``names``),
+before anything acts on it.
+
+2. Records that recovery would trip over are mended, and the store is recovered as by a mount.
+Without leave to mend, a store that recovery would damage further is not recovered.
+
 3. The rest of the metadata is mended (``repair``).
+
 4. The objects on the data servers and the burst copies are compared with the inodes (``objects``).
-5. Where it is asked for, all bytes that have checksums are read (``deep``).
+
+5. If asked for, all bytes that have checksums are read (``deep``).
 """
 
 import dataclasses
@@ -33,8 +37,8 @@ from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store, open_store, set_clean
 from aifs.upkeep import scrub_state
+from aifs.upkeep.moves import Strays
 from aifs.upkeep.scrub_state import Findings
-from aifs.upkeep.strays import Strays
 from aifs.vfs.recovery import Recovered, load_copies, recover
 
 _BATCH = 2048
@@ -48,14 +52,15 @@ def check(
     deep: bool = False,
     force: bool = False,
 ) -> FsckReport:
-    """Check the store, which must not be mounted; with ``repair`` mend it, durably when this
-    returns. Blocks.
+    """Check the store, which must not be mounted; with ``repair`` mend it, durably on return.
+    Blocks.
 
-    ``deep``: also read all files that have checksums, and compare. ``force``: whoever has claimed
-    the store is dead, so it is taken over, which waits for some seconds. A store that was not
-    closed in order is recovered, also without ``repair``, as the next mount would do. Raises
-    StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot be
-    changed.
+    ``deep``: also read all files that have checksums, and compare. ``force``: the host that has
+    claimed the store is dead, so it is taken over, which waits for some seconds. A store that was
+    not closed in order is recovered, also without ``repair``, as the next mount would do.
+
+    Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot
+    be changed.
     """
     return trio.run(
         _check, config, repair, deep, force, progress or (lambda what, done, total: None)
@@ -120,7 +125,8 @@ async def _check_store(
 
 
 async def _recover(store: Store, report: FsckReport) -> list[Problem]:
-    """What a mount does first; its counts go to the report. Returns what stood in the way."""
+    """Recover the store, as a mount does first; the counts go to the report. Returns the problem
+    that prevented it."""
     upkeep = Upkeep()  # which does nothing here
     backup = Backup(store.config, store.uuid, store.engine, store.servers, upkeep)
     tier = BurstTier(
@@ -128,7 +134,7 @@ async def _recover(store: Store, report: FsckReport) -> list[Problem]:
     )
     collector = Collector(store.engine, store.servers, backup, tier, upkeep, store.role)
     try:
-        await backup.load(read_only=True)  # what it may refer to is left to the next mount
+        await backup.load(read_only=True)  # its references are left to the next mount
         recovered = Recovered()
         await recover(store, tier, collector, recovered)
         findings = Findings()
@@ -183,7 +189,7 @@ async def _find_damaged(engine: Engine) -> dict[bytes, Problem]:
 
 
 def _read(tx: ReadTransaction, start: bytes) -> tuple[bytes | None, str]:
-    """The last key of a batch, None at the end; and what is wrong with the record there."""
+    """The last key of a batch, None at the end; and the fault of the record there."""
     key = None
     try:
         for key, _ in tx.range(start, _LAST, _BATCH):

@@ -177,7 +177,7 @@ class NameCheck:
             self._records.drop("name-index", (parent, name), detail, key)
 
     def _may_restore(self, parent: int, name: bytes, dentry: Dentry) -> bool:
-        """Whether the inode lacks just this name: then its dentry is what has been lost."""
+        """Whether just this name of the inode is missing: then its dentry has been lost."""
         table = self._table
         row, directory = table.find(dentry.ino), table.find(parent)
         if NONE in (row, directory) or not is_name(name) or not table.may_hold_names(directory):

@@ -1,9 +1,9 @@
-"""The check of the data servers: every object against the inode it names, every file for objects
-that lack.
+"""The check of the data servers: every object against the inode it names, every file for missing
+objects.
 
 Runs after recovery, and reads inodes as they are then. A file with a dirty mark may differ (I3 of
-docs/design/metadata.md), and objects may be longer than the file calls for (I4). What blocks runs
-in the servers' workers.
+docs/design/metadata.md), and objects may be longer than the file calls for (I4). Calls that block
+run in the servers' workers.
 """
 
 from bisect import bisect_left
@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 from aifs.check import repair
 from aifs.check.findings import Fix, Problem, Progress
+from aifs.check.records import Records
 from aifs.check.scan import MetadataScan
 from aifs.check.table import NONE, UNREADABLE
 from aifs.core.errors import FsError
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
+from aifs.files.chunk_users import User, users_of
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunk_lists, chunks, keys, shared, sharing
+from aifs.meta import chunks, keys, sharing
 from aifs.meta.chunks import Container
 from aifs.meta.degraded import put_unread
 from aifs.meta.kv import ReadTransaction
@@ -50,7 +52,7 @@ class ObjectCheck:
         self._servers = store.servers
         self._scan = scan
         self._table = scan.records.table
-        self._containers = _ContainerObjects(store, scan)
+        self._containers = _ContainerObjects(store, scan.records)
         self._progress = progress
         self._orphans: list[tuple[DataServer, Problem, Key]] = []
         """Objects that nothing refers to: server, problem, and (inode, oid)."""
@@ -58,9 +60,9 @@ class ObjectCheck:
         self._expected = 0
         """How many objects there have to be."""
         self.problems: list[Problem] = []
-        """What has been found; complete when ``run`` returns."""
+        """The findings; complete when ``run`` returns."""
         self.counts = dict.fromkeys(("inodes", "directories", "files", "objects", "bytes"), 0)
-        """Of what has been looked at, by kind; complete when ``run`` returns."""
+        """Counts of all that was looked at, by kind; complete when ``run`` returns."""
 
     async def run(self) -> None:
         await self._records.for_each(*keys.all_of(b"i"), self._expect)
@@ -87,7 +89,7 @@ class ObjectCheck:
                 problem.where = await self._view(self._table.path, problem.subject)
         self.problems += self._containers.problems
 
-    # --- what must be there ---
+    # --- objects that must be there ---
 
     async def _expect(self, key: bytes, value: bytes) -> None:
         if len(key) != len(keys.inode(0)):
@@ -107,7 +109,7 @@ class ObjectCheck:
         self._table.objects[row] = count
         self._expected += count
 
-    # --- what is there ---
+    # --- objects that are there ---
 
     async def _check_server(self, server: DataServer) -> None:
         listing = server.list_objects()
@@ -233,12 +235,11 @@ class ObjectCheck:
             return False  # the server cannot be listed either
         return (ino, oid) not in found
 
-    # --- what is found ---
+    # --- findings ---
 
     async def _lacking(self, inode: Inode, server: DataServer, lack: Lack) -> None:
-        """A column is missing or short. What that means for a protected file depends on the
-        others.
-        """
+        """A column is missing or short. The meaning of that for a protected file depends on the
+        others."""
         layout = inode.objects
         assert layout is not None
         if layout.is_protected:
@@ -282,9 +283,8 @@ class ObjectCheck:
     # --- repair ---
 
     async def move_orphans_aside(self) -> None:
-        """Move orphan objects to their server's lost+found, durably on return. What cannot be moved
-        stays.
-        """
+        """Move orphan objects to their server's lost+found, durably on return. Objects that cannot
+        be moved stay."""
         for server in {server.id: server for server, _, _ in self._orphans}.values():
             problems = [problem for owner, problem, _ in self._orphans if owner is server]
             orphans = [key for owner, _, key in self._orphans if owner is server]
@@ -302,13 +302,11 @@ class ObjectCheck:
 class _ContainerObjects:
     """Reads the table as it is when ``expect`` is called, which is after recovery and repairs."""
 
-    def __init__(self, store: Store, scan: MetadataScan) -> None:
+    def __init__(self, store: Store, records: Records) -> None:
         self._servers = store.servers
-        self._records = scan.records
-        self._user_of = scan.user
+        self._records = records
         self._table: dict[int, _Expected] = {}
         self._ends: dict[int, _Cut] = {}
-        self._shared: dict[bytes, Location] = {}  # by digest, of those that are lost
         self.problems: list[Problem] = []
 
     async def expect(self) -> None:
@@ -334,14 +332,22 @@ class _ContainerObjects:
         return True
 
     async def conclude(self, listed: Collection[int]) -> None:
-        """Name what is missing or short on the servers ``listed``, and the files that have lost
-        bytes.
-        """
+        """Name missing and short columns on the servers ``listed``, and the files that have lost
+        bytes."""
         for number, expected in self._table.items():
             self._judge(number, expected, listed)
-        if self._ends:
-            await self._records.for_each(*keys.all_of(b"h"), self._lost_shared)
-            await self._records.for_each(*keys.all_of(b"l"), self._losses)
+        if not self._ends:
+            return
+        lost: dict[int, list[User]] = {}
+        for user in await users_of(self._records.engine, self._ends, self._is_cut):
+            lost.setdefault(user.ino, []).append(user)
+        for ino, users in lost.items():
+            first, *others = sorted(users, key=lambda user: user.first)
+            chunks_ = f"bytes {first.first} to {first.last}"
+            if others:
+                chunks_ += f", and {len(others)} more chunks up to byte {others[-1].last},"
+            detail = f"inode {ino}: {chunks_} lay in {self._ends[first.container].path}"
+            self.problems.append(Problem("lost-chunk", ino, detail))
 
     def _judge(self, number: int, expected: "_Expected", listed: Collection[int]) -> None:
         wrong: list[tuple[str, int, str]] = []
@@ -364,42 +370,6 @@ class _ContainerObjects:
             else:
                 self._ends[number] = _Cut(readable, path)
             self.problems.append(Problem(kind, path, f"{server.name}: {detail}", fix, where=path))
-
-    def _lost_shared(self, key: bytes, value: bytes) -> None:
-        digest = keys.shared_digest(key)
-        try:
-            place = shared.decode_shared(digest, value).place
-        except FsError:
-            return  # named already
-        if self._is_cut(place):
-            self._shared[digest] = place
-
-    def _losses(self, key: bytes, value: bytes) -> None:
-        oid, first = keys.chunk_list_parts(key)
-        ino = self._user_of(oid)
-        try:
-            if ino is None:
-                return
-            own = any(share[0] in self._ends for share in chunk_lists.decode_shares(value))
-            if not own and not self._shared:
-                return
-            extents = chunk_lists.decode_list(value)[1]
-            places = [self._shared.get(e.digest) if e.shared else e.place for e in extents]
-        except FsError:
-            return  # named already
-        lost = [
-            (index, self._ends[place.container].path)
-            for index, place in enumerate(places, first)
-            if place is not None and self._is_cut(place)
-        ]
-        if lost:
-            first, last = lost[0][0], lost[-1][0]
-            numbers = (
-                f"chunk {first}" if len(lost) == 1 else f"{len(lost)} chunks from {first} to {last}"
-            )
-            self.problems.append(
-                Problem("lost-chunk", ino, f"inode {ino}: {numbers} lay in {lost[0][1]}")
-            )
 
     def _is_cut(self, place: Location) -> bool:
         cut = self._ends.get(place.container)
@@ -425,9 +395,8 @@ class _Expected:
         )
 
     def readable(self) -> int:
-        """How many of the first bytes can be told by what is there. Columns of which nothing is
-        known count as whole.
-        """
+        """How many of the first bytes are known by the objects that are there. Columns that were
+        not listed count as whole."""
 
         def is_lost(size: int) -> bool:
             missing = self.unread
@@ -439,7 +408,7 @@ class _Expected:
 
 
 class _Cut(NamedTuple):
-    """A container of which only the first ``length`` bytes can be told."""
+    """A container of which only the first ``length`` bytes are left."""
 
     length: int
     path: str
@@ -466,7 +435,7 @@ def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
 def judge(
     inode: Inode, unread: int, lacks: list[Lack]
 ) -> Iterator[tuple[Lack, str, str, Fix | None]]:
-    """What each lack means for a protected file: kind of finding, detail, what mends it."""
+    """The meaning of each lack for a protected file: kind of finding, detail, repair."""
     layout = inode.objects
     assert layout is not None
     mask = sum(1 << lack.column for lack in lacks)

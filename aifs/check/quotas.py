@@ -23,7 +23,7 @@ class QuotaCheck:
         self._counted: set[bytes] = set()
         """The keys of the counters that there are."""
         self._is_unfinished = False
-        """Some are still being given to what lies below."""
+        """Some are still being given to the files below."""
         self._moved: list[tuple[bytes, Quota, int]] = []
         """Those that name a wrong quota above them, with their keys and the right one."""
         self._last = FIRST_PROJECT - 1

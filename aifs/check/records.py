@@ -145,14 +145,14 @@ KINDS = (
 """All kinds that are checked record by record, in the order in which they are."""
 
 UNCHECKED = b"Scj"
-"""Kinds that are not: the superblock, counters, and what background jobs keep."""
+"""Kinds that are not: the superblock, counters, and records of background jobs."""
 
 Judge = Callable[[bytes, Any], Awaitable[None] | None]
 """Called with the key, and the decoded record, or its value if its kind has no decoder."""
 
 
 class Records:
-    """The records of a store that nobody changes, and what is known of them.
+    """The records of a store that nobody changes, and all that is known of them.
 
     All checks of the metadata share one: its table of inodes, the servers and hosts of the store,
     and the problems that they find.
@@ -296,7 +296,7 @@ class Records:
                 await waiting
 
     def _owner_lacks(self, kind: RecordKind, key: bytes) -> tuple[Subject, str] | None:
-        """The subject and the text, if the owner is not what it has to be."""
+        """The subject and the text of a problem with the owner, if there is one."""
         ino = int.from_bytes(key[1:9], "big")
         row = NONE if kind.owner is Belongs.NOBODY else self.table.find(ino)
         if kind.owner is Belongs.DIRECTORY and (row == NONE or not self.table.may_hold_names(row)):

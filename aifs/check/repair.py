@@ -2,7 +2,8 @@
 nothing else.
 
 Each may run where it, or others, have run before: a repair that was interrupted is just started
-again. What has lost its name gets one in /lost+found; nothing that holds bytes is ever removed.
+again. An inode that has lost its name gets one in /lost+found; nothing that holds bytes is ever
+removed.
 """
 
 import os
@@ -55,7 +56,7 @@ def share(tx: Transaction, oid: int, inos: Iterable[int], named: int) -> None:
 
 
 def clear_trashed(tx: Transaction, ino: int) -> None:
-    """It has a name, so it is not in the trash; its entry, and what is counted of that, goes."""
+    """It has a name, so it is not in the trash; its entry goes, and is not counted any more."""
     inode = namespace.get_inode(tx, ino)
     with suppress(FsError):
         trash.drop(tx, restoring.entry_of(tx, ino))
@@ -163,7 +164,7 @@ def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> in
     return fresh_id(tx)
 
 
-# --- what has lost its name or its inode ----------------------------------------------------------
+# --- lost names and inodes ------------------------------------------------------------------------
 
 
 def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> None:

@@ -40,13 +40,13 @@ class SharedCheck:
         """By row, how many extents name it."""
         self._bad: dict[bytes, str] = {}  # digests of chunks that cannot be read, and why
         self._unreadable: dict[bytes, str] = {}
-        """By digest, what is wrong with records that cannot be read."""
+        """By digest, the faults of records that cannot be read."""
         self.hides_places = False
         """Whether extents name chunks that may lie anywhere, as their records are missing or wrong.
         """
 
     def record(self, key: bytes, value: bytes) -> Location | None:
-        """Returns the chunk's place if the record tells one."""
+        """Returns the chunk's place, if it can be read."""
         digest = keys.shared_digest(key)
         self._beginnings.append(_beginning(digest))
         self._digests += digest

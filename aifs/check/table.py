@@ -1,4 +1,4 @@
-"""What the check remembers of all inodes: a few numbers each, in columns. Does no I/O.
+"""The memory of the check: a few numbers of each inode, in columns. Does no I/O.
 
 About 60 bytes per inode, so that a million of them take 60 MB; records are read, judged and
 dropped.

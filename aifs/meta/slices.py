@@ -1,6 +1,13 @@
 """Walking a range of records, a slice of it in each view, so that no view takes long."""
 
-from aifs.meta.kv import ReadTransaction
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import trio
+
+from aifs.core.loop_share import LoopShare
+from aifs.meta import keys
+from aifs.meta.kv import Engine, ReadTransaction
 
 SLICE = 512
 """Records that are looked at in one go, where each takes microseconds."""
@@ -15,3 +22,45 @@ def read_slice(
     limit = limit or SLICE
     records = list(tx.range(start, end, limit))
     return records, records[-1][0] + b"\0" if len(records) == limit else b""
+
+
+class Walk:
+    """An asynchronous iterator over what a view finds in all records of a kind.
+
+    Others run between slices. It may be given up at any item; one task uses it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        kind: bytes,
+        read: Callable[..., tuple[Iterable[Any], bytes]] = read_slice,
+        *args: Any,
+        start: bytes = b"",
+        share: LoopShare | None = None,
+    ) -> None:
+        """``read``: called in a view with the beginning and the end of a range, and ``args``;
+        returns items, and where the next slice starts (b"": nowhere). ``start``: the first key,
+        if not that of the kind. ``share``: requests go before the next slice."""
+        first, self._end = keys.all_of(kind)
+        self._engine = engine
+        self._start = start or first
+        self._read = read
+        self._args = args
+        self._share = share
+        self._items: list[Any] = []
+        """Items that have not been returned yet, the next one last."""
+
+    def __aiter__(self) -> "Walk":
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._items:
+            if not self._start:
+                raise StopAsyncIteration
+            found = await self._engine.view(self._read, self._start, self._end, *self._args)
+            self._items, self._start = list(found[0])[::-1], found[1]
+            await trio.lowlevel.checkpoint()
+            if self._share is not None:
+                await self._share.give_way()
+        return self._items.pop()

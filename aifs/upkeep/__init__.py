@@ -1,2 +1,2 @@
-"""What is done in the background for a store: making room, deleting, compacting, scrubbing,
-rebuilding."""
+"""Background work of a store: making room, deleting, compacting, scrubbing, rebuilding, moving old
+files, adding and removing servers."""

@@ -1,16 +1,16 @@
 """Files that nobody has used for long move to another class of data servers, or are compressed, in
 the background.
 
-The rule of a directory (``user.aifs.age``, core/aging.py) holds for all that lies below, up to the
-next directory that has one. It is looked up when a pass meets a file, so it holds for what was
-there before, too. A file moves as a whole, by laying it out anew (relayout): who reads it goes on,
-and a file that is changed meanwhile stays. It has the protection that it had, or stays. Nothing
-moves back by itself: a file that is written anew is a new one, and goes where new files go.
+The rule of a directory (``user.aifs.age``, core/aging.py) holds for all files below, up to the next
+directory that has one. It is looked up when a pass meets a file, so it holds for older files, too.
+A file moves as a whole, by laying it out anew (relayout): programs read on, and a file that is
+changed meanwhile stays. It keeps the protection that it had, or stays. Nothing moves back by
+itself: a file that is written anew is a new one, and goes where new files go.
 
 Striped files move. One that is to be compressed moves into containers, where chunks have codecs and
-checksums of their own. Those that lie in containers stay: they are small, and share their objects
-with others, or have been compressed. So do files with several names, of which nobody knows where
-they are.
+checksums of their own. Files in containers stay: they are small, and share their objects with
+others, or have been compressed. So do files with several names, because nobody knows where they
+are.
 """
 
 import time
@@ -38,11 +38,10 @@ from aifs.layout.striped import Striped
 from aifs.meta import degraded, keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_inode
-from aifs.meta.slices import read_slice
+from aifs.meta.slices import Walk, read_slice
 from aifs.store.ids import IdAllocator
-from aifs.upkeep.compressing import Compressing
-from aifs.upkeep.mending import FileSubject
-from aifs.upkeep.relayout import Relayout
+from aifs.upkeep.passes import Results
+from aifs.upkeep.relayout import Compressing, FileSubject, Relayout
 
 _log = logger(__name__)
 
@@ -85,10 +84,8 @@ class Aging:
         movers = io.sets.movers(self._mover)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
         self._compressing = Compressing(io, ids, containers, collector, movers)
-        self._left = 0
-        """How many files the last pass has left where they are, though they are old enough."""
-        self._reason = ""
-        """Why, of one of them."""
+        self._last = Results("some old files stay where they are for now")
+        """Of the last pass: files that are old enough, and stay where they are."""
 
     # --- rules ---
 
@@ -132,31 +129,20 @@ class Aging:
     async def work(self) -> float:
         """Move all that is old enough; in how many seconds to look again."""
         rules = await self._engine.view(_read_rules)
-        left, self._left, reason, self._reason = self._left, 0, self._reason, ""
+        self._last = self._last.following()
         if not rules:
             return _INTERVAL_S
         classes = {server.id: server.storage_class for server in self._servers.capacity()}
         above: dict[int, AgeRule | None] = {ino: rule for ino, rule in rules.items()}
-        start, end = keys.all_of(b"i")
-        while start:
-            now_ns = time.time_ns()
-            found, start = await self._engine.view(_find_aged, start, end, above, classes, now_ns)
-            for aged in found:
-                await self._try(aged)
-            await self._upkeep.share.give_way()
-            await trio.lowlevel.checkpoint()
-        if self._left and (left, reason) == (0, ""):
-            _log.info("%d old files stay where they are for now: %s", self._left, self._reason)
+        asked = above, classes, time.time_ns()
+        async for aged in Walk(self._engine, b"i", _find_aged, *asked, share=self._upkeep.share):
+            try:
+                await self._move(aged)
+            except (NotFound, Stale):
+                pass  # it has been deleted
+            except FsError as error:
+                await self._last.fail(self._engine, aged.ino, aged.oid, str(error))
         return _INTERVAL_S
-
-    async def _try(self, aged: Aged) -> None:
-        try:
-            await self._move(aged)
-        except (NotFound, Stale):
-            pass  # it has been deleted
-        except FsError as error:
-            self._left += 1
-            self._reason = str(error)
 
     async def _move(self, aged: Aged) -> None:
         """Raises Unavailable, NoSpace if it stays though nobody uses it."""
@@ -185,13 +171,13 @@ class Aging:
                 await self._io.inodes.release(file)
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows."""
+        """Figures for ``aifs status``."""
         return {
             "files": self._relayout.files + self._compressing.files,
             "compressed_files": self._compressing.files,
             "bytes": self._mover.moved_bytes,
-            "left_files": self._left,
-            "reason": self._reason,
+            "left_files": self._last.failing,
+            "reason": self._last.failed[0].reason if self._last.failed else "",
         }
 
 
@@ -237,9 +223,8 @@ def _find_aged(
     classes: Mapping[int, str],
     now_ns: int,
 ) -> tuple[list[Aged], bytes]:
-    """The files of a slice of the inodes that are to move, and where the next slice starts (empty:
-    there is none). ``above``: what is known of directories; more gets known.
-    """
+    """The files of a slice of the inodes that are to move, and where the next slice starts (b"":
+    nowhere). ``above``: rules by directory, as far as they are known; more are added."""
     found = []
     records, following = read_slice(tx, start, end, _SLICE)
     for key, value in records:

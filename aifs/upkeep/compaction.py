@@ -1,5 +1,5 @@
-"""Compaction: what is alive in a container that is mostly dead moves to another one, so that its
-space comes back.
+"""Compaction: live chunks of a container that is mostly dead move to another one, so that its space
+comes back.
 
 For each batch of chunks: they are copied as they are stored, and made durable; one transaction
 points the chunk lists that still name the old places to the new ones, or, of shared chunks, their
@@ -26,7 +26,7 @@ from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, decode_list
 from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
-from aifs.meta.slices import read_slice
+from aifs.meta.slices import Walk, read_slice
 from aifs.movers.movers import Movers
 
 _log = logger(__name__)
@@ -70,9 +70,8 @@ class Compaction:
         self._above = above
         self._seal_above = seal_above
         self._left: set[int] = set()
-        """Containers that this mount does not try again: damaged, or alive by a count that is
-        wrong.
-        """
+        """Containers that this mount does not try again: damaged ones, or with a wrong count of
+        live bytes."""
 
     async def work(self) -> float:
         """Compact; in how many seconds to do it again."""
@@ -80,18 +79,14 @@ class Compaction:
         return INTERVAL_S
 
     async def compact(self) -> None:
-        """One pass over all containers. What cannot be moved stays, with a line in the log."""
+        """One pass over all containers. A container that cannot be moved stays, with a line in the
+        log."""
         self._containers.files.forget()
         await self._containers.leave_servers()
-        start, end = keys.all_of(b"t")
-        while start:
-            candidates, start = await self._engine.view(
-                _mostly_dead, start, end, self._above, self._seal_above
-            )
-            await self._share.give_way()
-            for container, record in candidates.items():
-                if container not in self._left:
-                    await self._try(container, record)
+        asked = self._above, self._seal_above
+        async for item in Walk(self._engine, b"t", _mostly_dead, *asked, share=self._share):
+            if item[0] not in self._left:
+                await self._try(*item)
 
     async def evacuate(self, container: int) -> bool:
         """Move all that is alive in a container to others, on servers that are in use; then it is
@@ -152,9 +147,8 @@ class Compaction:
             await self._move(batch, slots)
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
-        """Where its chunks go: to the same servers, which somebody may have asked for, or if that
-        cannot be to any, of their class if possible.
-        """
+        """Where its chunks go: to the same servers, which somebody may have asked for, else to any,
+        of their class if possible."""
         if self._containers.is_usable(layout):
             return (layout,)
         redundancy, storage_class = redundancy_of(layout), self._servers.class_of(layout.servers)
@@ -184,23 +178,19 @@ class Compaction:
 
 def _mostly_dead(
     tx: ReadTransaction, start: bytes, end: bytes, above: float, seal_above: int
-) -> tuple[dict[int, Container], bytes]:
-    """Containers of one slice of the table that are worth it, and where the next slice starts
-    (empty: none).
+) -> tuple[list[tuple[int, Container]], bytes]:
+    """Containers of one slice of the table that are worth it, with their records, and where the
+    next slice starts (empty: none).
     """
-    found = {}
+    found = []
     records, following = read_slice(tx, start, end)
     for key, value in records:
         with suppress(Unavailable):  # damaged: fsck names it
             record = chunks.decode_container(value)
-            if _is_worth_it(record, above):
-                found[keys.number(key)] = record
-    worth_it = {
-        number: record
-        for number, record in found.items()
-        if record.length - record.live > seal_above or not _is_open(tx, number)
-    }
-    return worth_it, following
+            number, has_room = keys.number(key), record.length - record.live <= seal_above
+            if _is_worth_it(record, above) and not (has_room and _is_open(tx, number)):
+                found.append((number, record))
+    return found, following
 
 
 def _is_worth_it(record: Container, above: float) -> bool:

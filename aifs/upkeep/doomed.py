@@ -1,9 +1,10 @@
 """Trees that have been removed at one stroke, and the background work that takes them apart.
 
 Removing the name of a tree costs one transaction (meta/dooming.py); nobody finds the tree by name
-from then on, and space comes back as this part gets on. What programs have open below goes on until
-it is closed. Who is still in the tree by way of a working directory or an open one finds the top
-empty, and the rest until its turn comes; what is made there meanwhile is removed, too.
+from then on, and space comes back as this part gets on. Files that programs have open below go on
+until they are closed. A program that is still in the tree, by a working directory or an open one,
+finds the top empty, and the rest until its turn comes; files that are made there meanwhile are
+removed, too.
 """
 
 from collections import Counter
@@ -42,12 +43,9 @@ _EMPTIED = faults.declare("vfs.doomed.emptied", "some names of a doomed director
 
 
 class DoomedTrees:
-    """Takes trees, and empties them in ``work``. The names of those are known to
-    nobody.
-
-    Objects go by way of the collector, so they are deleted only after the transaction that made
-    them garbage is durable (I5).
-    """
+    """Takes trees, and empties them in ``work``. Their names are known to nobody. Objects go by way
+    of the collector, so they are deleted only after the transaction that made them garbage is
+    durable (I5)."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class DoomedTrees:
         on_gone: Callable[[int], None],
         kernel: Kernel,
     ) -> None:
-        """``on_gone``: told of directories that are doomed, and of files that have lost their
+        """``on_gone`` is called with directories that are doomed, and files that have lost their
         last name."""
         self._engine = engine
         self._io = io
@@ -82,29 +80,27 @@ class DoomedTrees:
         self._on_gone = on_gone
         self._kernel = kernel
         self.emptying = trio.Lock()
-        """Held by whoever takes trees apart."""
+        """Held by the task that takes trees apart."""
 
     async def load(self) -> None:
-        """What earlier mounts have left."""
+        """Take over the trees that earlier mounts have left."""
         for ino, doomed in await self._engine.view(dooming.all_doomed):
             self.follow(ino, doomed)
 
     def follow(self, ino: int, doomed: dooming.Doomed | None) -> None:
-        """This is what the record of a doomed directory says; None: there is none any
-        more.
-        """
+        """The record of a doomed directory is this one now; None: it is gone."""
         if doomed is None and ino in self.directories:
             self._finish(ino, self.directories[ino])
         elif doomed is not None and doomed.maker is None and ino not in self.directories:
             self._add(ino, doomed.tree)
 
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """Remove the directory ``name`` with all that lies below it; its inode as it is now. It
-        goes to the trash, if there is one for it.
+        """Remove the directory ``name`` with all that lies below it; returns its inode. It goes to
+        the trash, if there is one for it.
 
-        The name is gone when this returns, and stays so as after an rmdir. Who owns the top of a
-        tree may remove it whole, whoever owns what lies below. Raises NotFound, NotADirectory,
-        AccessDenied, NotPermitted.
+        The name is gone on return, and stays so as after an rmdir. The owner of the top of a tree
+        may remove it, even if others own files below. Raises NotFound, NotADirectory, AccessDenied,
+        NotPermitted.
         """
         inode = await self._engine.transact(
             _doom, parent, name, caller, clock.kernel_ns(), self._rules.remover(caller)
@@ -135,9 +131,7 @@ class DoomedTrees:
         self._on_gone(ino)
 
     def holds(self, ino: int) -> bool:
-        """Whether this directory is doomed itself, so that nobody shall see what is left in
-        it.
-        """
+        """Whether this directory is doomed itself: nobody shall see the names left in it."""
         return ino in self.directories
 
     def status(self) -> dict[str, Any]:

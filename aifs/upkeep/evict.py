@@ -44,7 +44,7 @@ class Evictor:
         self._paused_until_s = -math.inf  # by trio's clock
 
     async def work(self) -> float:
-        """Evict what the tier needs."""
+        """Make the room that the tier needs."""
         if (left_s := self._paused_until_s - trio.current_time()) > 0:
             return left_s
         while self._tier.needs_eviction():
@@ -61,8 +61,8 @@ class Evictor:
         return done
 
     async def make_room_ahead(self, size: int, kept: Container[int]) -> bool:
-        """Drop copies for one of ``size`` bytes that nobody waits for, if that takes none of those
-        ``kept``. Whether there will be room, once those that were dropped are deleted."""
+        """Drop copies for one of ``size`` bytes that nobody waits for, if none of those ``kept``
+        has to go. Whether there will be room, once the dropped ones are deleted."""
         lacking = self._tier.lacks_ahead(size)
         if lacking is None:
             return False
@@ -98,14 +98,13 @@ class Evictor:
         return needing
 
     async def evict_copies(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
-        """Drop those of these copies that can be; how many. ``mapped``: also what programs have
-        mapped.
-        """
+        """Drop those of these copies that can be; how many. ``mapped``: also those that programs
+        have mapped."""
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.table.recall(ino)}
         needed = await self._needs.find(closed)
         asked = {copy_id: ino for copy_id, ino in closed.items() if copy_id not in needed}
-        # From here on nobody opens them: what is opened and closed may have been mapped meanwhile.
+        # From here on nobody opens them: one that was opened and closed may be mapped now.
         with self._io.table.opening(*asked.values()) as claimed:
             asked = {copy_id: ino for copy_id, ino in asked.items() if ino in claimed}
             used = set() if mapped else await self._find_mapped(asked)
@@ -138,9 +137,8 @@ class Evictor:
         return found
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``needed_files``: whose copies stayed, as ``Needs``
-        says.
-        """
+        """Figures for ``aifs status``. ``needed_files``: those whose copies stayed, as ``Needs``
+        says."""
         return {
             "evicted_files": self._evicted,
             "needed_files": sum(map(self._tier.is_clean, self._needs.copies)),

@@ -1,14 +1,16 @@
-"""Making files whole again from their clean burst copies, where the data servers cannot tell all
-bytes.
+"""Clean burst copies of files: making files whole from them, where the data servers have lost
+bytes, and verifying them.
 
-Nothing is written to objects: the copy becomes the file again, as if somebody had opened it for
-writing (docs/design/burst.md), in one transaction, and the usual drain brings it to servers that
-work, under the file's policy. What is left of its objects is garbage. Before that the copy is read,
-and compared with the file's checksums; where there are none, the clean copy is trusted if it has
-the file's length.
+A wrong copy is dropped, since the file is whole without it.
+
+To make a file whole, nothing is written to objects: the copy becomes the file again, as if a
+program had opened it for writing (docs/design/burst.md), in one transaction, and the usual drain
+brings it to servers that work, under the file's policy. The rest of its objects is garbage. Before
+that the copy is read, and compared with the file's checksums; where there are none, the clean copy
+is trusted if it has the file's length.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -28,14 +30,21 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.layout.placement import DRAINING, LOST
-from aifs.meta import keys, sharing
-from aifs.meta.kv import Engine
+from aifs.meta import namespace, sharing
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
 from aifs.meta.server_uses import scan_endangered
-from aifs.upkeep.judging import Judgement, judge_copy
+from aifs.meta.slices import Walk
+from aifs.movers.movers import Movers
+from aifs.upkeep.evict import Evictor
+from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts, judge_copy
 from aifs.upkeep.scrub_state import Findings
+from aifs.upkeep.scrubbing import Lost, ScrubResult
 
 _log = logger(__name__)
+
+_SEEN_AT_ONCE = 16  # records of files
+_SMALL = 1 << 20  # bytes of a file that is compared together with others
 
 
 class RestoreOutcome(Enum):
@@ -86,18 +95,12 @@ class FromCopies:
         if gone <= self._rescued_from:
             return
         busy = False
-        start, end = keys.all_of(b"b")
-        while start:
-            inos, start = await self._engine.view(scan_endangered, start, end, gone)
-            for ino in inos:
-                try:
-                    busy |= await self.restore(ino) is RestoreOutcome.BUSY
-                except (
-                    FsError
-                ) as error:  # a damaged record, or no room in the metadata: others can be restored
-                    _log.info("inode %d cannot be restored from its burst copy: %s", ino, error)
-                    busy = True
-            await trio.lowlevel.checkpoint()
+        async for ino in Walk(self._engine, b"b", scan_endangered, gone):
+            try:
+                busy |= await self.restore(ino) is RestoreOutcome.BUSY
+            except FsError as error:  # a damaged record, or no room: others can be restored
+                _log.info("inode %d cannot be restored from its burst copy: %s", ino, error)
+                busy = True
         if not busy and not leaving:
             self._rescued_from = gone
 
@@ -107,12 +110,12 @@ class FromCopies:
         if ino:
             inos = set(await self._engine.view(sharing.users, oid)) or {ino}
         else:
-            inos = {user.ino for user in await users_of(self._engine, oid)}
+            inos = {user.ino for user in await users_of(self._engine, {oid})}
         return bool(inos) and await self.restore_each(inos, 0 if ino else oid) == inos
 
     async def restore_each(self, inos: Iterable[int], container: int = 0) -> set[int]:
-        """Restore these, who have lost bytes in a ``container``, if one is named; those that are
-        restored. Nothing is appended to that any more."""
+        """Restore these files, which have lost bytes in a ``container``, if one is named; returns
+        those that are restored. Nothing is appended to that container any more."""
         if container:
             await self._containers.retire(lambda other, _: other == container)
         return {ino for ino in sorted(inos) if await self.restore(ino) is RestoreOutcome.RESTORED}
@@ -157,9 +160,8 @@ class FromCopies:
                 return RestoreOutcome.NOTHING
             file.changes += 1
             try:
-                with trio.CancelScope(
-                    shield=True
-                ):  # who writes next relies on that all of it is done (B6)
+                # The next writer relies on that all of it is done (B6).
+                with trio.CancelScope(shield=True):
                     await self._io.burst.leave_capacity(file)
             except FsError as error:
                 _log.info("inode %d cannot be restored from its burst copy: %s", inode.ino, error)
@@ -189,14 +191,122 @@ class FromCopies:
         return (inode.copy.id, inode.oid) in self._useless
 
     def look_again(self) -> None:
-        """What could not be read may be readable now."""
+        """Copies that could not be read may be readable now."""
         self._useless.clear()
         self._rescued_from = frozenset()
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows."""
+        """Figures for ``aifs status``."""
         return {"restored_files": self._files}
 
 
 def _has_gone(server: DataServer) -> bool:
     return server.standing == LOST or (server.standing == DRAINING and bool(server.absent))
+
+
+# --- verifying ----------------------------------------------------------------------------------
+
+
+class CopyScrubber:
+    """Used from one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        movers: Movers,
+        evictor: Evictor,
+        throttle: Callable[[int], Awaitable[None]],
+        piece: Callable[[], int],
+        give_way: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``throttle``, ``piece``, ``give_way``: as of Scrubber."""
+        self._engine = engine
+        self._movers = movers
+        self._evictor = evictor
+        self._throttle = throttle
+        self._piece = piece
+        self._give_way = give_way
+
+    async def find_right(self, inos: Sequence[int]) -> set[int]:
+        """Those of many files whose copies are right, as far as that is known, or which have none.
+        The others are left to ``scrub``."""
+        right = set[int]()
+        for first in range(0, len(inos), _SEEN_AT_ONCE):
+            some = inos[first : first + _SEEN_AT_ONCE]
+            asked = dict[int, CopyRange]()
+            seen = await self._engine.view(_see_small, some, min(self._piece(), _SMALL))
+            for ino, copy in zip(some, seen, strict=True):
+                if isinstance(copy, CopyRange):
+                    asked[ino] = copy
+                elif copy:
+                    right.add(ino)
+            if asked:
+                answers = await self._movers.carry_out(compare, list(asked.values()))
+                assert answers is not None  # nothing cancels it
+                right.update(
+                    ino
+                    for ino, answer in zip(asked, answers, strict=True)
+                    if answer is not Judgement.WRONG
+                )
+                await self._throttle(sum(copy.size for copy in asked.values()))
+            await self._give_way()
+        return right
+
+    async def scrub(self, ino: int, found: ScrubResult, repair: bool) -> bool:
+        """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has
+        been dropped.
+        """
+        inode = await self._engine.view(namespace.find_inode, ino)
+        if inode is None or inode.copy is None or not _is_cached(inode):
+            return False
+        judgement = await judge_copy(
+            self._engine, self._movers, inode, self._throttle, self._piece()
+        )
+        if judgement is not Judgement.WRONG or not await self._is_same(inode):
+            return False
+        found.flaws += 1
+        if any(lost.ino == ino for lost in found.lost):
+            return False  # neither is whole
+        if repair and await self._evictor.evict(ino):
+            found.repaired += 1
+            return True
+        reason = (
+            f"its burst copy has other bytes, and is {'in use' if repair else 'left'}; the "
+            "data servers have the right ones"
+        )
+        found.lost.append(
+            Lost(ino, inode.oid, 0, inode.size, (inode.copy.server,), reason, for_good=False)
+        )
+        return False
+
+    async def _is_same(self, before: Inode) -> bool:
+        """Whether the copy has been clean all the time: a program that changes it makes it the file
+        first."""
+        inode = await self._engine.view(namespace.find_inode, before.ino)
+        return inode is not None and (inode.copy, inode.oid, inode.layout) == (
+            before.copy,
+            before.oid,
+            before.layout,
+        )
+
+
+def _is_cached(inode: Inode) -> bool:
+    """Whether the file has a clean copy."""
+    return inode.copy is not None and not inode.in_burst and inode.layout is not None
+
+
+def _see_small(tx: ReadTransaction, inos: Sequence[int], limit: int) -> list[CopyRange | bool]:
+    """The range to compare of each file; True: nothing, as it has no clean copy; False: it has more
+    than ``limit`` bytes, or damaged records, or no checksums."""
+    found: list[CopyRange | bool] = []
+    for ino in inos:
+        try:
+            inode = namespace.find_inode(tx, ino)
+            if inode is None or inode.copy is None or not _is_cached(inode):
+                found.append(True)
+                continue
+            parts = find_parts(tx, inode, 0) if inode.size <= limit else ()
+            found.append(CopyRange(inode.copy, inode.size, parts) if parts else False)
+        except FsError:
+            found.append(False)
+    return found

@@ -1,8 +1,8 @@
-"""Whether all columns of object sets have the bytes that they should have, told by the servers
-alone: what a scrub has carried out wherever there is room for it (see movers).
+"""Whether all columns of object sets have the bytes that they should have, judged by the servers
+alone: the part of a scrub that is carried out wherever there is room for it (see movers).
 
-Where something is not right, or cannot be read, this says no more than where. Whoever knows the
-metadata looks there again, and decides what that means (scrubbing).
+If something is not right, or cannot be read, the answer says no more than where. The scrub, which
+knows the metadata, looks there again (scrubbing).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +45,11 @@ class ObjectRange(NamedTuple):
     digests: bytes = b""
     """The checksums of a file from ``start`` on, for all its windows; b"": it has none."""
     known: Known = NOTHING
-    """Of a container: what the windows before ``start`` have told."""
+    """Of a container: the results of the windows before ``start``."""
 
 
 class Inspected(NamedTuple):
-    """What came of a range."""
+    """The result of a range."""
 
     read_bytes: int
     """From all columns together."""
@@ -57,12 +57,12 @@ class Inspected(NamedTuple):
     """All before it has been read, and is right but for ``wrong``."""
     wrong: Sequence[int] = ()
     """Where windows begin that are not right. The first one of a container ends the work, at
-    ``next``: what follows depends on it."""
+    ``next``, because the following ones depend on it."""
     excess: bool = False
-    """Whether an object is longer than it should be, which is looked for with the end of a
-    protected file."""
+    """Whether an object is longer than it should be; only looked for with the end of a protected
+    file."""
     known: Known = NOTHING
-    """Of a container: what the window that begins at ``next`` has to know."""
+    """Of a container: as ``ObjectRange.known``, for the window that begins at ``next``."""
 
     @property
     def is_right(self) -> bool:
@@ -72,7 +72,7 @@ class Inspected(NamedTuple):
 def inspection_of(
     servers: Servers, buffers: BudgetedBuffers, objects: SetRecord, unread: int
 ) -> Inspection:
-    """As scrubs use it: whoever looks again sees the same windows. To be closed."""
+    """As scrubs use it, so that a second look sees the same windows. To be closed."""
     ino, oid, layout, size = objects
     step = STEP if ino else 2 * STRIPE
     return Inspection(
@@ -83,7 +83,7 @@ def inspection_of(
 async def inspect(
     ranges: Sequence[ObjectRange], tools: MakingTools, cancelled: Callable[[], bool] = never
 ) -> Sequence[Inspected] | None:
-    """What came of each range, in order; None if ``cancelled`` has become true meanwhile."""
+    """The result of each range, in order; None if ``cancelled`` has become true meanwhile."""
     found: dict[int, Inspected] = {}
     following = iter(enumerate(ranges))
 

@@ -1,8 +1,7 @@
-"""Whether clean burst copies of files have the bytes that the checksums of what is on the data
-servers say.
+"""Whether clean burst copies of files have the bytes of which the data servers have the checksums.
 
 The checksums are looked up here, for some MiB of a file at a time; the bytes are read and compared
-wherever there is room for it (see movers), by those who know no more than that.
+wherever there is room for it (see movers), with no other knowledge.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,8 +29,8 @@ _ALIGNED = 256 << 10  # memory is taken in multiples of this
 
 
 class Judgement(Enum):
-    """On a clean burst copy: its bytes are those that the checksums say; no; there are no checksums
-    of all of them, but it is as long as the file; it cannot be read now."""
+    """On a clean burst copy: its bytes have the checksums; they do not; there are no checksums of
+    all of them, but it is as long as the file; it cannot be read now."""
 
     RIGHT = auto()
     WRONG = auto()
@@ -52,7 +51,7 @@ async def compare(
     copies: Sequence[CopyRange], tools: MakingTools, cancelled: Callable[[], bool] = never
 ) -> Sequence[Judgement] | None:
     """Whether each copy has its file's length, and bytes with these checksums; UNTOLD is never
-    said. None if ``cancelled`` has become true meanwhile."""
+    returned. None if ``cancelled`` has become true meanwhile."""
     found = []
     for asked in copies:
         if cancelled():
@@ -92,9 +91,8 @@ async def judge_copy(
     throttle: Callable[[int], Awaitable[None]] | None = None,
     piece: int = COPIES_PIECE,
 ) -> Judgement:
-    """Compare the clean burst copy of a file with the checksums of what is on the data servers. One
-    that is missing is wrong. ``piece``: how many bytes together; ``throttle`` is awaited with those
-    of each piece."""
+    """Compare the clean burst copy of a file with the file's checksums. A missing one is wrong.
+    ``piece``: how many bytes together; ``throttle`` is awaited with those of each piece."""
     assert inode.copy is not None
     at, is_told = 0, True
     while is_told:

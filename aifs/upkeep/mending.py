@@ -1,8 +1,8 @@
-"""Bringing one object set to where and what it should be: subjects of moves, and what is due of
-each.
+"""Bringing one object set to the servers and the form that it should have: moves of its columns, or
+laying it out anew.
 
-What is due is looked up when its turn comes, so whoever queues an object set need not know more
-than its name.
+All that is due is looked up when its turn comes, so that callers need to know no more than its
+name.
 """
 
 from collections.abc import Callable, Set
@@ -18,15 +18,13 @@ from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
 from aifs.files.needs import missing
-from aifs.files.open_inode import OpenInode
-from aifs.files.transitions import alone
 from aifs.layout.placement import ACTIVE
-from aifs.meta import degraded, forms, moves
+from aifs.meta import degraded, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.moves import ColumnMover, NoTarget, Result
-from aifs.upkeep.relayout import Relayout
+from aifs.upkeep.relayout import FileSubject, Relayout
 
 
 class Outcome(Enum):
@@ -35,58 +33,6 @@ class Outcome(Enum):
     BUSY = (
         auto()
     )  # it is being changed, or read by programs past us, or a server is not ready for it
-
-
-class FileSubject:
-    """A striped file, as it is while we hold a handle on its in-core state."""
-
-    def __init__(self, io: FileIO, engine: Engine, file: OpenInode) -> None:
-        self.file = file
-        self._engine = engine
-        self._io = io
-        self.see()
-
-    async def digests(self) -> bytes:
-        return (await self._engine.view(forms.describe_objects, self.file.inode.oid))[1]
-
-    async def live(self) -> None:
-        return None
-
-    def see(self) -> None:
-        """What it is now is what it was from now on."""
-        file = self.file
-        self._seen: tuple[object, ...] | None = (
-            file.changes,
-            file.objects,
-            file.inode.oid,
-            file.inode.layout,
-        )
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it may change in place without our knowing, or is read where it lies now."""
-        return self.file.marked or self.file.on_object
-
-    def is_unchanged(self) -> bool:
-        file = self.file
-        if self.is_busy or self._seen != (
-            file.changes,
-            file.objects,
-            file.inode.oid,
-            file.inode.layout,
-        ):
-            self._seen = None  # for good: whoever has seen it has left out a part of the work
-        return self._seen is not None
-
-    async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
-        async with alone([self.file]):
-            if not self.is_unchanged():
-                return False
-            done = await self._io.transitions.move_column(self.file, before, column, server, unread)
-            if done:
-                self.see()
-                self._io.table.overtake_objects(before.oid, but=self.file)
-            return done
 
 
 class ContainerSubject:
@@ -101,7 +47,7 @@ class ContainerSubject:
         return b""
 
     async def live(self) -> tuple[tuple[int, int], ...]:
-        users = await users_of(self._engine, self._container)
+        users = await users_of(self._engine, {self._container})
         return tuple((user.start, user.end) for user in users)
 
     def is_unchanged(self) -> bool:
@@ -128,7 +74,7 @@ class Mender:
         relayout: Relayout,
         on_damage: Callable[[int, int, int], None],
     ) -> None:
-        """``on_damage``: told of columns that are found to be wrong, as oid, ino, column."""
+        """``on_damage`` is called with columns that are found to be wrong: oid, ino, column."""
         self._engine = engine
         self._servers = servers
         self._io = io
@@ -147,14 +93,13 @@ class Mender:
         )
 
     def waiting(self) -> frozenset[int]:
-        """Servers that are in use and given up: what is not protected there can only wait for
-        them.
-        """
+        """Servers that are in use and given up: files that are not protected there can only wait
+        for them."""
         return frozenset(server.id for server in self._servers.capacity() if server.given_up)
 
     async def mend(self, ino: int, oid: int) -> Outcome:
-        """Do all that is due of the object set. Raises NoSpace, Unavailable where some of it cannot
-        be done; Untold if that is because nobody can tell its bytes."""
+        """Do all that is due of the object set. Raises NoSpace, Unavailable if some of it cannot be
+        done; Untold if that is because nobody knows its bytes."""
         if ino == 0:
             return await self._mend_container(oid)
         try:
@@ -175,7 +120,7 @@ class Mender:
         file = self._io.table.open.get(ino)
         if file is None:
             return await self._engine.view(_see, ino, oid, self.staying())
-        # A column must not be made anew before those who read the open file are told.
+        # A column must not be made anew before the readers of the open file know.
         return await self._io.transitions.view(file, _see, ino, oid, self.staying())
 
     async def _mend_file(self, subject: FileSubject, oid: int) -> Outcome:
@@ -205,9 +150,8 @@ class Mender:
         return outcome if seen.due else Outcome.BUSY
 
     async def _protect(self, subject: FileSubject, objects: SetRecord) -> bool:
-        """Whether a plain file is what its policy asks for on return; not if it was changed
-        meanwhile.
-        """
+        """Return whether a plain file has the protection of its policy now; not if it was changed
+        meanwhile."""
         capacity, inode = self._io.capacity, subject.file.inode
         if not capacity.redundancy(inode).is_protected:
             await self._forget(objects.oid)
@@ -226,7 +170,7 @@ class Mender:
         if seen.objects is None:
             return False
         if self.staying().issuperset(seen.objects.layout.servers):
-            return False  # what does not work now may do so later
+            return False  # a server that does not work now may do so later
         storage_class = self._servers.class_of(seen.objects.layout.servers)
         layout = self._io.capacity.place(subject.file.inode, storage_class=storage_class)
         if layout.tolerates < seen.objects.layout.tolerates:
@@ -288,9 +232,7 @@ class Mender:
 
 
 class _Seen(NamedTuple):
-    """What is on record of an object set; ``due``: columns that have to be made anew, or to
-    move.
-    """
+    """The records of an object set; ``due``: columns that have to be made anew, or to move."""
 
     objects: SetRecord | None
     unread: int = 0

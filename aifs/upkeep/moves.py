@@ -7,6 +7,8 @@ layout name the new server instead of the old; then the old object is a stray an
 that is wrong, on a server that works, is made anew in its place; nobody reads it until its mark is
 gone, in the same one transaction. Whatever fails or is overtaken by a change before that
 transaction leaves the object set as it was, and a stray.
+
+The record of a stray goes only when the object is durably deleted.
 """
 
 from collections import Counter
@@ -20,9 +22,12 @@ import trio
 from aifs.burst.making import ColumnMaking, Made, carry_out
 from aifs.burst.transfer import TargetFails
 from aifs.core import faults
-from aifs.core.errors import FsError, NoSpace
+from aifs.core.errors import FsError, NoSpace, Unavailable
+from aifs.core.log import logger
+from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.objects.cached_reads import object_name
+from aifs.data.objects.object_set import delete_batch
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.objects.settled import InObjects
 from aifs.data.server import DataServer
@@ -30,10 +35,14 @@ from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate
 from aifs.layout.striped import Striped
 from aifs.meta import moves
-from aifs.meta.kv import Engine
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord, Stray
 from aifs.movers.movers import Movers
-from aifs.upkeep.strays import Strays
+from aifs.store.backup import Backup
+
+_log = logger(__name__)
+
+_BATCH = 256  # strays that are deleted together
 
 _RECORDED = faults.declare(
     "vfs.move.recorded", "a stray is on record durably, its object has not been made"
@@ -41,33 +50,140 @@ _RECORDED = faults.declare(
 _MADE = faults.declare(
     "vfs.move.made", "a column is whole and durable, the metadata does not know it"
 )
+_DELETED = faults.declare("vfs.move.deleted", "stray objects are deleted, their records are not")
 _FLIPPED = faults.declare(
     "vfs.move.flipped", "a column is read from its new place, the old object is a stray"
 )
+
+
+class Strays:
+    """Objects that may lie on servers where no layout names them, and wait to be deleted. Used from
+    one trio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        backup: Backup,
+        upkeep: Upkeep,
+        on_swept: Callable[[], None],
+    ) -> None:
+        """``on_swept``: called when some have been deleted."""
+        self._engine = engine
+        self._backup = backup
+        self._upkeep = upkeep
+        self._on_swept = on_swept
+        self._servers = servers
+        self._waiting: dict[tuple[int, int], Stray] = {}  # by oid and server
+        self._failed: dict[int, int] = {}
+        """By server, how many could not be deleted at the last try."""
+        self._sweeping = trio.Lock()
+
+    def __contains__(self, place: tuple[int, int]) -> bool:
+        """Whether an object of this oid may lie on this server still: then it is no place for a new
+        one.
+        """
+        return place in self._waiting
+
+    def on(self, server: int) -> int:
+        """How many wait to be deleted from a server."""
+        return sum(number == server for _, number in self._waiting)
+
+    def add(self, stray: Stray) -> None:
+        """Nobody needs it any more; its record is there."""
+        self._waiting[stray.oid, stray.server] = stray
+        self._upkeep.wake(Work.STRAYS)
+
+    async def work(self) -> float:
+        """Delete them; in how many seconds to try the rest again."""
+        return RETRY_S if await self.sweep() else NEVER_S
+
+    async def load(self) -> int:
+        """Take over the strays that an earlier mount has left on record; how many that are."""
+        found, stale = await self._engine.view(_read_strays)
+        if stale:
+            await self._engine.transact(moves.forget_strays, stale)
+        for stray in found:
+            self.add(stray)
+        return len(found)
+
+    async def sweep(self, urgent: bool = False) -> int:
+        """Delete them, where that is possible; how many are left. Those of a lost server go without
+        that.
+
+        Raises NoSpace or Unavailable if the metadata store cannot be changed.
+        """
+        async with self._sweeping:
+            waiting = list(self._waiting.values())
+            if not waiting:
+                return 0
+            seq = self._engine.seq
+            await self._engine.barrier(seq)  # they are strays for good
+            if not await self._backup.covered(seq, urgent):
+                return len(waiting)
+            by_server: dict[int, list[Stray]] = {}
+            for stray in waiting:
+                by_server.setdefault(stray.server, []).append(stray)
+            for server, strays in by_server.items():
+                for start in range(0, len(strays), _BATCH):
+                    await self._delete(server, strays[start : start + _BATCH])
+            return len(self._waiting)
+
+    async def _delete(self, server: int, strays: list[Stray]) -> None:
+        doomed = {stray.oid: (stray.ino, Striped(1, (server,))) for stray in strays}
+        failed = await delete_batch(self._servers, doomed)
+        faults.reach(_DELETED)
+        deleted = [stray for stray in strays if stray.oid not in failed]
+        await self._engine.transact(moves.forget_strays, deleted)
+        for stray in deleted:
+            del self._waiting[stray.oid, stray.server]
+        if deleted:
+            self._on_swept()
+        if failed and len(failed) != self._failed.get(server):
+            _log.info(
+                "%d objects that have moved elsewhere stay for now: %s",
+                len(failed),
+                next(iter(failed.values())),
+            )
+        self._failed[server] = len(failed)
+
+
+def _read_strays(tx: ReadTransaction) -> tuple[list[Stray], list[Stray]]:
+    """Those to be deleted, and records that are none: the layout names the server."""
+    found: list[Stray] = []
+    stale: list[Stray] = []
+    for stray in moves.load_strays(tx):
+        try:
+            objects = moves.find_objects(tx, stray.ino, stray.oid)
+        except Unavailable:
+            continue  # nobody can tell, so nothing is deleted
+        named = objects is not None and stray.server in objects.layout.servers
+        (stale if named else found).append(stray)
+    return found, stale
 
 
 class Subject(Protocol):
     """Whose objects they are, in core: a file, or a container."""
 
     async def digests(self) -> bytes:
-        """The checksums of all MiBs of a file; b"" of what has none."""
+        """The checksums of all MiBs of a file; b"" if it has none."""
 
     async def live(self) -> tuple[tuple[int, int], ...] | None:
-        """Where in a container the chunks are that files need; None of a file."""
+        """Where in a container the live chunks are; None of a file."""
 
     def is_unchanged(self) -> bool:
-        """Whether nobody has changed the bytes, or is about to, since this was made; False for good
-        once it is. Does not suspend."""
+        """Whether nobody has changed the bytes, or is about to, since this was made; once False,
+        for good. Does not suspend."""
 
     async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
-        """The object of the column is whole on ``server``: from now on it is read there, unless it
-        is not what it was (see meta.moves.flip). Whether that is on record."""
+        """The object of the column is whole on ``server``: from now on it is read there, unless the
+        object set has changed (see meta.moves.flip). Whether that is on record."""
 
 
 class Result(Enum):
     MOVED = auto()
     CHANGED = auto()  # meanwhile, or is changing
-    PENDING = auto()  # no server may take it before what an earlier move has left there is deleted
+    PENDING = auto()  # no server may take it before leftovers of an earlier move are deleted
 
 
 class NoTarget(NoSpace):
@@ -99,7 +215,7 @@ class ColumnMover:
         must not be read.
 
         Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
-        can tell what belongs into it, NoTarget, NoSpace or Unavailable if no server takes it.
+        knows its bytes, NoTarget, NoSpace or Unavailable if no server takes it.
         """
         failed: dict[int, FsError] = {}
         while True:
@@ -144,7 +260,7 @@ class ColumnMover:
         return None
 
     def _usable(self, here: int) -> list[Candidate]:
-        """Servers that work and may have what is on ``here``: those of its class, and those for new
+        """Servers that work and may take columns of ``here``: those of its class, and those for new
         files."""
         return [
             candidate

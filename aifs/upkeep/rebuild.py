@@ -1,17 +1,17 @@
 """Rebuild, in the background: columns that are missing or wrong, servers that are left or lost,
 files to be protected.
 
-Work goes in *rounds*. A round counts what is due, then walks the same records again, in slices of
-keys, and hands each object set to a worker; what cannot be done now (the file is being changed, a
-server fails) is left for a later round. All that is done is on record in the object sets
-themselves, so a round that a crash or a remount ends is just begun anew: what has been done costs
-it one look.
+Work goes in *rounds*. A round counts the object sets that are due, then walks the same records
+again, and hands each one to a worker; those that cannot be mended now (the file is being changed, a
+server fails) are left for a later round. All results are on record in the object sets themselves,
+so a round that a crash or a remount ends is just begun anew: an object set that is mended costs it
+one look.
 """
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
@@ -27,17 +27,18 @@ from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.layout.placement import ACTIVE, LOST
-from aifs.meta import keys, moves, paths
+from aifs.meta import moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Due, SetRecord
+from aifs.meta.slices import Walk
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.mending import Mender, Outcome
-from aifs.upkeep.moves import ColumnMover
+from aifs.upkeep.moves import ColumnMover, Strays
+from aifs.upkeep.passes import Results
 from aifs.upkeep.relayout import Relayout
-from aifs.upkeep.strays import Strays
 
 _log = logger(__name__)
 
@@ -48,20 +49,10 @@ _RETRY_S, _RETRY_MAX_S = 2.0, 120.0
 _SCAN_SHARE = 100
 _QUIET_S = 0.1  # after the last file was opened for writing
 _REST_S = 0.03  # of a worker after each piece, while somebody writes
-_FAILED_MAX = 1000
-
-
-class Failed(NamedTuple):
-    """An object set of which something cannot be done."""
-
-    ino: int
-    oid: int
-    path: str
-    reason: str
 
 
 class _Left:
-    """What is due: columns and bytes, altogether and by the server that they have to leave."""
+    """Columns and bytes that are due, altogether and by the server that they have to leave."""
 
     def __init__(self, servers: Iterable[int] = ()) -> None:
         self.objects = self.length = 0
@@ -106,7 +97,7 @@ class Rebuild:
             self.limiter,
             priority,
             make_way=self._make_way,
-            is_urgent=lambda: True,  # what lacks protection should not wait for an idle processor
+            is_urgent=lambda: True,  # missing protection should not wait for an idle processor
         )
         movers = io.sets.movers(self.mover)
         columns = ColumnMover(engine, servers, self.strays, movers, self._moved)
@@ -118,31 +109,21 @@ class Rebuild:
         self._damage = damage
         self._share = upkeep.share
         self._retry_s = _RETRY_S
-        """Until what failed is tried again; doubled each time."""
-        self._handed_out = (
-            0  # what ``damage.asked`` was when degraded object sets were last handed out
-        )
-        self._settled = -1  # what it was when a round that found nothing began
+        """Seconds until failed object sets are tried again; doubled each time."""
+        self._handed_out = 0
+        """The count ``damage.asked`` when degraded object sets were last handed out."""
+        self._settled = -1
+        """The same when a round that found nothing began."""
         self._left: _Left | None = None
-        """What there was to do when it was last counted; None: nobody has."""
+        """The work that was left at the last count; None: nobody has counted."""
         self._standing: dict[int, str] = {}  # of the servers, when ``_left`` was counted
         self._scan_at_s = 0.0
         """When files on servers that have to be left are looked for again, by trio's clock."""
         self._active: dict[int, int] = {}  # oid to ino
         self._news = trio.Event()
         """Set, and replaced, at the end of each round."""
-        self._failed: list[Failed] = []
-        """What the last round could not mend, at most _FAILED_MAX of it."""
-        self._failing = 0
-        """How many that were."""
-        self._round_failed: list[Failed] = []
-        """The same of the round that is under way."""
-        self._round_failing = 0
-        """And how many these are."""
-        self._round_done = 0
-        """How many object sets it has mended."""
-        self._round_busy = 0
-        """How many have to wait."""
+        self._last = self._now = Results("some columns cannot be rebuilt or moved for now")
+        """Of the last round; and of the one that is under way."""
         self._columns = 0
         """How many columns have been made since the mount."""
         self._began_s = time.monotonic()
@@ -150,7 +131,7 @@ class Rebuild:
         self._began_bytes = 0
         """The bytes that had been moved then."""
 
-    # --- what is to be done ---
+    # --- requests ---
 
     def look(self) -> None:
         """A server's standing has changed."""
@@ -192,19 +173,19 @@ class Rebuild:
                 break
             self._retry_s = _RETRY_S
             await trio.lowlevel.checkpoint()
-        if not (self._round_busy or self._round_failing):
+        if not (self._now.busy or self._now.failing):
             self._retry_s = _RETRY_S
             return _LOOK_S
         retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MAX_S)
         return retry_s
 
     async def _round(self) -> bool:
-        """Whether anything was done: then there should be another one."""
+        """One round. Whether anything was done: then there should be another one."""
         asked, self._settled = self._damage.asked, -1
         self._handed_out = asked
         await self._take_reports()
         await self._from_copies.rescue()
-        self._round_failed, self._round_failing, self._round_done, self._round_busy = [], 0, 0, 0
+        self._now = self._last.following()
         left = await self._count()
         if left.objects:
             failure: FsError | None = None
@@ -223,9 +204,9 @@ class Rebuild:
             self._settled = asked
             for server in self._servers.capacity():
                 server.is_back = server.is_back and self.strays.on(server.id) > 0
-        self._failed, self._failing = self._round_failed, self._round_failing
+        self._last = self._now
         self._tell()
-        return self._round_done > 0
+        return self._now.done > 0
 
     async def _take_reports(self) -> None:
         while (report := self._damage.first()) is not None:
@@ -238,14 +219,12 @@ class Rebuild:
 
     def _swept(self) -> None:
         self._tell()
-        # There may be a place again for what had none, and a server that is back may be in order.
-        if self._round_busy or any(server.is_back for server in self._servers.capacity()):
+        # Columns that had no place may have one, and a server that is back may be in order.
+        if self._now.busy or any(server.is_back for server in self._servers.capacity()):
             self._damage.due()
 
     async def _hand_out(self, send: trio.MemorySendChannel, due: Due) -> None:
-        if (
-            self._damage.asked != self._handed_out
-        ):  # what is wrong comes before what only has to leave
+        if self._damage.asked != self._handed_out:  # wrong columns come before those that only move
             self._handed_out = self._damage.asked
             await self._take_reports()
             await self._show(partial(self._give, send), b"q", moves.scan_degraded)
@@ -257,7 +236,7 @@ class Rebuild:
             await send.send((due.ino, due.oid))
 
     async def _count(self) -> "_Left":
-        """See what is due."""
+        """Count the object sets that are due."""
         standing = self._standing_now()
         leaving = [number for number, state in standing.items() if state != ACTIVE]
         left = _Left(leaving)
@@ -277,9 +256,8 @@ class Rebuild:
         return left
 
     async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
-        """Show what the records call for: degraded object sets first, then those on servers that
-        are to be left.
-        """
+        """Show the object sets that are due by the records: degraded ones first, then those on
+        servers that are to be left."""
         await self._show(see, b"q", moves.scan_degraded)
         staying = self._mender.staying()
         if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
@@ -300,14 +278,10 @@ class Rebuild:
         *args: Any,
     ) -> int:
         count = 0
-        start, end = keys.all_of(kind)
-        while start:
-            found, start = await self._engine.view(scan, start, end, _SLICE, *args)
-            count += len(found)
-            for due in found:
-                await see(due)
-                await self._share.give_way()
-            await trio.lowlevel.checkpoint()
+        async for due in Walk(self._engine, kind, scan, _SLICE, *args):
+            count += 1
+            await see(due)
+            await self._share.give_way()
         return count
 
     async def _work(self, receive: trio.MemoryReceiveChannel, left: "_Left") -> None:
@@ -315,12 +289,12 @@ class Rebuild:
             try:
                 outcome = await self._mend(ino, oid)
             except FsError as error:
-                await self._fail(ino, oid, str(error))
+                await self._now.fail(self._engine, ino, oid, str(error))
             else:
                 if outcome is Outcome.BUSY:
-                    self._round_busy += 1
+                    self._now.busy += 1
                 else:
-                    self._round_done += 1
+                    self._now.done += 1
                     left.objects -= 1
             finally:
                 del self._active[oid]
@@ -333,16 +307,6 @@ class Rebuild:
             if await self._from_copies.restore_users(ino, oid):
                 return Outcome.GONE
             raise
-
-    async def _fail(self, ino: int, oid: int, reason: str) -> None:
-        if (
-            not self._round_failing and not self._failing
-        ):  # what follows until all is well again would say much the same
-            _log.info("some columns cannot be rebuilt or moved for now: %s", reason)
-        self._round_failing += 1
-        if len(self._round_failed) < _FAILED_MAX:
-            path = await self._engine.view(paths.describe, ino) if ino else f"container {oid}"
-            self._round_failed.append(Failed(ino, oid, path, reason))
 
     async def _make_way(self) -> None:
         if (
@@ -359,7 +323,7 @@ class Rebuild:
                 before.layout.servers[column], before.layout.object_length(column, before.size)
             )
 
-    # --- what is said of it ---
+    # --- figures ---
 
     async def news(self) -> None:
         """Wait until ``idle`` or ``left`` may say something else: a round has ended, or objects are
@@ -393,13 +357,11 @@ class Rebuild:
         columns, length = self._left.servers[server]
         found = self._servers.find(server)
         if found is not None and found.is_gone and found.standing != LOST:
-            return columns, length  # what is left behind there can only be deleted when it is back
+            return columns, length  # leftovers there can only be deleted when it is back
         return columns + self.strays.on(server), length
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``left_objects``: files and containers of which something is
-        due.
-        """
+        """Figures for ``aifs status``. ``left_objects``: files and containers that are due."""
         left = self._left or _Left()
         elapsed = max(time.monotonic() - self._began_s, 0.001)
         rate = (self.mover.moved_bytes - self._began_bytes) / elapsed if left.objects else 0
@@ -414,8 +376,8 @@ class Rebuild:
             "relaid_files": self._relayout.files,
             "rate": round(rate),
             "estimate_s": round(left.length / rate, 1) if rate and left.length else None,
-            "failing_objects": self._failing,
-            "failed": [failed._asdict() for failed in self._failed],
+            "failing_objects": self._last.failing,
+            "failed": [failed._asdict() for failed in self._last.failed],
             "servers": {number: self.left(number) for number in left.servers},
         }
 

@@ -1,36 +1,82 @@
-"""Laying a striped file out anew: new objects, on other servers or with another redundancy, replace
-the ones it has.
+"""Laying a striped file out anew: on other servers, with another redundancy, or compressed.
 
 So a plain file gets the protection that its policy asks for (it was written in place, or stored
-while there were too few servers), and a file leaves a server though it lies on all there are. As in
-a drain, what is made is garbage on record until one transaction has the file consist of it; a file
-that changes meanwhile stays as it is.
+while there were too few servers), a file leaves a server though it lies on all there are, and an
+old file moves to another class of servers, or into containers, whose chunks may be compressed. As
+in a drain, the new objects are garbage on record until one transaction has the file consist of
+them, and appended chunks count from then on; a file that changes meanwhile stays as it is.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
 
 from aifs.burst.making import Made, Making, NewObjects
 from aifs.core import faults
+from aifs.core.errors import FsError
+from aifs.data.containers.pieces import FileSource
+from aifs.data.objects.settled import InObjects
+from aifs.files.collector import Collector
+from aifs.files.containers import LISTED_AT_ONCE, Containers, StoredFiles
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
-from aifs.files.transitions import Flip
+from aifs.files.transitions import Flip, alone
+from aifs.layout.interleaved import CHUNK, Interleaved
 from aifs.layout.striped import Striped
+from aifs.meta import forms
+from aifs.meta.kv import Engine
+from aifs.meta.moves import SetRecord
 from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(
     "vfs.relayout.copied", "new objects hold the bytes durably, they are on record as garbage"
 )
+_COMPRESSED = faults.declare(
+    "vfs.compress.copied", "containers hold all chunks durably, the file still has its objects"
+)
 
 
-class Subject(Protocol):
-    """See mending.FileSubject."""
+class FileSubject:
+    """A striped file, as it is while we hold a handle on its in-core state."""
 
-    file: OpenInode
+    def __init__(self, io: FileIO, engine: Engine, file: OpenInode) -> None:
+        self.file = file
+        self._engine = engine
+        self._io = io
+        self.see()
 
-    def is_unchanged(self) -> bool: ...
+    async def digests(self) -> bytes:
+        return (await self._engine.view(forms.describe_objects, self.file.inode.oid))[1]
 
-    def see(self) -> None: ...
+    async def live(self) -> None:
+        return None
+
+    def see(self) -> None:
+        """Changes are those from now on."""
+        self._seen: tuple[object, ...] | None = self._now()
+
+    def _now(self) -> tuple[object, ...]:
+        file = self.file
+        return file.changes, file.objects, file.inode.oid, file.inode.layout
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether programs may change it in place unseen, or read it where it lies now."""
+        return self.file.marked or self.file.on_object
+
+    def is_unchanged(self) -> bool:
+        if self.is_busy or self._seen != self._now():
+            self._seen = None  # for good: a caller that has seen it has left out a part of the work
+        return self._seen is not None
+
+    async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
+        async with alone([self.file]):
+            if not self.is_unchanged():
+                return False
+            done = await self._io.transitions.move_column(self.file, before, column, server, unread)
+            if done:
+                self.see()
+                self._io.table.overtake_objects(before.oid, but=self.file)
+            return done
 
 
 class Relayout:
@@ -44,11 +90,10 @@ class Relayout:
         self._movers = movers
         self._spare = spare
 
-    async def lay_out(self, subject: Subject, layout: Striped) -> bool:
-        """Whether the file is laid out so on return; not if it was changed meanwhile.
+    async def lay_out(self, subject: FileSubject, layout: Striped) -> bool:
+        """Return whether the file has this layout now; not if it was changed meanwhile.
 
-        Raises Unavailable if bytes of it cannot be told, or are not those that were stored;
-        NoSpace.
+        Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
         """
         file, inode = subject.file, subject.file.inode
         target = NewObjects(inode.ino, await self._ids.take(), layout)
@@ -72,4 +117,67 @@ class Relayout:
         if done:
             subject.see()
             self.files += 1
+        return done
+
+
+class Compressing:
+    """Lays files out anew as compressed chunks. Used from one trio thread."""
+
+    def __init__(
+        self,
+        io: FileIO,
+        ids: IdAllocator,
+        containers: Containers,
+        collector: Collector,
+        movers: Movers,
+    ) -> None:
+        self.files = 0
+        self._io = io
+        self._ids = ids
+        self._containers = containers
+        self._collector = collector
+        self._movers = movers
+
+    async def compress(self, subject: FileSubject, slots: Sequence[Striped], level: int) -> bool:
+        """Return whether the file lies in containers with layouts of ``slots`` now; not if it was
+        changed meanwhile. ``level``: of zstd; chunks that it does not make smaller stay as they
+        are.
+
+        Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
+        """
+        inode = subject.file.inode
+        origin, oid = await self._io.capacity.describe(inode), await self._ids.take()
+        if not subject.is_unchanged():
+            return False
+        assert isinstance(origin, InObjects)  # it is striped
+        source = FileSource(inode.ino, oid, inode.size, origin, Interleaved(CHUNK), level)
+        try:
+            async with self._containers.append([source], slots, self._movers) as stored:
+                faults.reach(_COMPRESSED)
+                done = await self._become(subject, source, stored)
+        except FsError:
+            if subject.is_unchanged():
+                raise
+            return False  # its bytes are others, or lie elsewhere
+        if done:
+            subject.see()
+            self.files += 1
+        return done
+
+    async def _become(self, subject: FileSubject, source: FileSource, stored: StoredFiles) -> bool:
+        """Have the file consist of what is stored, unless it has been changed."""
+        [extents] = stored.lists
+        is_long, done = len(extents) > LISTED_AT_ONCE, False
+        try:
+            if is_long:  # no transaction should take long
+                await self._containers.list_extents(source.oid, extents, (), stored.lost)
+            async with alone([subject.file]):
+                if subject.is_unchanged():
+                    form = {"layout": source.layout, "oid": source.oid}
+                    flip = Flip(subject.file, form, {"extents": () if is_long else extents})
+                    await self._io.transitions.flip([flip], stored.lost)
+                    done = True
+        finally:
+            if is_long and not done:
+                self._collector.add_garbage(source.oid)
         return done

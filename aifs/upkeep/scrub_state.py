@@ -1,5 +1,5 @@
-"""What a scrub has done and found: kept in the metadata (key ``j scrub``), so that a restart goes
-on with it.
+"""The results of a scrub so far: kept in the metadata (key ``j scrub``), so that a restart goes on
+with it.
 
 The record is JSON: the fields of ``ScrubState``. ``wrong`` are the files that are not repaired, at
 most WRONG_MAX of them.
@@ -13,10 +13,11 @@ from typing import Any
 
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
+from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys, namespace, paths
 from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_dentry
-from aifs.meta.slices import read_slice
+from aifs.meta.slices import Walk, read_slice
 from aifs.upkeep.scrubbing import Lost, ScrubResult
 
 _log = logger(__name__)
@@ -32,6 +33,17 @@ FILES, CONTAINERS, PUT_OFF, DONE = "files", "containers", "put off", ""
 off.
 """
 
+COUNTS = {
+    "objects": "sets of them: files and containers",
+    "read_bytes": "read from data servers and burst directories",
+    "flaws": "ranges of objects, or whole ones, that were wrong",
+    "repaired": "those of them that were repaired in place",
+    "rebuilding": "those that were handed to the rebuild",
+    "dropped_copies": "burst copies that were wrong, and given up",
+    "from_copies": "files that were made whole from their burst copies",
+    "unverified": "object sets that were being changed, or whose servers did not answer, each time",
+}
+
 
 @dataclass(slots=True)
 class ScrubState:
@@ -46,49 +58,30 @@ class ScrubState:
     ended_s: float = 0
     """When it ended; 0: it has not."""
     repair: bool = True
-    """Whether what is wrong is put right."""
+    """Whether wrong bytes are repaired."""
     bandwidth: int | None = None  # None: as configured
-    objects: int = 0  # sets of them: files and containers
-    read_bytes: int = 0
-    """Read by it."""
-    flaws: int = 0
-    """Ranges of objects, or whole ones, that were wrong."""
-    repaired: int = 0
-    """Those of them that were put right in place."""
-    rebuilding: int = 0
-    """Those that were handed to the rebuild."""
-    dropped_copies: int = 0
-    """Burst copies that were wrong, and given up."""
-    from_copies: int = 0  # files that were made whole from their burst copies
-    unverified: int = (
-        0  # object sets that were being changed, or whose servers did not answer, each time
-    )
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    """Of COUNTS."""
     put_off: list[list[int]] = field(default_factory=list)
     """(inode, oid) of those that are looked at once more at the end."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
     """Ranges of files that are not repaired, at most WRONG_MAX of them."""
-    untold: list[int] = field(
-        default_factory=list
-    )  # oids of files that data servers cannot tell, at most UNTOLD_MAX of them
-    untold_before: list[int] = field(
-        default_factory=list
-    )  # the same of earlier passes, until this one has verified them
+    untold: list[int] = field(default_factory=list)
+    """Oids of files that have lost bytes on data servers, at most UNTOLD_MAX of them."""
+    untold_before: list[int] = field(default_factory=list)
+    """The same of earlier passes, until this one has verified them."""
 
     def add(self, found: ScrubResult) -> None:
-        """The counts alone."""
-        self.flaws += found.flaws
-        self.repaired += found.repaired
-        self.rebuilding += found.rebuilding
-
-    def add_untold(self, oids: Set[int]) -> None:
-        """Data servers cannot tell these files."""
-        new = sorted(oids - set(self.untold))
-        self.untold += new[: UNTOLD_MAX - len(self.untold)]
+        for name in ("flaws", "repaired", "rebuilding"):
+            self.counts[name] += getattr(found, name)
+        lost = (one for one in found.lost if one.ino)
+        untold = {one.oid for one in lost if min(one.servers, default=0) < BURST_FIRST}
+        self.untold += sorted(untold - set(self.untold))[: UNTOLD_MAX - len(self.untold)]
 
 
 class Findings:
-    """The state of the pass that is under way, or of the last one. Made before those who ask what
-    is known to be wrong, and before the scrub, which puts it there."""
+    """The state of the pass that is under way, or of the last one. Made before the parts that ask
+    for known damage, and before the scrub, which puts it there."""
 
     def __init__(self) -> None:
         self.state = ScrubState()
@@ -97,9 +90,8 @@ class Findings:
         self.state = state
 
     def wrong_objects(self) -> Set[int]:
-        """Oids of files of which the data servers have lost bytes, as this pass, or the last one,
-        has found.
-        """
+        """Oids of files that have lost bytes on the data servers, as found by this pass, or the
+        last one."""
         return {*self.state.untold_before, *self.state.untold}
 
     def restored(self, ino: int) -> None:
@@ -108,7 +100,7 @@ class Findings:
 
 
 async def load(engine: Engine) -> ScrubState:
-    """As recorded; else that of a store that was scrubbed when it was made."""
+    """The recorded state; else that of a store that was scrubbed when it was made."""
 
     record, created_s = await engine.view(lambda tx: (tx.get(KEY), _created_s(tx)))
     try:
@@ -131,7 +123,7 @@ def _created_s(tx: ReadTransaction) -> float:
 
 
 async def save(engine: Engine, state: ScrubState) -> None:
-    """Of ``wrong`` as many as fit: paths may be long."""
+    """Record it, with as many of ``wrong`` as fit: paths may be long."""
     fields = asdict(state)
     while len(record := json.dumps(fields).encode()) > _RECORD_MAX and fields["wrong"]:
         del fields["wrong"][len(fields["wrong"]) // 2 :]
@@ -192,10 +184,10 @@ def _printable(path: str) -> str:
 
 
 async def names_of(engine: Engine, ino: int) -> list[str]:
-    """Paths of a file as text (surrogates for what is no UTF-8), several if it has several names;
+    """Paths of a file as text (surrogates where it is no UTF-8), several if it has several names;
     none if it is gone.
 
-    Files with several names are sought in all directories.
+    Files with several names are looked for in all directories.
     """
     inode = await engine.view(namespace.find_inode, ino)
     if inode is None or not inode.links:
@@ -204,12 +196,12 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
     if path is not None:
         return [path.decode("utf-8", "surrogateescape")]
     found: list[tuple[int, bytes]] = []
-    start, end = keys.all_of(b"d")
-    while start and len(found) < min(inode.nlink, _NAMES_MAX):
-        more, start = await engine.view(_find_names, start, end, ino)
-        found += more
+    async for place in Walk(engine, b"d", _find_names, ino):
+        found.append(place)
+        if len(found) == min(inode.nlink, _NAMES_MAX):
+            break
     names = []
-    for parent, name in found[:_NAMES_MAX]:
+    for parent, name in found:
         above = await engine.view(paths.find_path, parent)
         above = b"/?" if above is None else above.rstrip(b"/")
         names.append((above + b"/" + name).decode("utf-8", "surrogateescape"))

@@ -1,15 +1,15 @@
-"""Verifying one file or container of a store in use, and repairing it: what a scrub does with each.
+"""Verifying one file or container of a store in use, and repairing it: the judge of scrubs.
 
-What is right, which is nearly everything, is told elsewhere (inspecting), many small object sets at
-a time. Where that says no, we look again ourselves.
+That an object set is right, and nearly all are, is found out elsewhere (inspecting), many small
+ones at a time. Where the answer is no, it is looked at again here.
 
-Nothing holds up programs: what is found counts only if the record that it was read for is the same
-still afterwards, else it is looked at again. A file with a dirty mark, whose bytes may change any
-time, is put off.
+Nothing holds up programs: a finding counts only if the record that the bytes were read for is the
+same afterwards, else the object set is looked at again. A file with a dirty mark, whose bytes may
+change at any time, is put off.
 
-Repair is in place, and only of what nobody ever changes in place: protected objects, which are
-written once. The bytes that belong there are written, synced and read back. What cannot be repaired
-so is handed to the rebuild.
+Repair is in place, and only of protected objects: they are written once, so nobody else ever
+changes them in place. The right bytes are written, synced and read back. All else is handed to the
+rebuild.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -68,7 +68,7 @@ class Lost(NamedTuple):
 
 @dataclass(slots=True)
 class ScrubResult:
-    """What came of some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;
+    """Results for some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;
     of these ``repaired`` in place, ``rebuilding`` handed on. Without leave to repair they stay as
     they are."""
 
@@ -89,7 +89,7 @@ class ScrubResult:
 
 
 class _Changed(Exception):
-    """The object set is not what it was when it was read, or cannot be read now."""
+    """The object set has changed since it was read, or cannot be read now."""
 
 
 class Scrubber:
@@ -160,7 +160,7 @@ class Scrubber:
         return right
 
     async def inspect(self, ranges: Sequence[ObjectRange]) -> Sequence[Inspected]:
-        """What came of each range; what is read takes its time."""
+        """The result of each range, at the pace of the pass."""
         answers = await self.movers.carry_out(inspect, ranges)
         assert answers is not None  # nothing cancels it
         await self.throttle(sum(answer.read_bytes for answer in answers))
@@ -177,17 +177,16 @@ class Scrubber:
         return seen.unread | sum(1 << column for column in gone)
 
     async def scrub(self, ino: int, oid: int, found: ScrubResult, repair: bool) -> bool:
-        """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add to ``found``
-        what is found.
+        """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add the results to
+        ``found``.
 
-        False if that cannot be told now: the file is being changed, or a server does not answer.
-        Raises FsError where the metadata cannot be read.
+        False if it has to be looked at later: the file is being changed, or a server does not
+        answer. Raises FsError if the metadata cannot be read.
         """
         for _ in range(_TRIES):
             seen = await self.engine.view(_see, ino, oid)
             if seen.objects is None:
-                # it is gone, or has other objects, which were verified when they were made
-                return True
+                return True  # gone, or other objects, which were verified when they were made
             if seen.is_changing:
                 return False
             scrub = _Scrub(self, seen, seen.objects, repair)
@@ -203,9 +202,7 @@ class Scrubber:
 
 
 class _Seen(NamedTuple):
-    """What the metadata says of an object set. ``unread``: mask of columns that must not be
-    read.
-    """
+    """The records of an object set. ``unread``: mask of columns that must not be read."""
 
     objects: SetRecord | None
     unread: int
@@ -220,8 +217,8 @@ def _see(tx: ReadTransaction, ino: int, oid: int) -> _Seen:
 def _see_small(
     tx: ReadTransaction, items: Sequence[Item], limit: int
 ) -> list[tuple[_Seen, bytes] | None]:
-    """The same of each, with all its checksums; None for what is larger than ``limit``, may change
-    any time, or has a damaged record."""
+    """The same of each, with all its checksums; None if it is larger than ``limit``, may change any
+    time, or has a damaged record."""
     found: list[tuple[_Seen, bytes] | None] = []
     for ino, oid in items:
         try:
@@ -271,8 +268,8 @@ class _Scrub:
                     at, known = after, self._inspection.known
             if at >= self._size:
                 break
-        # Behind its end an open container has what nobody has recorded, and a plain file what a
-        # crash has left (I4).
+        # Behind its end an open container has chunks that are not on record yet, and a plain file
+        # leftovers of a crash (I4).
         if found.excess and (excess := await self._inspection.excess()):
             await self._confirm()
             await self._deal_with(excess)
@@ -285,7 +282,7 @@ class _Scrub:
             self.found.lost.append(lost)
 
     async def _range(self, at: int, known: Known) -> ObjectRange:
-        """What is looked at next: from ``at`` on."""
+        """The next range: from ``at`` on."""
         step = self._inspection.step
         length = max(self._scrubber.piece() // step, 1) * step
         end = min(at + length, self._size)
@@ -307,7 +304,7 @@ class _Scrub:
         """Deal with the window from ``at`` on; returns where the next one begins."""
         known = self._inspection.known
         verdict = await self._verdict(at)
-        if not verdict.is_right:  # only what is wrong twice is wrong
+        if not verdict.is_right:  # only a window that is wrong twice is wrong
             self._inspection.known = known
             verdict = await self._verdict(at)
         at = verdict.next
@@ -320,9 +317,8 @@ class _Scrub:
         return at
 
     async def _verdict(self, at: int) -> Verdict:
-        """On the window from ``at`` on. Raises _Changed where it finds fault with what has changed
-        meanwhile.
-        """
+        """On the window from ``at`` on. Raises _Changed if it finds fault with an object set that
+        has changed meanwhile."""
         number = at // HASHED
         first, digests = await self._engine.view(forms.get_checksums, self._oid, number)
         verdict = await self._inspection.judge(at, await self._check(number, first, digests))
@@ -362,11 +358,11 @@ class _Scrub:
         ):
             raise _Changed
 
-    # --- what is wrong ---
+    # --- flaws ---
 
     async def _deal_with(self, flaws: list[Flaw]) -> None:
         if not self._layout.is_protected:
-            return  # what lacks is lost, and told as that
+            return  # missing bytes are losses
         for flaw in flaws:
             if flaw.kind is UNREADABLE:
                 await self._require_answers(flaw.column)
@@ -379,9 +375,8 @@ class _Scrub:
                 self._to_rebuild.add(flaw.column)
 
     async def _require_answers(self, column: int) -> None:
-        """A server that answers nothing says nothing about its objects, unless it is lost. Raises
-        _Changed.
-        """
+        """A server that does not answer says nothing about its objects, unless it is lost. Raises
+        _Changed."""
         server = self._scrubber.servers.find(self._layout.servers[column])
         if server is None or server.standing == LOST:
             return
@@ -391,7 +386,7 @@ class _Scrub:
             raise _Changed from None
 
     async def _patch(self, flaw: Flaw) -> bool:
-        """Put right in place what is wrong; whether it is, durably.
+        """Repair wrong bytes in place; whether they are right now, durably.
 
         The object was open for this already when it was read. So if it has been deleted meanwhile
         it is not made again.
@@ -427,13 +422,13 @@ class _Scrub:
     def _on(self, columns: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._layout.servers[column] for column in columns}))
 
-    # --- what is lost ---
+    # --- losses ---
 
     async def _note_loss(self, loss: Loss, could_be_read: bool) -> int:
         """Returns where to go on, if nobody knew where the loss ends."""
         for column in loss.columns:
             await self._require_answers(column)
-        reason = "the bytes do not have their checksum, and nothing tells what they were"
+        reason = "the bytes do not have their checksum, and there is no other copy of them"
         if not loss.certain:
             reason = (
                 "the objects contradict one another, and there is no checksum that tells "
@@ -449,7 +444,7 @@ class _Scrub:
 
     async def _load_users(self) -> list[User]:
         if self._users is None:
-            self._users = await users_of(self._engine, self._oid)
+            self._users = await users_of(self._engine, {self._oid})
         return self._users
 
     async def _lose(self, lost: Lost) -> None:

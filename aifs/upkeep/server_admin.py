@@ -1,8 +1,8 @@
 """Adding, draining, replacing and removing servers while the store is in use.
 
-The orders return at once, with what they say on record; what follows from it goes on in the
-background, over restarts: ``rebuild`` moves columns off data servers, this part empties burst
-directories. A removal looks through the whole store first, so its outcome is told by ``describe``.
+The orders return at once, when they are on record; the work goes on in the background, over
+restarts: ``rebuild`` moves columns off data servers, this part empties burst directories. A removal
+looks through the whole store first, so its outcome is shown by ``describe``.
 
 Nothing is given up that could be had: a server that is replaced is drained if it is there, and one
 that is not counts as lost only if no unprotected bytes can lie there, or after somebody has said
@@ -36,8 +36,7 @@ _log = logger(__name__)
 
 WATCHERS = 1 << 10
 """How many looks at the data servers may be under way: each waits for servers that hang, and no two
-for the same one.
-"""
+for the same one."""
 
 _PAUSE_S = 1.0
 _REACH_S = 5.0
@@ -94,9 +93,8 @@ class ServerAdmin:
         return await self._told(self._add(path, role, domain, storage_class))
 
     async def drain(self, server_id: int, undo: bool = False) -> None:
-        """No new objects go there, and what is there moves to others; ``undo``: it is used again.
-        Raises Invalid.
-        """
+        """No new objects go there, and its objects move to others; ``undo``: it is used again.
+        Raises Invalid."""
         await self._told(self._set_draining(server_id, undo))
 
     async def replace(self, server_id: int, path: str) -> int:
@@ -104,10 +102,10 @@ class ServerAdmin:
         return await self._told(self._replace(server_id, path))
 
     async def remove(self, server_id: int, lost: bool = False, lose_files: bool = False) -> None:
-        """Take a server out of the store, if nothing lies there; the outcome is told by
+        """Take a server out of the store, if nothing lies there; the outcome is shown by
         ``describe``. Raises Invalid, Busy.
 
-        ``lost``: it is gone for good: what is protected is rebuilt from others. Refused where files
+        ``lost``: it is gone for good: protected files are rebuilt from others. Refused where files
         would be lost by that, unless ``lose_files``.
         """
         await self._told(self._ask_to_remove(server_id, lost, lose_files))
@@ -232,8 +230,8 @@ class ServerAdmin:
         return self._servers.watch_again_s(is_busy=not self._io.inodes.is_resting)
 
     async def work(self) -> float:
-        """Remove what is to be removed, and empty burst directories; in how many seconds to look
-        again at these."""
+        """Carry out removals, and empty burst directories; in how many seconds to look again at
+        these."""
         while self._removals:
             server_id, asked = next(iter(self._removals.items()))
             outcome = await self._remove(server_id, *asked)
@@ -245,9 +243,8 @@ class ServerAdmin:
         return _PAUSE_S if await self._empty_burst() else NEVER_S
 
     async def clean_up(self) -> None:
-        """Delete now what waits to be deleted on servers: until then it is on record there. Raises
-        NoSpace or Unavailable if the metadata store cannot be changed.
-        """
+        """Delete now all objects that wait to be deleted on servers: until then they are on record.
+        Raises NoSpace or Unavailable if the metadata store cannot be changed."""
         await self._collector.drain(urgent=True)
         await self._rebuild.strays.sweep(urgent=True)
 
@@ -301,7 +298,7 @@ class ServerAdmin:
             )
         await self.clean_up()
         if not is_lost:
-            # What was begun before the server was drained may have been made since the first count.
+            # Objects that were begun before the server was drained may have been made meanwhile.
             await self._table.require_settled(server_id)
             if (await count_uses(self._engine, self._servers, server_id))[0].objects:
                 return Removal(f"objects have just been made on {name}", passing=True)
@@ -329,9 +326,8 @@ class ServerAdmin:
         self._rebuild.look()
 
     async def _empty_burst(self) -> bool:
-        """Drain and evict what lies on burst directories that are to be left; whether that will
-        take longer.
-        """
+        """Drain and evict the files on burst directories that are to be left; whether that will
+        take longer."""
         for device in self._servers.burst():
             if device.standing == DRAINING and not device.absent and not self._servers.read_only:
                 copies = await find_copies(self._engine, device.id)
@@ -343,12 +339,12 @@ class ServerAdmin:
                 self._copies.pop(device.id, None)
         return any(self._copies.values())
 
-    # --- what is said of it ---
+    # --- figures ---
 
     async def describe(self) -> dict[str, Any]:
-        """For ``aifs server``: the servers, what is left on those that are to be left (null: not
-        known yet), how fast it moves, what cannot be moved; the outcomes of removals (null while
-        they run); why the last order was refused."""
+        """For ``aifs server``: the servers, what is left on those to be left (null: not known yet),
+        how fast it moves, what cannot be moved; the outcomes of removals (null while they run); why
+        the last order was refused."""
         status = self._rebuild.status()
         rows = self._servers.rows()
         for server, row in zip(self._servers.values(), rows, strict=True):

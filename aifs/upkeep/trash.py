@@ -1,14 +1,14 @@
-"""The trash in the background: what is in it goes for good when its time has come, or earlier where
+"""The trash in the background: its entries go for good when their time has come, or earlier where
 the store has no room.
 
-How names get there, and what is on record of them: meta/trash.py. An entry that goes becomes an
-orphan, or a doomed tree, in one transaction; from there on it is removed as all else is.
+How names get there, and their records: meta/trash.py. An entry that goes becomes an orphan, or a
+doomed tree, in one transaction; from there on it is removed like others.
 
 Room. While less than SPARE of a data server is free, or the metadata are short of space, the trash
-*gives way*: what would go first goes now. It is deleted before the room is looked at again, so the
-trash never gives much more than is needed. If that has made no room, because something else fills
-the servers or what was deleted is not free yet, it gives nothing more until the figures change; and
-the last figures of a server that does not answer count for nothing.
+*gives way*: entries that would go first go now. They are deleted before the room is looked at
+again, so the trash never gives much more than is needed. If that has made no room, because
+something else fills the servers or the deleted bytes are not free yet, it gives nothing more until
+the figures change; and the last figures of a server that does not answer count for nothing.
 """
 
 import math
@@ -30,10 +30,10 @@ from aifs.files.drain import Drain
 from aifs.layout.placement import ACTIVE
 from aifs.meta import keys, restoring
 from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.listing import list_directory
 from aifs.meta.trash import UNKNOWN, Entry
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash_rules import TrashRules
-from aifs.upkeep.tree_size import tree_size
 
 _log = logger(__name__)
 
@@ -46,6 +46,7 @@ INTERVAL_S = 10.0
 AT_ONCE = 32
 """Entries that one transaction empties: a millisecond in which no request is answered."""
 
+_ENTRIES = 64  # of a directory that are read in one view
 _GIVEN_AT_ONCE = 1024  # entries, before their effect is looked at
 _LOG_INTERVAL_S = 60.0
 
@@ -79,13 +80,13 @@ class Trash:
         self._is_loaded = False
         """Whether trees that earlier mounts have left are among those to be added up."""
         self._given_entries = self._given_bytes = 0
-        """What has gone before its time, since the mount."""
+        """Entries that have gone before their time, since the mount."""
         self._log_again_s = -math.inf  # by trio's clock
         self._in_vain = 0
         """Bytes that were lacking as before when some had been emptied."""
 
     async def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows: how much is in the trash, and how much has gone before its
+        """Figures for ``aifs status``: how much is in the trash, and how much has gone before its
         time since the mount."""
         entries, size = await self._engine.view(_count)
         return {
@@ -98,7 +99,7 @@ class Trash:
     # --- in the background ---
 
     async def work(self) -> float:
-        """Empty what is due; in how many seconds to look again."""
+        """Empty entries that are due; in how many seconds to look again."""
         await self.expire()
         await self.add_up()
         await self.give_way()
@@ -106,7 +107,7 @@ class Trash:
         return INTERVAL_S if entries or self._rules.are_some else NEVER_S
 
     async def expire(self) -> None:
-        """Empty what is older than its directory keeps it."""
+        """Empty entries that are older than their directory keeps them."""
         start, end = keys.all_of(b"U")
         while start:
             found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
@@ -135,9 +136,9 @@ class Trash:
             self._doomed.kept.pop(ino, None)
 
     async def give_way(self) -> None:
-        """Empty what goes first, as long as there is no room, and that makes some: if the figures
-        stay as they are, it is not the trash that takes the room, or it is not free yet; unless
-        a writer or a drain has found none since, which may have taken what became free."""
+        """Empty entries as long as there is no room, and that makes some: if the figures stay as
+        they are, it is not the trash that takes the room, or it is not free yet; unless a writer or
+        a drain has found none since, which may have taken what became free."""
         is_refused, lacking = self._servers.is_refused_room, await self._lacking()
         while lacking and (is_refused or lacking != self._in_vain):
             some = await self._first(lacking)
@@ -176,12 +177,12 @@ class Trash:
             for server, space in zip(servers, spaces, strict=True)
             if space is not None
         }
-        # What is freed is freed on all of them.
+        # Space comes back on all of them.
         worst = max(lacking.values(), default=0) * len(lacking)
         return max(worst, int(self._engine.short_of_space))
 
     async def _first(self, wanted: int) -> list[Entry]:
-        """What goes first, so much of it that it takes ``wanted`` bytes."""
+        """The entries that expire first, enough of them to free ``wanted`` bytes."""
         start, end = keys.all_of(b"U")
         chosen: list[Entry] = []
         while start and wanted > 0 and len(chosen) < _GIVEN_AT_ONCE:
@@ -194,9 +195,9 @@ class Trash:
         return chosen
 
     async def empty(self, entries: Sequence[Entry]) -> int:
-        """Have these go for good; the bytes that come back soon. What programs have open goes on
-        until it is closed. Raises NoSpace or Unavailable if the metadata store cannot be changed.
-        """
+        """Have these go for good; the bytes that come back soon. Files that programs have open stay
+        until they are closed. Raises NoSpace or Unavailable if the metadata store cannot be
+        changed."""
         size = 0
         for first in range(0, len(entries), AT_ONCE):
             some = entries[first : first + AT_ONCE]
@@ -213,3 +214,18 @@ class Trash:
 
 def _count(tx: ReadTransaction) -> tuple[int, int]:
     return tx.counter(keys.COUNTER_TRASHED), tx.counter(keys.COUNTER_TRASHED_BYTES)
+
+
+async def tree_size(engine: Engine, top: int) -> int:
+    """The sizes of all files below, of one with several names for each of them. Others run between
+    slices."""
+    total, directories = 0, [top]
+    while directories:
+        directory, cookie = directories.pop(), 0
+        while entries := await engine.view(list_directory, directory, cookie, _ENTRIES):
+            for _, inode, cookie in entries:
+                if inode.is_dir:
+                    directories.append(inode.ino)
+                total += inode.size
+            await trio.lowlevel.checkpoint()
+    return total

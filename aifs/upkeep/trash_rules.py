@@ -1,6 +1,5 @@
-"""For how long directories keep what is removed below them (``user.aifs.trash``), as every host
-knows it: a removal costs nothing where there is no trash.
-"""
+"""For how long directories keep names that are removed below them (``user.aifs.trash``), as every
+host knows it: a removal costs nothing where there is no trash."""
 
 from aifs.core.errors import Invalid
 from aifs.core.units import format_duration, parse_duration
@@ -21,7 +20,7 @@ class TrashRules:
     """All rules, by directory. Used from one trio thread."""
 
     def __init__(self, engine: Engine, upkeep: Upkeep, at_root_s: float) -> None:
-        """``at_root_s``: what the configuration says of the root; 0: nothing."""
+        """``at_root_s``: the configuration's rule for the root; 0: none."""
         self._engine = engine
         self._upkeep = upkeep
         self._at_root_ns = int(at_root_s * 1e9)
@@ -34,8 +33,8 @@ class TrashRules:
             await self._put(ROOT_INO, self._at_root_ns)
 
     async def set(self, ino: int, text: str) -> None:
-        """Set the rule of a directory, '' to remove it: it holds for what is removed from now on.
-        Raises Invalid, NotFound, NotADirectory."""
+        """Set the rule of a directory, '' to remove it: it holds for removals from now on. Raises
+        Invalid, NotFound, NotADirectory."""
         try:
             period_ns = _parse(text) if text else None
         except ValueError as error:
@@ -81,8 +80,8 @@ class TrashRules:
         return any(self._periods_ns.values())
 
     def remover(self, caller: CallerLike | None) -> Remover | None:
-        """What ``caller`` removes names with; None where all that is removed is gone at once, as
-        what nobody removes."""
+        """The remover of ``caller``'s names; None where removed names are gone at once, as for the
+        store's own removals."""
         return Remover(self._periods_ns, caller.uid) if self._periods_ns and caller else None
 
 

@@ -453,7 +453,7 @@ async def test_what_is_sought_in_all_records_is_found_once_where_views_are_run_a
         engine = fs.store.engine
         assert await names_of(engine, ino) == ["/f", "/g"]
         (container,) = await numbers(fs, b"t")
-        assert [user.ino for user in await users_of(engine, container)] == [ino]
+        assert [user.ino for user in await users_of(engine, {container})] == [ino]
 
 
 def _damage(tx: Transaction, directory: int, lost: int) -> None:

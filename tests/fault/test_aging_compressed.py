@@ -14,7 +14,7 @@ from aifs.files.types import ROOT
 from aifs.layout import interleaved
 from aifs.layout.interleaved import CHUNK
 from aifs.meta.keys import ROOT_INO
-from aifs.upkeep import compressing
+from aifs.upkeep import relayout
 from aifs.vfs.filesystem import Filesystem
 from tests.support import stores
 from tests.support.aged import (
@@ -204,7 +204,7 @@ async def test_protection_is_never_less_than_before(scratch: Path) -> None:
 async def test_a_long_list_is_recorded_beforehand(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressing, "LISTED_AT_ONCE", 1)
+    monkeypatch.setattr(relayout, "LISTED_AT_ONCE", 1)
     config = await make(scratch, KINDS["plain"])
     async with opened(config) as fs:
         changed = await old_file(fs, "changed", data=DATA)

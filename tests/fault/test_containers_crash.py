@@ -580,7 +580,7 @@ async def test_who_uses_a_container(root: Path) -> None:
             starts = set()
             while some := await scan.following():
                 starts |= {chunk.offset for chunk in some}
-            users = await users_of(mount.engine, container)
+            users = await users_of(mount.engine, {container})
             assert {user.start for user in users} == starts
             for user in users:
                 assert oids[user.ino] == user.oid

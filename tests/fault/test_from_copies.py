@@ -27,8 +27,10 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
 from aifs.upkeep import scrub as scrub_module
 from aifs.vfs import Filesystem, open_filesystem
+from tests.support import server_orders
 from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.powercut import PowerCut, is_crash
+from tests.support.server_orders import order
 
 MIB = 1 << 20
 SETTINGS = STRIPED | {
@@ -167,7 +169,10 @@ class Files:
         await self.compare(fs)
         await fs.collector.drain()
 
-    def assert_sound(self) -> None:
+    def sound(self, *works: Callable[[Filesystem], Awaitable[Any]]) -> None:
+        """Use the store for each, and have it checked to the last byte."""
+        for work in works:
+            self.use(work)
         assert check(self.config(), repair=False, deep=True).findings == []
 
 
@@ -191,27 +196,11 @@ async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
     return fs.scrub.status()
 
 
-async def order(fs: Filesystem, what: str, **fields: object) -> None:
-    await fs.setxattr(
-        keys.ROOT_INO, f"user.aifs.server-{what}".encode(), json.dumps(fields).encode(), caller=ROOT
-    )
-
-
-async def described(fs: Filesystem) -> dict[str, Any]:
-    return json.loads(await fs.getxattr(keys.ROOT_INO, b"user.aifs.servers"))
-
-
 async def removed(fs: Filesystem, **fields: object) -> str:
     """Why a removal is refused, once it is not for a while only; '' if it is not."""
-    while True:
-        await order(fs, "remove", **fields)
-        outcome = None
-        while outcome is None:
-            await trio.sleep(0.01)
-            answers = (await described(fs))["removals"]
-            outcome = next((a["outcome"] for a in answers if a["id"] == fields["id"]), None)
-        if not outcome["passing"]:
-            return outcome["reason"]
+    while (outcome := await server_orders.removed(fs, **fields))["passing"]:
+        pass
+    return outcome["reason"]
 
 
 def take_away(files: Files, numbers: list[int]) -> None:
@@ -264,14 +253,11 @@ def test_a_scrub_restores_what_nothing_else_tells(files: Files, policy: str, how
             [],
         )  # nor is anything left in containers
 
-    files.use(work)
-    files.assert_sound()
+    files.sound(work)
 
 
 @pytest.mark.parametrize("policy", ["plain", "chunks"])
-def test_without_leave_to_repair_the_copy_stays(
-    files: Files, policy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_leave_to_repair_the_copy_stays(files: Files, policy: str) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         spoil(await files.objects_beyond_help(fs), "wrong")
@@ -283,14 +269,10 @@ def test_without_leave_to_repair_the_copy_stays(
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
-def test_a_copy_that_is_wrong_itself_is_no_source(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_is_wrong_itself_is_no_source(files: Files) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         spoil(await files.objects_beyond_help(fs), "missing")
@@ -308,9 +290,7 @@ def test_a_copy_that_is_wrong_itself_is_no_source(
         fs.forget([ino])
         await fs.collector.drain()
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 @pytest.mark.parametrize("size", [None, 10])
@@ -342,14 +322,12 @@ def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(
             assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 @pytest.mark.parametrize("call", ["open_object", "read"])
 def test_a_copy_that_cannot_be_read_now_is_a_source_later(
-    files: Files, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: Files, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
@@ -367,14 +345,10 @@ def test_a_copy_that_cannot_be_read_now_is_a_source_later(
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
-def test_what_a_scrub_has_found_is_known_until_it_is_verified(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> None:
     """Whatever becomes of the pass that was to see to it, and of the mount."""
 
     async def find(fs: Filesystem) -> None:
@@ -396,11 +370,7 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(find)
-    files.use(stop)
-    files.use(mend)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(find, stop, mend)
 
 
 def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(
@@ -442,8 +412,7 @@ def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
+    files.sound(work)
 
 
 def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
@@ -464,8 +433,7 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
             await fs.release(handle)
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
+    files.sound(work)
 
 
 # --- lost servers ---------------------------------------------------------------------------------
@@ -484,7 +452,7 @@ def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
     + [long(name, "replace") for name in ("mirror", "coded", "chunks", "chunks-mirror")],
 )
 def test_files_survive_more_lost_servers_than_are_tolerated(
-    files: Files, policy: str, how: str, caplog: pytest.LogCaptureFixture
+    files: Files, policy: str, how: str
 ) -> None:
     async def lose(fs: Filesystem) -> None:
         await files.compare(fs)  # from their copies
@@ -502,14 +470,12 @@ def test_files_survive_more_lost_servers_than_are_tolerated(
 
     gone = files.use(partial(write_for_victims, files))
     take_away(files, gone)
-    files.use(lose)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(lose)
 
 
 @some_policies
 def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
-    files: Files, policy: str, caplog: pytest.LogCaptureFixture
+    files: Files, policy: str
 ) -> None:
     """``aifs server drain``: what only it has comes from copies, and when it is back it is removed
     like any other.
@@ -534,15 +500,11 @@ def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
     take_away(files, gone)
     files.use(leave)
     put_back(files, gone)
-    files.use(remove)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(remove)
 
 
 @some_policies
-def test_a_server_with_wrong_bytes_is_left_all_the_same(
-    files: Files, policy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_with_wrong_bytes_is_left_all_the_same(files: Files, policy: str) -> None:
     """The rebuild finds them when it is to move them."""
 
     async def work(fs: Filesystem) -> None:
@@ -554,14 +516,10 @@ def test_a_server_with_wrong_bytes_is_left_all_the_same(
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
-def test_only_files_without_copies_are_lost_with_a_server(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_files_without_copies_are_lost_with_a_server(files: Files) -> None:
     async def write(fs: Filesystem) -> int:
         await files.write(fs)
         _, _, layout = (await files.layouts(fs))[-1]
@@ -589,18 +547,14 @@ def test_only_files_without_copies_are_lost_with_a_server(
 
     gone = files.use(write)
     take_away(files, [gone])
-    files.use(lose)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(lose)
 
 
 # --- eviction -------------------------------------------------------------------------------------
 
 
 @some_policies
-def test_copies_stay_while_servers_that_files_need_are_away(
-    files: Files, policy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_stay_while_servers_that_files_need_are_away(files: Files, policy: str) -> None:
     async def look(fs: Filesystem) -> None:
         kept = await needy(files, fs)
         assert max(kept) == max(files.contents)
@@ -620,13 +574,11 @@ def test_copies_stay_while_servers_that_files_need_are_away(
     take_away(files, gone)
     files.use(look)
     put_back(files, gone)
-    files.use(drop)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(drop)
 
 
 def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
-    files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
@@ -653,13 +605,11 @@ def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
         await files.compare(fs)
         await fs.wait_drained(keys.ROOT_INO)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
-    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
@@ -686,15 +636,11 @@ def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
         fs.scrub.state.untold = []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 @pytest.mark.parametrize("policy", ["plain", "coded"])
-def test_copies_stay_while_servers_fail(
-    files: Files, policy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_stay_while_servers_fail(files: Files, policy: str) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
         server = fs.store.servers[(await files.layouts(fs))[-1][2].servers[0]]
@@ -703,14 +649,10 @@ def test_copies_stay_while_servers_fail(
         server.health.succeeded("read")
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
-def test_when_room_is_needed_others_are_dropped_first(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_when_room_is_needed_others_are_dropped_first(files: Files) -> None:
     """The automatic eviction passes over copies that are needed, wherever they are in the order."""
 
     async def work(fs: Filesystem) -> None:
@@ -727,13 +669,11 @@ def test_when_room_is_needed_others_are_dropped_first(
         fs.scrub.state.untold = []
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 def test_a_burst_directory_is_left_by_draining_what_is_needed(
-    files: Files, directory: Path, caplog: pytest.LogCaptureFixture
+    files: Files, directory: Path
 ) -> None:
     async def work(fs: Filesystem) -> None:
         await files.write(fs)
@@ -744,16 +684,14 @@ def test_a_burst_directory_is_left_by_draining_what_is_needed(
         assert await removed(fs, id=0, role="burst") == ""
         await files.settled(fs)
 
-    files.use(work)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(work)
 
 
 # --- crashes --------------------------------------------------------------------------------------
 
 
 def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_needed(
-    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def write(fs: Filesystem) -> list[int]:
         await files.write(fs, synced=False)
@@ -786,9 +724,7 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
     inos = files.use(write)
     for boot, work in [("a boot", look), ("another boot", mend)]:
         monkeypatch.setattr(core_files, "boot_id", lambda boot=boot: boot)
-        files.use(work)
-    files.assert_sound()
-    caplog.clear()
+        files.sound(work)
 
 
 @pytest.mark.parametrize("policy", ["plain", long("chunks-coded")])
@@ -798,7 +734,7 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
 )
 @pytest.mark.parametrize("power", [long(False), True], ids=["killed", "power"])
 def test_a_crash_while_files_are_restored_loses_none(
-    files: Files, policy: str, point: str, power: bool, caplog: pytest.LogCaptureFixture
+    files: Files, policy: str, point: str, power: bool
 ) -> None:
     if point == "vfs.drain.copied" and policy == "chunks-coded":
         point = "data.append.synced"
@@ -827,6 +763,4 @@ def test_a_crash_while_files_are_restored_loses_none(
         after = files.directory.with_name("after")
         cut.materialise(after, random.Random(1))
         files.directory = after
-    files.use(recover)
-    files.assert_sound()
-    caplog.clear()
+    files.sound(recover)

@@ -23,7 +23,6 @@ from aifs.core.faults import SimulatedCrash
 from aifs.core.upkeep import Work
 from aifs.data import patience
 from aifs.data import servers as data_servers
-from aifs.files.types import ROOT
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
@@ -37,6 +36,7 @@ from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.hanging import hanging, until
 from tests.support.points import crash
+from tests.support.server_orders import described, order, removed, row, until_empty
 from tests.support.stores import moved_out, read_file, require_sound, served
 
 UNIT = 4096
@@ -111,35 +111,6 @@ async def unreadable(fs: Filesystem, sizes: dict[str, int]) -> set[str]:
         except Unavailable:
             found.add(name)
     return found
-
-
-async def order(fs: Filesystem, what: str, caller: Caller = ROOT, **fields: object) -> None:
-    await stores.put(fs, ROOT_INO, f"server-{what}", fields, caller)
-
-
-async def described(fs: Filesystem) -> dict:
-    return await stores.ask(fs, ROOT_INO, "servers")
-
-
-async def row(fs: Filesystem, number: int, role: str = "data") -> dict:
-    return next(
-        s for s in (await described(fs))["servers"] if (s["role"], s["id"]) == (role, number)
-    )
-
-
-async def until_empty(fs: Filesystem, number: int, role: str = "data") -> None:
-    while (left := (await row(fs, number, role))["left"]) is None or left["objects"]:
-        await trio.sleep(0.01)
-
-
-async def removed(fs: Filesystem, **fields: object) -> dict:
-    """The outcome of a removal."""
-    await order(fs, "remove", **fields)
-    while True:
-        for removal in (await described(fs))["removals"]:
-            if removal["id"] == fields["id"] and removal["outcome"] is not None:
-                return removal["outcome"]
-        await trio.sleep(0.01)
 
 
 def objects_in(path: Path) -> list[str]:

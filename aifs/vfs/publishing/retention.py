@@ -34,8 +34,8 @@ from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode, decode_entry
 from aifs.upkeep.doomed import DoomedTrees
+from aifs.upkeep.trash import tree_size
 from aifs.upkeep.trash_rules import TrashRules
-from aifs.upkeep.tree_size import tree_size
 from aifs.vfs.publishing import manifests
 
 _log = logger(__name__)
