@@ -34,17 +34,6 @@ class User(NamedTuple):
     """The container."""
 
 
-class _Use(NamedTuple):
-    """A chunk at ``start`` to ``end`` that a list names, as ``length`` bytes from ``first`` on."""
-
-    start: int
-    end: int
-    oid: int
-    first: int
-    length: int
-    container: int
-
-
 async def users_of(
     engine: Engine,
     containers: Collection[int],
@@ -70,9 +59,7 @@ async def users_of(
         for extent in extents:
             place = shared.get(extent.digest) if extent.shared else extent.place
             if place is not None and is_there(place):
-                end = place.offset + HEADER_BYTES + place.stored
-                use = _Use(place.offset, end, oid, first, extent.length, place.container)
-                uses.append(use)
+                uses.append((place, oid, first, extent.length))
             first += extent.length
 
     def find_owners(key: bytes, value: bytes) -> None:
@@ -80,19 +67,20 @@ async def users_of(
         if inode.oid in oids and inode.chunks is not None:
             owners.setdefault(inode.oid, []).append((inode.ino, inode.size))
 
-    uses: list[_Use] = []
+    uses: list[tuple[Location, int, int, int]] = []
     shared: dict[bytes, Location] = {}
     await _walk(engine, b"h", find_shared)
     await _walk(engine, b"l", find_chunks)
-    oids = {use.oid for use in uses}
+    oids = {oid for _, oid, _, _ in uses}
     owners: dict[int, list[tuple[int, int]]] = {}  # oid: ino, size
     if oids:
         await _walk(engine, b"i", find_owners)
     users = []
-    for start, end, oid, first, length, container in uses:
+    for place, oid, first, length in uses:
+        end = place.offset + HEADER_BYTES + place.stored
         for ino, size in owners.get(oid, ()):
             last = min(first + length, size) - 1
-            users.append(User(start, end, ino, oid, first, last, container))
+            users.append(User(place.offset, end, ino, oid, first, last, place.container))
     return sorted(users)
 
 

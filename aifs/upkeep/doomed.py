@@ -64,9 +64,8 @@ class DoomedTrees:
         self._io = io
         self._drain = drain
         self._collector = collector
-        self.directories: dict[
-            int, int
-        ] = {}  # inode number -> top of its tree; the last one is emptied next
+        self.directories: dict[int, int] = {}
+        """By inode number, the top of its tree; the last one is emptied next."""
         self._emptied: dict[int, int] = {}
         """By directory, the cookie up to which its names are removed."""
         self._trees = Counter[int]()  # top -> how many of its directories are left

@@ -50,9 +50,8 @@ _SMALL = 1 << 20  # bytes of a file that is compared together with others
 class RestoreOutcome(Enum):
     RESTORED = auto()  # no data server is needed to read the file
     NOTHING = auto()  # it has no copy that is right
-    BUSY = (
-        auto()
-    )  # it is being changed, or read by programs past us, or its copy cannot be read now
+    BUSY = auto()
+    """It is being changed, or read by programs past us, or its copy cannot be read now."""
 
 
 class FromCopies:
@@ -76,12 +75,10 @@ class FromCopies:
         self._needs = needs
         self._findings = findings
         self._movers = io.sets.movers(Mover(servers.budget, Limiter(0), "best-effort"))
-        self._useless: set[tuple[int, int]] = (
-            set()
-        )  # ids of copies that are wrong, each with the oid of its file then
-        self._rescued_from: Set[int] = (
-            frozenset()
-        )  # all that could be was rescued from these servers
+        self._useless = set[tuple[int, int]]()
+        """Ids of copies that are wrong, each with the oid of its file then."""
+        self._rescued_from: Set[int] = frozenset()
+        """All files that could be were rescued from these servers."""
         self._files = 0
 
     async def rescue(self, leaving: Set[int] = frozenset()) -> None:
@@ -171,14 +168,11 @@ class FromCopies:
         self._needs.released(copy.id)
         self._findings.restored(inode.ino)
         self._files += 1
-        trust = (
-            ", which is trusted: there are no checksums" if judgement is Judgement.UNTOLD else ""
-        )
-        _log.info(
-            "inode %d: the data servers lack bytes of it; restored from its burst copy%s",
-            inode.ino,
-            trust,
-        )
+        trust = ""
+        if judgement is Judgement.UNTOLD:
+            trust = ", which is trusted: there are no checksums"
+        message = "inode %d: the data servers lack bytes of it; restored from its burst copy%s"
+        _log.info(message, inode.ino, trust)
         with suppress(FsError):  # else its dirty mark stays, and write-back says what is wrong
             await self._io.sync(file)
         return RestoreOutcome.RESTORED
@@ -283,11 +277,9 @@ class CopyScrubber:
         """Whether the copy has been clean all the time: a program that changes it makes it the file
         first."""
         inode = await self._engine.view(namespace.find_inode, before.ino)
-        return inode is not None and (inode.copy, inode.oid, inode.layout) == (
-            before.copy,
-            before.oid,
-            before.layout,
-        )
+        if inode is None:
+            return False
+        return all(getattr(inode, n) == getattr(before, n) for n in ("copy", "oid", "layout"))
 
 
 def _is_cached(inode: Inode) -> bool:

@@ -30,9 +30,8 @@ from aifs.upkeep.relayout import FileSubject, Relayout
 class Outcome(Enum):
     DONE = auto()  # nothing is due of it any more
     GONE = auto()  # the objects are nobody's any more
-    BUSY = (
-        auto()
-    )  # it is being changed, or read by programs past us, or a server is not ready for it
+    BUSY = auto()
+    """It is being changed, or read by programs past us, or a server is not ready for it."""
 
 
 class ContainerSubject:

@@ -262,12 +262,9 @@ class ColumnMover:
     def _usable(self, here: int) -> list[Candidate]:
         """Servers that work and may take columns of ``here``: those of its class, and those for new
         files."""
-        return [
-            candidate
-            for storage_class in dict.fromkeys((self._servers[here].storage_class, ""))
-            for candidate in self._servers.candidates(storage_class)
-            if not self._servers[candidate.id].absent
-        ]
+        classes = dict.fromkeys((self._servers[here].storage_class, ""))
+        candidates = (c for name in classes for c in self._servers.candidates(name))
+        return [c for c in candidates if not self._servers[c.id].absent]
 
     async def _move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer

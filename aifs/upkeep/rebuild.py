@@ -348,13 +348,10 @@ class Rebuild:
         """Objects, and bytes of columns, that lie on a server which is to be left; None if that is
         not known yet.
         """
-        if (
-            self._left is None
-            or server not in self._left.servers
-            or self._standing != self._standing_now()
-        ):
+        left = {} if self._left is None else self._left.servers
+        if server not in left or self._standing != self._standing_now():
             return None
-        columns, length = self._left.servers[server]
+        columns, length = left[server]
         found = self._servers.find(server)
         if found is not None and found.is_gone and found.standing != LOST:
             return columns, length  # leftovers there can only be deleted when it is back
@@ -390,7 +387,5 @@ def _lengths_to_leave(
     if objects is None:
         return []
     layout = objects.layout
-    numbers = [column for column in due.columns if layout.servers[column] not in staying]
-    return [
-        (layout.servers[column], layout.object_length(column, objects.size)) for column in numbers
-    ]
+    found = ((layout.servers[c], layout.object_length(c, objects.size)) for c in due.columns)
+    return [(server, length) for server, length in found if server not in staying]

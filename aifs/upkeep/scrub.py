@@ -7,6 +7,7 @@ Passes begin on a schedule, or when somebody asks.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
 from aifs.core.units import parse_size
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import Upkeep, Work
 from aifs.data.inspecting.inspection import STEP
 from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
@@ -184,11 +185,9 @@ class Scrub:
         await self.load()
         if self.state.phase == DONE:
             self._ended.set()
-            left_s = (
-                self.state.begun_s + self._interval_s - time.time() if self._interval_s else NEVER_S
-            )
-            if left_s > 0:
-                return left_s
+            due_s = self.state.begun_s + self._interval_s if self._interval_s else math.inf
+            if due_s > time.time():
+                return due_s - time.time()
             self.start()
         with trio.CancelScope() as self._pass:
             try:

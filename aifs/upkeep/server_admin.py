@@ -178,9 +178,8 @@ class ServerAdmin:
         """Whether no file would be lost with a server."""
         if server_id not in await self._engine.view(records.find_unprotected):
             return True
-        _, files = await count_uses(
-            self._engine, self._servers, server_id
-        )  # the mark outlives the last such file
+        # The mark outlives the last such file.
+        _, files = await count_uses(self._engine, self._servers, server_id)
         return not files
 
     async def _ask_to_remove(self, server_id: int, lost: bool, lose_files: bool) -> None:
@@ -202,12 +201,8 @@ class ServerAdmin:
         self._upkeep.wake(Work.SERVERS)
 
     def _require_another(self, server_id: int) -> None:
-        others = [
-            s
-            for s in self._servers.capacity()
-            if s.standing == ACTIVE and s.id != server_id and not s.absent
-        ]
-        if server_id < BURST_FIRST and not others:
+        active = (s for s in self._servers.capacity() if s.standing == ACTIVE and not s.absent)
+        if server_id < BURST_FIRST and {s.id for s in active} <= {server_id}:
             raise Invalid(f"there is no other data server in use than {server_id}: add one first")
 
     async def _change(self, server_id: int, state: str) -> None:
@@ -235,9 +230,8 @@ class ServerAdmin:
         while self._removals:
             server_id, asked = next(iter(self._removals.items()))
             outcome = await self._remove(server_id, *asked)
-            if (
-                not outcome.reason or self._removals[server_id] == asked
-            ):  # else something else is asked for now
+            # Another removal of it may have been asked for meanwhile.
+            if not outcome.reason or self._removals[server_id] == asked:
                 self._outcomes[server_id] = outcome
                 del self._removals[server_id]
         return _PAUSE_S if await self._empty_burst() else NEVER_S
@@ -275,14 +269,11 @@ class ServerAdmin:
             is_lost = True
         if files and is_lost:
             lost_files = f"{_count(files, 'file')} cannot be read without {name}"
-            return Removal(
-                f"{lost_files}, which is lost: delete what is lost first; aifs fsck names it"
-            )
+            hint = "delete what is lost first; aifs fsck names it"
+            return Removal(f"{lost_files}, which is lost: {hint}")
         if uses.unreadable:
-            unreadable = (
-                f"{_count(uses.unreadable, 'record')} cannot be read, and may refer to {name}"
-            )
-            return Removal(f"{unreadable}: run aifs fsck first")
+            unreadable = f"{_count(uses.unreadable, 'record')} cannot be read"
+            return Removal(f"{unreadable}, and may refer to {name}: run aifs fsck first")
         if uses.objects:
             self._rebuild.look()
             verb = "rebuilt" if is_lost else "moved"
@@ -291,11 +282,8 @@ class ServerAdmin:
         try:
             await self._backup.leave_servers()
         except FsError as error:
-            return Removal(
-                f"{name} may have the only backup of the metadata, and no other can be made: "
-                f"{error}",
-                passing=True,
-            )
+            reason = f"{name} may have the only backup of the metadata, and no other can be made"
+            return Removal(f"{reason}: {error}", passing=True)
         await self.clean_up()
         if not is_lost:
             # Objects that were begun before the server was drained may have been made meanwhile.
@@ -312,9 +300,8 @@ class ServerAdmin:
         copies = await find_copies(self._engine, server_id)
         count = len(copies.clean) + len(copies.dirty)
         if count:
-            return Removal(
-                f"{_count(count, 'file')} have copies on {name_of(server_id)} still", passing=True
-            )
+            reason = f"{_count(count, 'file')} have copies on {name_of(server_id)} still"
+            return Removal(reason, passing=True)
         await self._tier.remove(server_id)
         await self._table.remove(server_id)
         self._forget(server_id)
@@ -369,12 +356,10 @@ class ServerAdmin:
         }
 
     def _left(self, server: DataServer) -> dict[str, int] | None:
+        left = self._rebuild.left(server.id)
         if server.role == "burst":
             copies = self._copies.get(server.id)
-            return (
-                None if copies is None else {"objects": copies, "bytes": self._tier.used(server.id)}
-            )
-        left = self._rebuild.left(server.id)
+            left = None if copies is None else (copies, self._tier.used(server.id))
         return None if left is None else {"objects": left[0], "bytes": left[1]}
 
 

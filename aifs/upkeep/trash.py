@@ -168,9 +168,8 @@ class Trash:
         somebody has found none all the same, for a large file, so much more is to become free."""
         refused, self._servers.is_refused_room = self._servers.is_refused_room, False
         # Of one that does not answer it is not known how full it is.
-        servers = [
-            one for one in self._servers.capacity() if one.standing == ACTIVE and not one.hangs
-        ]
+        all_of = self._servers.capacity()
+        servers = [one for one in all_of if one.standing == ACTIVE and not one.hangs]
         spaces = await self._servers.spaces(servers)
         lacking = {
             server.storage.pool: int(SPARE * space.total) - (0 if refused else space.available)
