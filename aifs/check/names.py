@@ -26,7 +26,7 @@ from aifs.check.table import (
 )
 from aifs.core.errors import FsError
 from aifs.core.names import is_name
-from aifs.meta import keys
+from aifs.meta import keys, trash
 from aifs.meta.records import Dentry, decode_dentry, decode_entry, encode_entry
 
 
@@ -289,3 +289,61 @@ class NameCheck:
         fix = partial(repair.restore_directory, ino=ino, parent=parent, links=links)
         detail, stage = f"inode {ino} does not exist", RECORDS if parent else NAMELESS
         self._records.problem("missing-directory", ino, detail, fix, stage)
+
+
+class TrashCheck:
+    """The check of the trash: entries, and their turns. Handlers for the records ``T`` and ``U``,
+    in this order, before the names; then ``counters``.
+
+    An entry counts if its inode is marked, and says the same parent; its turn follows it. An inode
+    that is marked, but has no entry, has lost its name: ``NameCheck`` puts it into /lost+found.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._table = records.table
+        self._entries = self._bytes = 0
+
+    async def entry(self, key: bytes, value: bytes) -> None:
+        """A name in the trash."""
+        parent, ino = keys.entry_numbers(key)
+        row = self._table.find(ino)
+        try:
+            entry = trash.decode_entry(key, value)
+        except FsError as error:
+            self._drop("unreadable-record", ino, str(error), key)
+            return
+        name = printable(entry.name)
+        is_marked = row != NONE and self._table.flags[row] & TRASHED
+        if not is_marked or self._table.parent[row] != parent:
+            detail = f"entry {name} of an inode that is not in the trash"
+            self._drop("stray-record", ino, detail, key)
+            return
+        self._table.flags[row] |= KEPT
+        self._entries += 1
+        self._bytes += max(entry.size, 0)
+        turn, expected = keys.turn(entry.until_ns, ino), trash.encode_turn(parent)
+        if await self._records.get(turn) != expected:
+            fix = partial(repair.put, key=turn, value=expected)
+            detail = f"inode {ino}: entry {name} of the trash would never go"
+            self._records.problem("no-turn", self._records.of_inode(ino), detail, fix)
+
+    async def turn(self, key: bytes, value: bytes) -> None:
+        """When an entry goes for good."""
+        until_ns, ino = keys.entry_numbers(key)
+        row = self._table.find(ino)
+        kept = None
+        if row != NONE and self._table.flags[row] & KEPT:
+            kept = await self._records.get(keys.trashed(self._table.parent[row], ino))
+        if kept is None or trash.decode_entry(b"", kept).until_ns != until_ns:
+            self._drop("stray-record", ino, "turn of an entry of the trash, which is none", key)
+
+    async def counters(self) -> None:
+        for key, right in (
+            (keys.COUNTER_TRASHED, self._entries),
+            (keys.COUNTER_TRASHED_BYTES, self._bytes),
+        ):
+            await self._records.require_counter(key, right, f"counter {key[1:].decode()}")
+
+    def _drop(self, kind: str, ino: int, detail: str, key: bytes) -> None:
+        self._records.drop(kind, self._records.of_inode(ino), f"inode {ino}: {detail}", key)

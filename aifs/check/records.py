@@ -26,6 +26,9 @@ from aifs.store.ids import decode_windows
 _ID_MAX = 1 << 62
 
 
+Decoder = Callable[[bytes, bytes], Any]
+
+
 class Belongs(Enum):
     """To which inode a record belongs, by the number at the beginning of its key."""
 
@@ -49,7 +52,7 @@ class RecordKind(NamedTuple):
     lengths: tuple[int, ...] = (9,)
     """Lengths that a key may have; (): any from 9 bytes on."""
     owner: Belongs = Belongs.NOBODY
-    decode: Callable[[bytes, bytes], Any] | None = None
+    decode: Decoder | None = None
     """Takes key and value. Raises FsError or ValueError; None: the check of the kind decodes."""
     mend: Callable[[bytes], bytes] | None = None
     """The value that replaces one that cannot be decoded, by the key."""
@@ -59,6 +62,21 @@ class RecordKind(NamedTuple):
     """A key of another length is left alone: the record may hold something."""
     is_mark: bool = False
     """The key says all, or nearly: a damaged value is replaced by an empty one."""
+
+
+def _of_value(decode: Callable[[bytes], Any]) -> Decoder:
+    return lambda key, value: decode(value)
+
+
+def _rule_of_directory(
+    letter: bytes, what: str, decode: Callable[[bytes], Any], holds_bytes: bool = True
+) -> RecordKind:
+    decoder, owner = _of_value(decode), Belongs.DIRECTORY
+    return RecordKind(letter, what, (9,), owner, decoder, None, RECORDS, holds_bytes)
+
+
+def _parse_kept(value: bytes) -> object:
+    return parse_keep(publishing.decode_kept(value).policy)
 
 
 def _decode_group(key: bytes, value: bytes) -> Any:
@@ -77,64 +95,40 @@ def _clean_host(key: bytes) -> bytes:
     return HostRecord(f"number {keys.host_number(key)}", clean=False).encode()
 
 
-def _doomed_itself(key: bytes) -> bytes:
+def _just_doomed(key: bytes) -> bytes:
     """A doomed directory has no name: nothing else is known of it."""
     return Doomed(keys.number(key), 0, 0).encode()
 
 
 KINDS = (
-    RecordKind(b"p", "host {}", (3,), decode=lambda _, value: decode_host(value), mend=_clean_host),
+    RecordKind(b"p", "host {}", (3,), decode=_of_value(decode_host), mend=_clean_host),
     RecordKind(b"i", holds_bytes=True),
     RecordKind(b"C", lengths=(17,)),
     RecordKind(b"b"),
-    RecordKind(b"g", "garbage record {}", decode=lambda _, value: decode_garbage(value)),
+    RecordKind(b"g", "garbage record {}", decode=_of_value(decode_garbage)),
     RecordKind(b"k", lengths=(17,), holds_bytes=True),
     RecordKind(b"o", lengths=(9, 11), is_mark=True),
     RecordKind(b"w", "dirty mark", owner=Belongs.READABLE, is_mark=True),
     RecordKind(
-        b"z",
-        "record of the doomed",
-        owner=Belongs.READABLE,
-        decode=lambda _, value: decode_doomed(value),
-        mend=_doomed_itself,
+        b"z", "record of the doomed", (9,), Belongs.READABLE, _of_value(decode_doomed), _just_doomed
     ),
-    RecordKind(
-        b"R",
-        "rule of the trash",
-        owner=Belongs.DIRECTORY,
-        decode=lambda _, value: trash.decode_rule(value),
-        stage=RECORDS,
-    ),
+    _rule_of_directory(b"R", "rule of the trash", trash.decode_rule, holds_bytes=False),
     RecordKind(b"T", lengths=(17,)),
     RecordKind(b"U", lengths=(17,)),
     RecordKind(b"n", "group", (9, 17), Belongs.DIRECTORY, _decode_group, stage=RECORDS),
-    RecordKind(
-        b"r",
-        "policy of retention",
-        owner=Belongs.DIRECTORY,
-        decode=lambda _, value: parse_keep(publishing.decode_kept(value).policy),
-        stage=RECORDS,
-        holds_bytes=True,
-    ),
-    RecordKind(
-        b"f",
-        "rule of age",
-        owner=Belongs.DIRECTORY,
-        decode=lambda _, value: parse_age_rule(value.decode()),
-        stage=RECORDS,
-        holds_bytes=True,
-    ),
+    _rule_of_directory(b"r", "policy of retention", _parse_kept),
+    _rule_of_directory(b"f", "rule of age", lambda value: parse_age_rule(value.decode())),
     RecordKind(b"x", "extended attribute", (), Belongs.INODE, stage=RECORDS, holds_bytes=True),
     RecordKind(b"t", holds_bytes=True),
     RecordKind(b"a", is_mark=True),
     RecordKind(b"y", is_mark=True),
     RecordKind(b"h", lengths=(33,), holds_bytes=True),
     RecordKind(b"l", lengths=(17,), holds_bytes=True),
-    RecordKind(b"q", "degraded objects {}", decode=lambda _, value: decode_degraded(value)),
+    RecordKind(b"q", "degraded objects {}", decode=_of_value(decode_degraded)),
     RecordKind(b"m", "stray of {}", (11,), decode=moves.decode_stray),
     RecordKind(b"u", lengths=(3,), is_mark=True),
-    RecordKind(b"v", "windows of ids", (3,), decode=lambda _, value: decode_windows(value)),
-    RecordKind(b"Q", "quota {}", decode=lambda _, value: decode_quota(value), stage=RECORDS),
+    RecordKind(b"v", "windows of ids", (3,), decode=_of_value(decode_windows)),
+    RecordKind(b"Q", "quota {}", decode=_of_value(decode_quota), stage=RECORDS),
     RecordKind(b"P", lengths=(10,)),
     RecordKind(b"d", lengths=(), holds_bytes=True),
     RecordKind(b"e", lengths=(17,), holds_bytes=True),

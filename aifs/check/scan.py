@@ -14,11 +14,10 @@ from aifs.check import repair
 from aifs.check.containers import ContainerRecords
 from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECOVERY, Fix, Progress, Subject
-from aifs.check.names import NameCheck
+from aifs.check.names import NameCheck, TrashCheck
 from aifs.check.quotas import QuotaCheck
 from aifs.check.records import KINDS, UNCHECKED, Judge, Records
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, TRASHED, UNREADABLE
-from aifs.check.trash import TrashCheck
 from aifs.core.errors import FsError
 from aifs.layout.striped import Striped
 from aifs.meta import keys, moves, namespace

@@ -724,7 +724,8 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
     inos = files.use(write)
     for boot, work in [("a boot", look), ("another boot", mend)]:
         monkeypatch.setattr(core_files, "boot_id", lambda boot=boot: boot)
-        files.sound(work)
+        files.use(work)
+    files.sound()
 
 
 @pytest.mark.parametrize("policy", ["plain", long("chunks-coded")])
