@@ -11,7 +11,7 @@ from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.data.inspecting.column_source import ColumnSource
 from aifs.data.objects.cached_reads import ObjectSource, object_name
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.recovery import Recovery
 from aifs.layout.placement import DRAINING
 from aifs.meta import degraded
 from aifs.store import store
@@ -298,27 +298,27 @@ async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_no
         [ino] = files.contents
         stage_nothing(fs)
         inode, wrong = await fs.getattr(ino), []
-        read, read_into = ObjectSet.read, ObjectSet.read_into
+        read, read_past = Recovery.read, Recovery.read_past
 
         async def overtaken(self, offset, length, size, strict=True):
             data = await read(self, offset, length, size, strict)
-            if self is fs.io.table.open[ino].objects and not wrong:
+            if fs.io.table.is_open(ino) and not wrong:
                 wrong.append(1)
                 assert await fs.rebuild.request(inode.oid, ino, [1])
                 return memoryview(bytes(length))  # holes of the new object
             return data
 
         async def overtaken_copy(self, offset, buffer, size):
-            await read_into(self, offset, buffer, size)
+            await read_past(self, offset, buffer, size)
             if not wrong:
                 wrong.append(1)
                 assert await fs.rebuild.request(inode.oid, ino, [1])
                 buffer[:] = bytes(len(buffer))
 
         if who == "reader":
-            monkeypatch.setattr(ObjectSet, "read", overtaken)
+            monkeypatch.setattr(Recovery, "read", overtaken)
         else:
-            monkeypatch.setattr(ObjectSet, "read_into", overtaken_copy)
+            monkeypatch.setattr(Recovery, "read_past", overtaken_copy)
             await overwrite(fs, ino, 0, b"x")
             files.contents[ino] = b"x" + files.contents[ino][1:]
         await files.check(fs)

@@ -10,7 +10,7 @@ else is asked of the servers' workers, for all columns of a request at once.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
@@ -19,8 +19,8 @@ from aifs.data.patience import gives_up, in_time
 from aifs.data.reading.blocks import BLOCK, Block
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.patterns import AccessPattern
-from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer
+from aifs.data.servers import Servers
 from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
@@ -80,6 +80,35 @@ class ObjectSource:
         self._workers.start(ended, self._read, buffer, offset)
 
 
+class Stage(Protocol):
+    """Reads the bytes of one file. Each stage adds something to the one below: to fetch them by way
+    of the caches (``CachedReads``), to recover those of columns that are lost or late
+    (``Recovery``), to check them (``CheckedReads``), to share them with other hosts
+    (``TogetherReads``).
+    """
+
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Bytes.read."""
+
+    async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
+        """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
+
+    def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
+        """As a strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
+        Raises Unavailable. Does not block.
+        """
+
+    async def find(self, offset: int, buffer: memoryview) -> bool:
+        """Fill ``buffer`` with bytes of a settled file, if the read cache has, or is loading, all
+        of them: whether it was so. Raises Unavailable."""
+
+    def forget(self) -> None:
+        """The objects are about to change. Does not block."""
+
+    def end(self) -> None:
+        """The file is read no more. Does not block."""
+
+
 class CachedReads:
     """One per user of an object set; blocks are shared. The read cache is used only while nobody
     changes the objects.
@@ -87,7 +116,7 @@ class CachedReads:
 
     def __init__(
         self,
-        cache: ReadCache,
+        servers: Servers,
         layout: Striped,
         columns: Columns,
         block: int = BLOCK,
@@ -98,7 +127,9 @@ class CachedReads:
         read ahead at most; 0: as far as the cache allows. ``whole_from``: requests of so many bytes
         fetch whole blocks though no stream is seen."""
         self.block = block
-        self._cache = cache
+        self._cache = cache = servers.cache
+        self._buffers = servers.buffers
+        self._own = range(layout.width)
         self._layout = layout
         self._is_one = layout.width == 1
         self._columns = columns
@@ -124,20 +155,17 @@ class CachedReads:
     async def read(
         self,
         offset: int,
-        buffer: memoryview,
+        length: int,
         size: int,
-        strict: bool,
-        sources: Sources,
-        cancellable: bool = True,
+        strict: bool = True,
+        sources: Sources | None = None,
+        into: memoryview | None = None,
     ) -> memoryview:
-        """Bytes from ``offset`` on of a file that has ``size``: ``buffer`` filled, or as many bytes
-        elsewhere. Bytes that no object holds are zeros.
-
-        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be
-        missing. Not ``cancellable`` while ``buffer`` is written to, if it is used by others later.
-        Raises Unavailable, naming server and object.
+        """See Stage. ``into``: memory of the caller's that may be filled for that; then this is not
+        cancellable while it is written to.
         """
-        columns = self._columns
+        columns, sources = self._columns, self._own if sources is None else sources
+        buffer = self._buffers.take(length) if into is None else into
         calls: list[tuple[int, Callable[..., Any], tuple]] = []
         loads: list[tuple[int, Run, list[Block]]] = []
         ahead = None
@@ -164,7 +192,7 @@ class CachedReads:
             self._read_ahead(ahead, size, sources)
         if calls:
             # What lands late may be the removal of what would be opened, but for settled files.
-            await self._gather(calls, abandonable=cancellable, waits=not strict)
+            await self._gather(calls, abandonable=into is None, waits=not strict)
         for column, (_, begin, parts), blocks in loads:
             length = sum(map(len, parts))
             with in_time(columns.server(column).workers.patience) if gives_up() else _AT_ALL:
@@ -177,12 +205,11 @@ class CachedReads:
             scatter(held, parts)
         return buffer
 
-    async def find(self, offset: int, buffer: memoryview, sources: Sources) -> bool:
-        """Fill ``buffer`` with bytes of a settled file, if the read cache has, or is loading, all
-        of them: whether it was so. Raises Unavailable."""
+    async def find(self, offset: int, buffer: memoryview) -> bool:
+        """See Stage."""
         found = []
         for index, begin, parts in runs_of(self._layout, offset, buffer):
-            blocks = self._find(sources[index], begin, sum(map(len, parts)))
+            blocks = self._find(index, begin, sum(map(len, parts)))
             if blocks is None:
                 return False
             found.append((begin, parts, blocks))
@@ -194,29 +221,29 @@ class CachedReads:
             scatter(held, parts)
         return True
 
-    async def read_past(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> None:
-        """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
+    async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
+        """See Stage."""
         await self._gather(
             [
-                (sources[index], self._read_run, (sources[index], begin, parts, size, True))
+                (index, self._read_run, (index, begin, parts, size, True))
                 for index, begin, parts in runs_of(self._layout, offset, buffer)
             ]
         )
 
-    async def open(self, sources: Sources) -> bool:
+    async def open(self) -> bool:
         """Have the descriptors of a settled file; whether some were missing. Raises Unavailable."""
         columns = self._columns
-        closed = [column for column in sources if not columns.is_open(column)]
+        closed = [column for column in self._own if not columns.is_open(column)]
         if closed:
             calls = [(column, columns.descriptor_now, (column,)) for column in closed]
             await self._gather(calls, abandonable=True)
         return bool(closed)
 
-    def read_now(self, offset: int, buffer: memoryview, size: int, sources: Sources) -> bool:
-        """As a strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
-        Raises Unavailable. Does not block.
-        """
-        columns = self._columns
+    def read_now(
+        self, offset: int, buffer: memoryview, size: int, sources: Sources | None = None
+    ) -> bool:
+        """See Stage."""
+        columns, sources = self._columns, self._own if sources is None else sources
         if self._is_one and columns.read_cached(sources[0], (buffer,), offset):
             return True  # what small reads of containers mostly are
         for index, begin, parts in runs_of(self._layout, offset, buffer):
@@ -227,8 +254,11 @@ class CachedReads:
                 return False
         return True
 
+    def end(self) -> None:
+        """See Stage."""
+
     def forget(self) -> None:
-        """The objects are about to change. What others have read of them counts, too: who copies a
+        """See Stage. What others have read of them counts, too: who copies a
         file has objects of his own.
         """
         if not self._cache.empty:

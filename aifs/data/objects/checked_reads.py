@@ -15,6 +15,7 @@ from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.chunk_codec import digest_of
+from aifs.data.objects.cached_reads import Stage
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.servers import Servers
@@ -26,9 +27,6 @@ _log = logger(__name__)
 LoadDigests = Callable[[int], Awaitable[tuple[int, bytes]]]
 """Checksums of the DIGESTS_AT_ONCE MiBs of a file among which is the one asked for: number of the
 first, and BLAKE3 of each; b"": none."""
-
-ReadPast = Callable[[int, memoryview, int], Awaitable[None]]
-"""As ObjectSet.read_into, without checking."""
 
 OnDamage = Callable[[int, int, int], None]
 """Called with oid, ino and the column whose object has wrong bytes. Does not block."""
@@ -44,7 +42,7 @@ class CheckedReads:
         servers: Servers,
         layout: Striped,
         columns: Columns,
-        read_past: ReadPast,
+        below: Stage,
         load: LoadDigests,
         on_damage: OnDamage,
         unread: int,
@@ -53,29 +51,28 @@ class CheckedReads:
         self._servers = servers
         self._layout = layout
         self._columns = columns
-        self._read_past = read_past
+        self._below = below
+        self.read_now, self.find = below.read_now, below.find
+        self.end = below.end
         self._load = load
         self._on_damage = on_damage
         self._unread = unread
         self._digests: dict[int, tuple[int, bytes]] = {}  # by MiB: the record that it is in
         self._generation = 0
         name = name_of_checked(columns.key)
-        self._blocks = FileBlocks(servers, layout, name, HASHED, self._fill, columns.in_use)
+        self._blocks = FileBlocks(servers, layout, name, HASHED, self.fill, columns.in_use)
 
-    async def read(self, offset: int, length: int, size: int) -> memoryview | None:
-        """Bytes of a settled file of ``size`` bytes; None if they have no checksums. Raises
-        Unavailable; Untold for bytes that are wrong and cannot be told otherwise.
-        """
-        if not (await self.covers(offset) and await self.covers(offset + length - 1)):
-            return None
-        return await self._blocks.read(offset, length, size)
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Stage. Raises Untold for bytes that are wrong, whichever columns tell them."""
+        data = None
+        if strict and await self.covers(offset) and await self.covers(offset + length - 1):
+            data = await self._blocks.read(offset, length, size)
+        return await self._below.read(offset, length, size, strict) if data is None else data
 
     async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
-        """The same into ``buffer``, past all caches, checked where there are checksums; ``offset``
-        is a multiple of a MiB, and the end another or the file's.
-        """
+        """See Stage. ``offset`` is a multiple of a MiB, and the end another or the file's."""
         for start in range(0, len(buffer), HASHED):
-            await self._fill(offset + start, buffer[start : start + HASHED], size)
+            await self.fill(offset + start, buffer[start : start + HASHED], size)
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
         """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
@@ -89,17 +86,18 @@ class CheckedReads:
         return bool(await self._digest(offset // HASHED))
 
     def forget(self) -> None:
-        """The file is about to change."""
+        """See Stage."""
+        self._below.forget()
         self._generation += 1
         self._digests.clear()
         self._blocks.forget()
 
-    async def _fill(self, offset: int, part: memoryview, size: int) -> None:
+    async def fill(self, offset: int, part: memoryview, size: int) -> None:
         """Fill ``part`` with a MiB of the file, or its last bytes, checked."""
         expected = await self._digest(offset // HASHED)
         if expected and await self._read_at_once(offset, part) == expected:
             return
-        await self._read_past(offset, part, size)
+        await self._below.read_past(offset, part, size)
         if expected and await self._digest_of(part) != expected:
             await self._tell_right(offset, part, size, expected)
 

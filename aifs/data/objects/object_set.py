@@ -3,11 +3,7 @@ lengths, durability.
 
 Without protection there is one copy of each column, so that a column which fails is an error; with
 it, bytes count as written where enough columns have them, and as read where enough can tell them.
-A read goes through four stages, each a class of its own: from the servers and the page cache, by
-way of the read cache (``cached_reads``); compared with checksums, where the reader wants
-that (``checked_reads``); and, where something protects the bytes, around columns that are
-lost, wrong or late (``recovery``). Where other hosts read the same file, it comes by way of them,
-too (``together``).
+A read goes through up to four stages of one signature (``cached_reads.Stage``).
 
 Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
 worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
@@ -19,14 +15,14 @@ from typing import Any, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.checking.digests import HASHED
-from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, CachedReads, object_name
+from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, CachedReads, Stage, object_name
 from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.known import Known
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.runs import runs_of
-from aifs.data.objects.together import TOGETHER_FROM, Sharing, TogetherReads
+from aifs.data.objects.together import Sharing, TogetherReads
 from aifs.data.reading.blocks import BLOCK
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
@@ -133,40 +129,30 @@ class ObjectSet:
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
         )
-        self._sources = tuple(range(layout.width))
-        """The data columns, each of which tells itself: what a set without protection is read
-        from.
-        """
-        self._cached = CachedReads(servers.cache, layout, columns, block, window, whole_from)
-        self._recovery = (
-            Recovery(servers, layout, columns, self._cached, unread)
-            if layout.is_protected
-            else None
-        )
+        self._cached = CachedReads(servers, layout, columns, block, window, whole_from)
+        top: Stage = self._cached
+        self._recovery = None
         """How a protected set is read; None: it is not protected."""
-        self._checked = (
-            CheckedReads(servers, layout, columns, self._read_past, digests, on_damage, unread)
-            if digests is not None
-            else None
-        )
-        """How bytes with checksums are read; None: there are none."""
-        self._together = (
-            TogetherReads(
-                servers,
-                layout,
-                columns,
-                self._read_past,
-                shared,
-                on_damage,
-                unread,
-                self._find_cached,
-            )
-            if shared is not None
-            else None
-        )
-        """How a file is read that other hosts read, too; None: it is this host's business alone."""
+        if layout.is_protected:
+            top = self._recovery = Recovery(servers, layout, columns, self._cached, unread)
+        past = top
+        self._checked = None
+        """What compares bytes with their checksums; None: they have none, or the reader does not
+        ask for it."""
+        load = digests or (shared and shared.load)
+        if load is not None:
+            checked = CheckedReads(servers, layout, columns, top, load, on_damage, unread)
+            if digests is not None:
+                past = self._checked = checked
+                top = checked if verify else top
+            if shared is not None:
+                top = TogetherReads(servers, layout, columns, top, checked, shared.join)
+        self._top = top
+        """The stage by which the file is read."""
         self._verify = verify and digests is not None
         """Whether what is read through the caches is compared with checksums, too."""
+        # As the stages have them: each read would pay for a function in between.
+        self.read, self.read_now, self.read_into = top.read, top.read_now, past.read_past
         self._known = [Known(0 if new else None) for _ in layout.servers]
         """By column, what is known of its object."""
         self._inherited = not new  # objects may hold what an earlier user wrote and did not sync
@@ -200,23 +186,6 @@ class ObjectSet:
 
     # --- reading ---
 
-    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """See Bytes. Bytes of columns that cannot be read are told by others. Raises Unavailable;
-        Untold for bytes that are wrong, whichever columns tell them.
-        """
-        if self._together is not None and strict and size >= TOGETHER_FROM:
-            data = await self._together.read(offset, length, size)
-            if data is not None:
-                return data
-        if self._checked is not None and self._verify and strict:
-            data = await self._checked.read(offset, length, size)
-            if data is not None:
-                return data
-        if self._recovery is not None:
-            return await self._recovery.read(offset, length, size)
-        buffer = self._servers.buffers.take(length)
-        return await self._cached.read(offset, buffer, size, strict, self._sources)
-
     async def fill(self, offset: int, buffer: memoryview, size: int) -> None:
         """As a strict ``read``, into the caller's memory; what has checksums is not compared with
         them.
@@ -224,40 +193,14 @@ class ObjectSet:
         if self._recovery is not None:
             buffer[:] = await self._recovery.read(offset, len(buffer), size)
             return
-        data = await self._cached.read(offset, buffer, size, True, self._sources, False)
+        data = await self._cached.read(offset, len(buffer), size, into=buffer)
         if data is not buffer:
             buffer[:] = data
 
     async def open(self) -> bool:
         """Have descriptors of a set without protection, through which page caches are read; whether
         there were none. Raises Unavailable."""
-        return self._recovery is None and await self._cached.open(self._sources)
-
-    def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
-        """The same, if it takes no waiting; wholly, or nothing counts. Raises Unavailable. Does not
-        block.
-        """
-        if self._recovery is not None:
-            return self._recovery.read_now(offset, buffer, size)
-        return self._cached.read_now(offset, buffer, size, self._sources)
-
-    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        """See Bytes. With checksums ``offset`` is a multiple of a MiB, and the end another or the
-        file's.
-        """
-        if self._checked is not None:
-            await self._checked.read_past(offset, buffer, size)
-        else:
-            await self._read_past(offset, buffer, size)
-
-    async def _read_past(self, offset: int, buffer: memoryview, size: int) -> None:
-        if self._recovery is not None:
-            await self._recovery.read_past(offset, buffer, size)
-        else:
-            await self._cached.read_past(offset, buffer, size, self._sources)
-
-    async def _find_cached(self, offset: int, buffer: memoryview) -> bool:
-        return await self._cached.find(offset, buffer, self._sources)
+        return self._recovery is None and await self._cached.open()
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
         """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
@@ -297,10 +240,7 @@ class ObjectSet:
 
     def forget(self) -> None:
         """The objects are about to change."""
-        self._cached.forget()
-        for checked in (self._checked, self._together):
-            if checked is not None:
-                checked.forget()
+        (self._checked or self._top).forget()
 
     # --- writing ---
 
@@ -414,7 +354,7 @@ class ObjectSet:
                     self._columns.punch_now,
                     (column, length_at(column, offset), length_at(column, offset + length)),
                 )
-                for column in self._sources
+                for column in range(self._layout.width)
             ],
             inline=False,
         )
@@ -462,7 +402,7 @@ class ObjectSet:
         """
         if self._inherited and any(known.length is None for known in self._known):
             return None
-        copies = map(self._layout.copies, self._sources)
+        copies = map(self._layout.copies, range(self._layout.width))
         return sum(max(self._known[copy].blocks for copy in same) for same in copies)
 
     # --- durability ---
@@ -527,10 +467,7 @@ class ObjectSet:
     def close(self) -> None:
         """See Bytes."""
         self._columns.close()
-        if self._together is not None:
-            self._together.end()
-        if self._recovery is not None:
-            self._recovery.forget()
+        self._top.end()
 
 
 class Followed:

@@ -57,10 +57,8 @@ class Recovery:
             servers, layout, _rows_name(self._key), block, self._read_row, columns.in_use
         )
 
-    async def read(self, offset: int, length: int, size: int) -> memoryview:
-        """Exactly ``length`` bytes of a settled file of ``size`` bytes. Raises Unavailable if too
-        many columns cannot be read. Cancellable.
-        """
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Stage; the file is settled. Raises Unavailable if too many columns cannot be read."""
         if self._layout.parity and None in self._sources(range(self._layout.width)):
             data = await self._rows.read(offset, length, size, only_streams=True)
             if data is not None:
@@ -83,24 +81,32 @@ class Recovery:
         if self._hedges.hedge(offset, length, size, sources, self.unread):
             return await self._read_healthy(sources, offset, length, size)
         attempts = (
-            partial(self._read_cached, sources, offset, length, size),
+            partial(self._cached.read, offset, length, size, True, sources),
             partial(self._read_around, offset, length, size, hedged=True),
         )
         return next(iter((await some_of(attempts, 1, 0)).values()))
 
     async def read_past(self, offset: int, buffer: memoryview, size: int) -> None:
-        """The same, into ``buffer``, past all caches of ours."""
+        """See Stage."""
         await self._read_into(offset, buffer, size, self._columns.fetch_all)
 
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
-        """See CachedReads.read_now."""
+        """See Stage."""
         sources = self._sources(self._touched(offset, len(buffer)))
         if not is_complete(sources):
             return False
         return self._cached.read_now(offset, buffer, size, sources)
 
+    async def find(self, offset: int, buffer: memoryview) -> bool:
+        """See Stage."""
+        return await self._cached.find(offset, buffer)
+
     def forget(self) -> None:
-        """Rows that have been put together may be of columns that are wrong."""
+        """See Stage."""
+        self._cached.forget()
+
+    def end(self) -> None:
+        """See Stage. Rows that have been put together may be of columns that are wrong."""
         self._rows.forget()
 
     # --- healthy reads ---
@@ -109,15 +115,9 @@ class Recovery:
         self, sources: Sources, offset: int, length: int, size: int
     ) -> memoryview:
         try:
-            return await self._read_cached(sources, offset, length, size)
+            return await self._cached.read(offset, length, size, True, sources)
         except Unavailable:
             return await self._read_around(offset, length, size)
-
-    async def _read_cached(
-        self, sources: Sources, offset: int, length: int, size: int
-    ) -> memoryview:
-        buffer = self._servers.buffers.take(length)
-        return await self._cached.read(offset, buffer, size, True, sources)
 
     def _touched(self, offset: int, length: int) -> Iterable[int]:
         """The data columns that hold a range of the file."""

@@ -6,18 +6,14 @@ what it gives counts only if it has the checksum that is on record here. So file
 which are those that are written in place, are read from the servers by each host.
 """
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 from aifs.data.checking.digests import HASHED
-from aifs.data.objects.checked_reads import (
-    CheckedReads,
-    LoadDigests,
-    OnDamage,
-    ReadPast,
-    name_of_checked,
-)
+from aifs.data.objects.cached_reads import Stage
+from aifs.data.objects.checked_reads import CheckedReads, LoadDigests, name_of_checked
 from aifs.data.objects.columns import Columns
+from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
@@ -25,9 +21,6 @@ from aifs.layout.striped import Striped
 
 TOGETHER_FROM = 8 << 20
 """Bytes of a file; other hosts do not hear of readers of smaller ones."""
-
-FindCached = Callable[[int, memoryview], Awaitable[bool]]
-"""Fills memory with the bytes of the file from an offset on, if the read cache has all of them."""
 
 
 class Others(Protocol):
@@ -70,23 +63,28 @@ class Sharing(NamedTuple):
     join: Join
 
 
-class TogetherReads(CheckedReads):
-    """Of one object set."""
+class TogetherReads:
+    """Of one object set. See Stage."""
 
     def __init__(
         self,
         servers: Servers,
         layout: Striped,
         columns: Columns,
-        read_past: ReadPast,
-        shared: Sharing,
-        on_damage: OnDamage,
-        unread: int,
-        find_cached: FindCached,
+        below: Stage,
+        checked: CheckedReads,
+        join: Join,
     ) -> None:
-        super().__init__(servers, layout, columns, read_past, shared.load, on_damage, unread)
-        self._join = shared.join
-        self._find_cached = find_cached
+        """``checked``: what comes from other hosts is checked by this, and what nobody gives is
+        read by way of it."""
+        self._servers = servers
+        self._key = columns.key
+        self._below = below
+        self.read_past, self.read_now, self.find = below.read_past, below.read_now, below.find
+        self._checked = checked
+        self._join = join
+        name = name_of_checked(columns.key)
+        self._blocks = FileBlocks(servers, layout, name, HASHED, self._fill, columns.in_use)
         self._others: Others | None = None
         """Those that read the file; None: they have not been told that it is read here."""
         self._size = 0
@@ -94,24 +92,36 @@ class TogetherReads(CheckedReads):
         self._fetched: set[int] = set()
         """The MiBs that are being fetched from the servers."""
 
-    async def read(self, offset: int, length: int, size: int) -> memoryview | None:
-        """As CheckedReads.read; None also where no other host reads the file, and for what is no
-        part of a stream."""
-        self._size = size
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Stage. Bytes without checksums, files that no other host reads, and reads that are no
+        part of a stream are left to the stage below."""
+        if strict and size >= TOGETHER_FROM:
+            data = await self._read_together(offset, length, size)
+            if data is not None:
+                return data
+        return await self._below.read(offset, length, size, strict)
+
+    async def _read_together(self, offset: int, length: int, size: int) -> memoryview | None:
+        self._size, covers = size, self._checked.covers
         if self._others is None:
-            if not await self.covers(offset):
+            if not await covers(offset):
                 return None
-            self._others = self._others or self._join(self._columns.key, self)
+            self._others = self._others or self._join(self._key, self)
         self._others.read_to(offset + length)
         await self._others.meet()
         if self._others.is_alone:
             return None
-        if not (await self.covers(offset) and await self.covers(offset + length - 1)):
+        if not (await covers(offset) and await covers(offset + length - 1)):
             return None
         return await self._blocks.read(offset, length, size, only_streams=True)
 
+    def forget(self) -> None:
+        """See Stage."""
+        self._checked.forget()
+
     def end(self) -> None:
-        """The file is read no more. Does not block."""
+        """See Stage."""
+        self._below.end()
         if self._others is not None:
             self._others.end(self)
 
@@ -126,17 +136,17 @@ class TogetherReads(CheckedReads):
             return await self._blocks.fetch(offset, length, self._size)
         # It may be who asks that is asked for it, now or soon: so only what is here counts.
         memory = memoryview(bytearray(length))
-        return memory if await self._find_cached(offset, memory) else None
+        return memory if await self.find(offset, memory) else None
 
     async def _fill(self, offset: int, part: memoryview, size: int) -> None:
-        if self._others is not None and await self.covers(offset):
+        if self._others is not None and await self._checked.covers(offset):
             # What was read, or read ahead, before other hosts were known is here.
-            for fetch in (self._find_cached, self._others.fetch):
-                if await fetch(offset, part) and await self.is_right(offset, part):
+            for fetch in (self.find, self._others.fetch):
+                if await fetch(offset, part) and await self._checked.is_right(offset, part):
                     return
         self._fetched.add(offset // HASHED)
         try:
-            await super()._fill(offset, part, size)
+            await self._checked.fill(offset, part, size)
         finally:
             self._fetched.discard(offset // HASHED)
 
