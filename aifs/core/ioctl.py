@@ -98,7 +98,7 @@ class Described(NamedTuple):
 _WORDS = {int: "integer", str: "string", bool: "boolean", list: "array", dict: "object"}
 
 _HEADER = """\
-/* The ioctl of AIFS. Made by scripts/ioctl-header from aifs/core/ioctl.py and the rows of hints. */
+/* The ioctl of AIFS. Made by scripts/reference from aifs/core/ioctl.py and the rows of hints. */
 #ifndef AIFS_IOCTL_H
 #define AIFS_IOCTL_H
 

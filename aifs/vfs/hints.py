@@ -241,7 +241,7 @@ def reference() -> str:
     lines = [
         "# Hints",
         "",
-        "Made by `scripts/ioctl-header` from the rows of the code. A hint is an extended attribute",
+        "Made by `scripts/reference` from the rows of the code. A hint is an extended attribute",
         "`user.aifs.NAME` (getfattr(1), setfattr(1)), a call of the ioctl (`aifs_ioctl.h`), or",
         "both. The columns get, set and call say which callers may; empty: nobody can.",
         "",

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from scripts import reference
+
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -43,6 +45,13 @@ def test_the_page_of_concurrency_names_each_lock() -> None:
     assert there <= named | {"Gate._queue"}, f"not explained: {there - named}"
 
 
+def test_the_reference_is_that_of_the_code() -> None:
+    made = reference.documents()
+    assert made.keys() >= {str(p.relative_to(ROOT)) for p in ROOT.glob("docs/reference/*")}
+    old = [path for path, text in made.items() if (ROOT / path).read_text() != text]
+    assert not old, f"run scripts/reference: {old}"
+
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")])
 
 
@@ -75,7 +84,7 @@ def test_lines_of_pages_have_at_most_100_columns() -> None:
     wide = [
         f"{page.relative_to(ROOT)}:{number}"
         for page in PAGES
-        if "tests" not in page.parts
+        if not {"tests", "reference"} & {*page.parts}
         for number, line in enumerate(page.read_text().splitlines(), 1)
         if len(line) > 100 and not line.lstrip().startswith(("|", "[", "!", "<", "http"))
     ]

@@ -1,0 +1,105 @@
+"""Write the reference from the registries of the code: docs/reference and aifs/fuse/aifs_ioctl.h.
+
+commands.md  the commands, of the tree of click
+config.md    the configuration keys, of config/default.yaml
+hints.md     the hints and calls, of their rows
+metrics.md   the metrics, of the table of figures
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from aifs.cli.main import cli
+from aifs.vfs import hints
+from aifs.watch.figures import FIGURES
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 100
+
+
+def documents() -> dict[str, str]:
+    """The text of each file, by its path in the repository."""
+    return {
+        "aifs/fuse/aifs_ioctl.h": hints.c_header(),
+        "docs/reference/commands.md": "\n".join(_commands()) + "\n",
+        "docs/reference/config.md": "\n".join(_config()) + "\n",
+        "docs/reference/hints.md": hints.reference(),
+        "docs/reference/metrics.md": "\n".join(_metrics()) + "\n",
+    }
+
+
+def _head(title: str, text: str) -> list[str]:
+    made = f"Made by `scripts/reference`. {text}"
+    return [f"# {title}", "", *textwrap.wrap(made, COLUMNS, break_on_hyphens=False), ""]
+
+
+def _commands() -> Iterator[str]:
+    yield from _head("Commands", "The help of each command, as `--help` prints it.")
+    yield from _command(cli, None)
+
+
+def _command(command: click.Command, above: click.Context | None) -> Iterator[str]:
+    context = click.Context(
+        command,
+        info_name=command.name if above else "aifs",
+        parent=above,
+        terminal_width=COLUMNS - 2,
+        max_content_width=COLUMNS - 2,
+        **{k: v for k, v in command.context_settings.items() if k == "help_option_names"},
+    )
+    yield from (f"## {context.command_path}", "", "```text", command.get_help(context), "```", "")
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            if below is not None and not below.hidden:
+                yield from _command(below, context)
+
+
+def _config() -> Iterator[str]:
+    yield from _head(
+        "Configuration keys",
+        "Each key by its dotted path, with its default, as the YAML file of a store has it, or"
+        " `aifs mount -o KEY=VALUE`.",
+    )
+    section, comment = "", list[str]()
+    for line in (ROOT / "config/default.yaml").read_text().splitlines():
+        if found := re.fullmatch(r"( *)(\w+):(?: (.*))?", line):
+            indent, key, value = found.groups()
+            if not indent and value is None:
+                section = f"{key}."
+            else:
+                path = section + key if indent else key
+                yield from (f"## {path}", "", f"Default: `{value}`", "")
+                yield from (*_wrapped(comment), "") if comment else ()
+            comment = []
+        elif line.strip():
+            comment.append(line.strip().removeprefix("#").removeprefix(" "))
+        else:
+            comment = []
+
+
+def _wrapped(comment: list[str]) -> Iterator[str]:
+    """Lines that are indented stay: they are YAML."""
+    text = [line for line in comment if not line.startswith(" ")]
+    yield from textwrap.wrap(
+        " ".join(text), COLUMNS, break_long_words=False, break_on_hyphens=False
+    )
+    if code := [line for line in comment if line.startswith(" ")]:
+        yield from ("", "```yaml", *(line.removeprefix("  ") for line in code), "```")
+
+
+def _metrics() -> Iterator[str]:
+    yield from _head("Metrics", "What `/metrics` of a mount serves (docs/operate/metrics.md).")
+    yield from ("| metric | kind | label | meaning |", "|---|---|---|---|")
+    for figure in sorted(FIGURES):
+        cells = (f"`{figure.name}`", figure.kind, figure.label, figure.help)
+        yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for path, text in documents().items():
+        (ROOT / path).write_text(text)
