@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from aifs.cli import hints
-from aifs.cli.command import PATH, Column, CommandGroup, Report, Table, command
+from aifs.cli.command import PATH, Column, Report, Table, command, group
 from aifs.cli.door import require_inside
 from aifs.cli.output import print_error, when
 from aifs.cli.trash import remove_tree
@@ -63,7 +63,7 @@ def clone(source: str, new: str, snapshot: bool = False) -> None:
 # --- snapshot -------------------------------------------------------------------------------------
 
 _EXAMPLES = """
-aifs snapshot /mnt/store/run before-merge
+aifs snapshot make /mnt/store/run before-merge
 aifs snapshot ls /mnt/store/run
 aifs snapshot rm /mnt/store/run before-merge
 aifs clone /mnt/store/run/.snapshots/before-merge /mnt/store/run-again
@@ -72,23 +72,12 @@ aifs clone /mnt/store/run/.snapshots/before-merge /mnt/store/run-again
 _SNAPSHOTS = (Column("snapshot", "name"), Column("made", "made_s", when))
 
 
-class _MakesByDefault(CommandGroup):
-    """The next word is a directory, unless it is the name of a subcommand."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["make", *args])
-
-
-@click.group(
+@group(
     "snapshot",
-    cls=_MakesByDefault,
     short_help="Keep the contents of a directory, read-only.",
-    subcommand_metavar="DIR NAME | COMMAND [ARGS]...",
 )
 def snapshot_command() -> None:
-    """Keep the contents of the directory DIR as DIR/.snapshots/NAME, which nobody can change.
+    """Keep the contents of a directory DIR as DIR/.snapshots/NAME, which nobody can change.
 
     It appears when it is complete, and is durable then. As with aifs clone no bytes are copied.
     DIR/.snapshots is made if it is missing, as a directory like any other; clones and

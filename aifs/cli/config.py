@@ -1,18 +1,16 @@
 """``aifs config``: the configuration that is in force, and changing it while a store is mounted."""
 
-from contextlib import suppress
-
 import click
 
 from aifs.cli import hints
-from aifs.cli.command import PATH, Column, CommandGroup, Report, Table
-from aifs.cli.door import require_aifs
+from aifs.cli.command import PATH, Column, Report, Table, group
+from aifs.cli.door import aifs_at, require_aifs
 from aifs.core.errors import ConfigError, MountError
 
 _EXAMPLES = """
-aifs config /srv/store
-aifs config /etc/aifs/cluster.yaml -o layout.unit=4MiB
-aifs config /mnt/store
+aifs config show /srv/store
+aifs config show /etc/aifs/cluster.yaml -o layout.unit=4MiB
+aifs config show /mnt/store
 aifs config set /mnt/store burst.drain_bandwidth 200MiB
 """
 
@@ -23,18 +21,8 @@ _IN_FORCE = (
 )
 
 
-class _ShowUnlessSet(CommandGroup):
-    """``aifs config SOURCE`` is ``aifs config show SOURCE``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args.insert(0, "show")
-        return super().parse_args(ctx, args)
-
-
-@click.group(
+@group(
     "config",
-    cls=_ShowUnlessSet,
     short_help="Show every key: its value, and where that comes from; change some.",
 )
 def config_command() -> None:
@@ -53,24 +41,46 @@ def show_command(place: str, options: tuple[str, ...]) -> Report:
     file config/default.yaml explains each key. Of a mount it is also shown which keys can change
     without mounting again.
     """
+    told = _keys_of(place, options)
+    rows = [{"key": key, "from": one.get("origin"), **one} for key, one in told.items()]
+    in_force = any("can_change" in row for row in rows)
+    return Report(told, Table(_IN_FORCE if in_force else _KEYS, rows))
+
+
+def _keys_of(place: str, options: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """By key, the value and where it comes from: "from" of a mount, "origin" of a SOURCE."""
     from aifs.cli.server import recorded
     from aifs.core import config
     from aifs.fuse.options import parse
 
-    mountpoint = None
-    with suppress(MountError):
-        mountpoint = require_aifs(place)
-    if mountpoint is not None:
+    if mountpoint := aifs_at(place):
         if options:
             raise click.UsageError("-o is for a SOURCE; a mount has its options already")
-        told = read_in_force(mountpoint)
-        rows = [{"key": key, **one} for key, one in told.items()]
-        return Report(told, Table(_IN_FORCE, rows))
+        return read_in_force(mountpoint)
     _, overrides = parse(options, config.known_keys(), privileged=False)
-    settings = list(recorded(config.load(place, overrides)).settings())
-    told = {key: {"value": value, "origin": origin} for key, value, origin in settings}
-    rows = [{"key": key, "value": value, "from": origin} for key, value, origin in settings]
-    return Report(told, Table(_KEYS, rows))
+    settings = recorded(config.load(place, overrides)).settings()
+    return {key: {"value": value, "origin": origin} for key, value, origin in settings}
+
+
+def _known(told: dict[str, dict[str, str]], key: str) -> dict[str, str]:
+    from aifs.core.config import suggestion
+
+    if key not in told:
+        raise ConfigError(f"{key}: unknown key{suggestion(key, [*told], 'key')}")
+    return told[key]
+
+
+@config_command.command(
+    "get",
+    short_help="Print the value of one key.",
+    examples="aifs config get /mnt/store burst.high_water\naifs config get /srv/store layout.unit",
+)
+@click.argument("place", type=PATH, metavar="SOURCE|MOUNTPOINT")
+@click.argument("key")
+def get_command(place: str, key: str) -> Report:
+    """Print the value that KEY has for SOURCE, or has in force in the mount at MOUNTPOINT."""
+    found = _known(_keys_of(place, ()), key)
+    return Report(found, found["value"])
 
 
 @config_command.command("set", examples=_EXAMPLES)
@@ -81,20 +91,16 @@ def set_command(mountpoint: str, key: str, value: str) -> Report:
     """Have the mount at MOUNTPOINT use another VALUE for KEY, until it is mounted again: write it
     into the YAML of the store to keep it. For root, and for the user who has mounted.
 
-    aifs config MOUNTPOINT shows which keys can change.
+    aifs config show MOUNTPOINT shows which keys can change.
     """
-    from aifs.core.config import suggestion
-
     path = require_aifs(mountpoint)
-    before = read_in_force(path)
-    if key not in before:
-        raise ConfigError(f"{key}: unknown key{suggestion(key, [*before], 'key')}")
+    before = _known(read_in_force(path), key)
     try:
         hints.put(path, hints.CONFIG, f"{key}={value}")
     except OSError as error:
         raise ConfigError(error.strerror or str(error)) from None
     now = read_in_force(path)[key]["value"]
-    old = before[key]["value"]
+    old = before["value"]
     text = f"{key} is {now} until the next mount, and was {old}"
     return Report({"key": key, "value": now, "before": old}, text)
 

@@ -195,7 +195,7 @@ _LOOK_S = 0.05
 \b
 It holds:
   about.json          versions, kernel, processors, memory
-  status.json         as aifs status --json; servers.json as aifs server status --json
+  status.json         as aifs status --json; servers.json as aifs server ls --json
   config.json         every key that is in force, and where it comes from
   metrics.txt         as Prometheus reads them
   why.json            the causes that requests wait for, as aifs why --json

@@ -12,12 +12,11 @@ from aifs.cli.command import PATH, Column, Report, Table, command
 from aifs.cli.door import read_status, require_aifs
 from aifs.cli.output import count, describe_error, duration, size
 from aifs.cli.status import refusal_of
-from aifs.core.config import Config
 from aifs.core.errors import MountError, StoreError, UserError
-from aifs.core.kinds import split_endpoint
 from aifs.core.limits import within
 
 if TYPE_CHECKING:
+    from aifs.core.config import Config
     from aifs.meta.replicated.blocking import BlockingDatabase, LiveHost
 
 _CHECKS = (
@@ -195,7 +194,7 @@ _LOCKS = ClusterCheck(
 )
 
 
-def cluster_checks(config: Config) -> list[ClusterCheck]:
+def cluster_checks(config: "Config") -> list[ClusterCheck]:
     """Checks that follow from a fault that is reported are left out."""
     from aifs.core.secret import read_secret
     from aifs.meta.replicated.blocking import BlockingDatabase
@@ -237,7 +236,7 @@ def _clock(database: "BlockingDatabase") -> ClusterCheck:
     return ClusterCheck("clock", why, fix if abs(ahead_s) > _CLOCK_S else "")
 
 
-def _store(config: Config, database: "BlockingDatabase") -> list[ClusterCheck]:
+def _store(config: "Config", database: "BlockingDatabase") -> list[ClusterCheck]:
     from aifs.data.storages import storage_at
     from aifs.store.cluster import find_store, require_replica
     from aifs.store.owner import find_holder
@@ -274,8 +273,9 @@ def _store(config: Config, database: "BlockingDatabase") -> list[ClusterCheck]:
     return checks
 
 
-def _network(config: Config, others: "list[LiveHost]") -> list[ClusterCheck]:
+def _network(config: "Config", others: "list[LiveHost]") -> list[ClusterCheck]:
     """Whether others can know where this host is, and it reaches them."""
+    from aifs.core.kinds import split_endpoint
     from aifs.store.hosts import own_address
 
     try:

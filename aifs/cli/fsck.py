@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aifs.cli import hints
-from aifs.cli.command import PATH, SIZE, Column, Pairs, Report, Table, command
+from aifs.cli.command import PATH, SIZE, Column, Pairs, Report, Table, command, group
 from aifs.cli.output import describe_error, print_error, progress, rate, size, when
 from aifs.core.errors import AifsError, MountError
 
@@ -87,6 +87,7 @@ def report_of(report: "FsckReport", *above: str) -> Report:
 # --- scrub ----------------------------------------------------------------------------------------
 
 _PAUSE_S = 0.2
+_WAIT = click.option("--wait", is_flag=True, help="Wait until it is done, with a progress bar.")
 
 _WRONG = (
     Column("file", lambda item: ", ".join(item["paths"])),
@@ -96,25 +97,28 @@ _WRONG = (
 )
 
 
-@command(
-    "scrub",
-    short_help="Read all bytes, and repair what is wrong.",
-    epilog="Exit codes: 0 if all is in order, or repaired; 1 if files are wrong still, which are "
-    "named.",
-    examples="aifs scrub /mnt/store --wait\naifs scrub /mnt/store --bandwidth 1GiB\n"
-    "aifs scrub /mnt/store --status\naifs scrub /mnt/store --stop\n"
-    "aifs scrub /srv/store --no-repair --json",
+@group("scrub", short_help="Read all bytes, and repair what is wrong.")
+def scrub_command() -> None:
+    """Read all bytes on the data servers, copies and parity included, compare them with their
+    checksums, repair those that other objects have, and name the files that are lost.
+
+    PLACE is a mountpoint, where it goes on in the background, or a SOURCE that is not mounted,
+    where the command does it. A mount scrubs by itself every scrub.interval. A scrub that is
+    interrupted goes on with the next mount.
+
+    Exit codes: 0 if all is in order, or repaired; 1 if files are wrong still, which are named.
+    """
+
+
+@scrub_command.command(
+    "start",
+    short_help="Begin a scrub.",
+    examples="aifs scrub start /mnt/store --wait\naifs scrub start /mnt/store --bandwidth 1GiB\n"
+    "aifs scrub start /srv/store --no-repair --json",
     sizes=True,
 )
 @click.argument("place", type=PATH)
-@click.option("--wait", is_flag=True, help="Wait until it is done, with a progress bar.")
-@click.option(
-    "--status",
-    "only_status",
-    is_flag=True,
-    help="Show the findings of the scrub that runs, or of the last one.",
-)
-@click.option("--stop", is_flag=True, help="End the scrub that runs.")
+@_WAIT
 @click.option(
     "--repair/--no-repair", default=True, help="Repair what can be repaired; the default."
 )
@@ -123,33 +127,44 @@ _WRONG = (
     type=SIZE,
     help="Bytes per second that it reads at most, 0: any number; else scrub.bandwidth.",
 )
-def scrub_command(
-    place: str,
-    wait: bool,
-    only_status: bool,
-    stop: bool,
-    repair: bool,
-    bandwidth: int | None,
-) -> Report:
-    """Read all bytes on the data servers, copies and parity included, compare them with their
-    checksums, repair those that other objects have, and name the files that are lost.
+def start_command(place: str, wait: bool, repair: bool, bandwidth: int | None) -> Report:
+    """Begin a scrub of PLACE."""
+    order = "start" if repair else "start,no-repair"
+    return _report_of(place, order if bandwidth is None else f"{order},bandwidth={bandwidth}", wait)
 
-    PLACE is a mountpoint, where it goes on in the background, or a SOURCE that is not mounted,
-    where the command does it. A mount scrubs by itself every scrub.interval. A scrub that is
-    interrupted goes on with the next mount.
-    """
+
+@scrub_command.command(
+    "show",
+    short_help="Show the findings of the scrub that runs, or of the last one.",
+    examples="aifs scrub show /mnt/store",
+    sizes=True,
+)
+@click.argument("place", type=PATH)
+def show_command(place: str) -> Report:
+    """Show the findings of the scrub of PLACE that runs, or of the last one."""
+    return _report_of(place, "", wait=False)
+
+
+@scrub_command.command(
+    "stop",
+    short_help="End the scrub that runs.",
+    examples="aifs scrub stop /mnt/store",
+    sizes=True,
+)
+@click.argument("place", type=PATH)
+@_WAIT
+def stop_command(place: str, wait: bool) -> Report:
+    """End the scrub of PLACE that runs."""
+    return _report_of(place, "stop", wait)
+
+
+def _report_of(place: str, order: str, wait: bool) -> Report:
+    """Give an order, '' for none, and return the state of the scrub."""
     import trio
 
-    order = (
-        "start"
-        + ("" if repair else ",no-repair")
-        + ("" if bandwidth is None else f",bandwidth={bandwidth}")
-    )
-    if only_status or stop:
-        order = "stop" if stop else ""
     status = trio.run(_run, place, order, wait)
     parts: list[Pairs | Table | str] = [
-        f"the scrub goes on in the background; aifs scrub --status {place} says how far it is"
+        f"the scrub goes on in the background; aifs scrub show {place} says how far it is"
     ]
     if not (order and status["running"]):
         parts = [Pairs(facts(status))]

@@ -98,9 +98,9 @@ def _read_info(path: str, tree: bool) -> dict[str, Any]:
 # --- layout ---------------------------------------------------------------------------------------
 
 _EXAMPLES = """
-aifs layout get /mnt/store/models
+aifs layout show /mnt/store/models
 aifs layout set /mnt/store/models unit=4MiB,count=2
-aifs layout set /mnt/store/models none
+aifs layout rm /mnt/store/models
 aifs layout explain /mnt/store/models
 aifs layout explain kind=interleaved,compress=zstd:3
 """
@@ -123,9 +123,9 @@ def layout_command() -> None:
     """How new files of a directory are laid out on the data servers."""
 
 
-@layout_command.command("get", epilog=_LAYOUTS, examples=_EXAMPLES)
+@layout_command.command("show", epilog=_LAYOUTS, examples=_EXAMPLES)
 @click.argument("path", type=PATH)
-def get_command(path: str) -> Report:
+def show_layout_command(path: str) -> Report:
     """Print the layout that new files below the directory PATH get, or that the file PATH has."""
     text = _read(path)
     return Report({"layout": text}, text)
@@ -134,18 +134,29 @@ def get_command(path: str) -> Report:
 @layout_command.command("set", epilog=_LAYOUTS, examples=_EXAMPLES)
 @click.argument("path", type=PATH)
 @click.argument("layout")
-def set_command(path: str, layout: str) -> Report:
+def set_layout_command(path: str, layout: str) -> Report:
     """Have files that are made below the directory PATH from now on laid out by LAYOUT, or the
-    empty file PATH; none takes it back. Files that are there stay as they are.
+    empty file PATH. Files that are there stay as they are.
 
     For its owner, and for root.
     """
     before = _read(path)
-    if layout == "none":
-        if before != _DEFAULT:
-            hints.remove(path, hints.LAYOUT)
-    else:
-        hints.put(path, hints.LAYOUT, layout)
+    hints.put(path, hints.LAYOUT, layout)
+    return _changed(path, before)
+
+
+@layout_command.command("rm", epilog=_LAYOUTS, examples=_EXAMPLES)
+@click.argument("path", type=PATH)
+def rm_layout_command(path: str) -> Report:
+    """Take the layout of PATH back, for its owner and for root. Files that are there stay as they
+    are."""
+    before = _read(path)
+    if before != _DEFAULT:
+        hints.remove(path, hints.LAYOUT)
+    return _changed(path, before)
+
+
+def _changed(path: str, before: str) -> Report:
     now = _read(path)
     return Report({"layout": now, "before": before}, f"{path}: {now}, and was {before}")
 

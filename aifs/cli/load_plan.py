@@ -1,4 +1,4 @@
-"""``aifs checkpoints load --plan``: what the ranks of a job will read of a checkpoint."""
+"""``aifs checkpoint plan``: what the ranks of a job will read of a checkpoint."""
 
 import os
 from collections.abc import Sequence
@@ -26,15 +26,14 @@ WAYS = {
 
 
 @command(
-    "load",
+    "plan",
     short_help="Show what each rank of a job will read.",
-    examples="aifs checkpoints load --plan /mnt/store/run/step-100 --ranks 16 --hosts 2\n"
-    "aifs checkpoints load --plan /mnt/store/run/step-200 --ranks 64 --sharded --tensors\n"
-    "aifs checkpoints load --plan /mnt/store/model.pt --ranks 8 --hosts 8 --together --json",
+    examples="aifs checkpoint plan /mnt/store/run/step-100 --ranks 16 --hosts 2\n"
+    "aifs checkpoint plan /mnt/store/run/step-200 --ranks 64 --sharded --tensors\n"
+    "aifs checkpoint plan /mnt/store/model.pt --ranks 8 --hosts 8 --together --json",
     sizes=True,
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--plan", is_flag=True, help="Show it; the job itself loads.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="N", help="Otherwise one for each PATH."
 )
@@ -57,9 +56,8 @@ WAYS = {
     "dimension, as FSDP does; otherwise for all.",
 )
 @click.option("--tensors", is_flag=True, help="List the tensors, too, in the order of reading.")
-def load_command(
+def plan_command(
     paths: tuple[str, ...],
-    plan: bool,
     ranks: int | None,
     hosts: int,
     together: bool,
@@ -80,8 +78,6 @@ def load_command(
     tensors the job asks for (all of them, here), and the used parts of a file that is mapped.
     torch.load passes over some bytes between tensors, and reads some twice.
     """
-    if not plan:
-        raise click.UsageError("say --plan: what loads a checkpoint is the job itself")
     from aifs.client.torch.load_plan import plan_load
 
     # First of all, because files that are looked into may be brought into the burst tier.

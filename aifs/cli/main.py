@@ -75,10 +75,10 @@ fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
 _COMMANDS = {
-    "Stores and mounts": "format mount umount status info hosts server config meta fsck scrub",
+    "Stores and mounts": "format mount umount status info host server config meta fsck scrub",
     "Finding faults": "doctor why stats top trace profile debug bench",
-    "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hints",
-    "Checkpoints": "checkpoints publish group",
+    "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hint",
+    "Checkpoints": "checkpoint group",
     "Jobs": "start env image dataset",
     "This program": "completion manual",
 }
@@ -90,8 +90,7 @@ _MODULES = {
     "completion": "manual",
     "format": "mount",
     "group": "info",
-    "hosts": "server",
-    "hints": "hint_table",
+    "host": "server",
     "layout": "info",
     "pin": "tiers",
     "drain": "tiers",
@@ -99,7 +98,6 @@ _MODULES = {
     "warm": "tiers",
     "unpin": "tiers",
     "profile": "trace",
-    "publish": "checkpoints",
     "rm": "trash",
     "scrub": "fsck",
     "snapshot": "clone",

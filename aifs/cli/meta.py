@@ -83,15 +83,15 @@ def _ask(mountpoint: str, directory: str) -> None:
 
 
 @meta_command.command(
-    "list",
-    examples="aifs meta list /srv/store\naifs meta list /srv/store --from /backup/store-meta",
+    "ls",
+    examples="aifs meta ls /srv/store\naifs meta ls /srv/store --from /backup/store-meta",
     sizes=True,
 )
 @click.argument("source", type=PATH)
 @click.option(
     "--from", "directory", type=PATH, help="Look into this directory instead of the data servers."
 )
-def list_command(source: str, directory: str | None) -> Report:
+def ls_command(source: str, directory: str | None) -> Report:
     """Show which states of the metadata of the store SOURCE are backed up on its data servers, the
     newest first.
     """
@@ -118,9 +118,7 @@ def list_command(source: str, directory: str | None) -> Report:
     type=PATH,
     help="Take the backup from this directory instead of the data servers.",
 )
-@click.option(
-    "--at", type=int, help="The newest state up to this sequence number (aifs meta list)."
-)
+@click.option("--at", type=int, help="The newest state up to this sequence number (aifs meta ls).")
 @click.option(
     "--force", is_flag=True, help="Also if another host is seen to use the store: it loses it."
 )

@@ -68,8 +68,8 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
   default_permissions     always on: the kernel checks permissions
   auto, noauto, user, nofail, _netdev, x-*, ...
                           for /etc/fstab: understood, nothing to do
-  KEY=VALUE               any configuration key by its dotted path; aifs config lists them. Lists of
-                          directories are separated by colons.
+  KEY=VALUE               any configuration key by its dotted path; aifs config show lists them.
+                          Lists of directories are separated by colons.
 """
 
 

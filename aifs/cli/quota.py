@@ -96,13 +96,13 @@ def ls_command(mountpoint: str) -> Report:
 
 
 @quota_command.command(
-    "check",
+    "show",
     short_help="Show the quotas that count a file or directory.",
     sizes=True,
-    examples="aifs quota check /mnt/store/team/run-7\naifs quota check /mnt/store/team --json",
+    examples="aifs quota show /mnt/store/team/run-7\naifs quota show /mnt/store/team --json",
 )
 @click.argument("path", type=PATH)
-def check_command(path: str) -> Report:
+def show_command(path: str) -> Report:
     """Show all quotas that count PATH, the innermost first, and how much of them is used. The exit
     code is 1 if one of them is used up, or if there is none.
 

@@ -1,4 +1,4 @@
-"""``aifs server`` and ``aifs hosts``: the data servers and burst directories of a store, which come
+"""``aifs server`` and ``aifs host``: the data servers and burst directories of a store, which come
 and go while it is in use, and its hosts.
 
 A store is reached by the mount that has it, or by opening it for as long as the command runs. Both
@@ -9,15 +9,14 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from aifs.cli import hints
-from aifs.cli.command import DURATION, PATH, Column, Report, Table, command, group, number
+from aifs.cli.command import DURATION, PATH, Column, Report, Table, group, number
 from aifs.cli.door import aifs_at, holder_of, mount_of, read_status
 from aifs.cli.output import count, duration, print_error, progress, rate, size
-from aifs.core.config import Config
 from aifs.core.errors import (
     AifsError,
     FsError,
@@ -27,6 +26,9 @@ from aifs.core.errors import (
     TimeoutReached,
 )
 from aifs.core.units import format_duration
+
+if TYPE_CHECKING:
+    from aifs.core.config import Config
 
 _ID = click.IntRange(0, 0x7FFF)
 _BURST = click.option("--burst", is_flag=True, help="ID is that of a burst directory.")
@@ -67,12 +69,12 @@ def server_command() -> None:
 
 
 @server_command.command(
-    "status",
-    examples="aifs server status /mnt/store\naifs server status /srv/store --json",
+    "ls",
+    examples="aifs server ls /mnt/store\naifs server ls /srv/store --json",
     sizes=True,
 )
 @click.argument("place", type=PATH)
-def status_command(place: str) -> Report:
+def ls_command(place: str) -> Report:
     """Show the servers of PLACE: whether they work, and the bytes left on those that are drained or
     lost.
     """
@@ -197,10 +199,10 @@ def drain_command(
     if undo:
         text = f"{name} is used again"
     elif emptied:
-        out = f"aifs server remove {'--burst ' * burst}{place} {server}"
+        out = f"aifs server rm {'--burst ' * burst}{place} {server}"
         text = f"{name} is empty; take it out with: {out}"
     else:
-        text = f"{name} is being drained; aifs server status {place} shows how far it is"
+        text = f"{name} is being drained; aifs server ls {place} shows how far it is"
     return Report(which | {"empty": emptied}, text)
 
 
@@ -271,16 +273,16 @@ def replace_command(
             return new, waited
 
     new, waited = trio.run(replace)
-    text = f"takes over; aifs server status {place} shows how far it is"
+    text = f"takes over; aifs server ls {place} shows how far it is"
     if waited:
-        text = f"has taken over; take the old one out with: aifs server remove {place} {server}"
+        text = f"has taken over; take the old one out with: aifs server rm {place} {server}"
     return Report(new, f"{_described(new)} {text}")
 
 
 @server_command.command(
-    "remove",
-    examples="aifs server remove /mnt/store 3\naifs server remove /mnt/store 3 --lost\n"
-    "aifs server remove --burst /srv/store 1",
+    "rm",
+    examples="aifs server rm /mnt/store 3\naifs server rm /mnt/store 3 --lost\n"
+    "aifs server rm --burst /srv/store 1",
 )
 @_BURST
 @click.option(
@@ -298,7 +300,7 @@ def replace_command(
 @_TIMEOUT
 @click.argument("place", type=PATH)
 @click.argument("server", metavar="ID", type=_ID)
-def remove_command(
+def rm_command(
     burst: bool,
     lost: bool,
     sentence: str,
@@ -371,7 +373,7 @@ async def _removal(
 
 def _advice(outcome: dict[str, Any], confirmation: str, place: str) -> str:
     if outcome["passing"]:
-        return f"; aifs server status {place} shows how far that is, and --wait waits for it"
+        return f"; aifs server ls {place} shows how far that is, and --wait waits for it"
     if "would be lost" in outcome["reason"]:
         return f"; put it back, or give them up with: --force-lose-files {confirmation!r}"
     return ""
@@ -393,22 +395,19 @@ _HOSTS = (
 )
 
 
-@command(
-    "hosts",
+@group("host", short_help="Show the hosts that have a store mounted, and fence one.")
+def host_command() -> None:
+    """The hosts that have a store mounted, in a cluster."""
+
+
+@host_command.command(
+    "ls",
     short_help="Show the hosts that have a store mounted.",
-    examples="aifs hosts /mnt/store\naifs hosts /mnt/store --json\n"
-    "aifs hosts /mnt/store --fence gpu-003",
+    examples="aifs host ls /mnt/store\naifs host ls /mnt/store --json",
     sizes=True,
 )
 @click.argument("mountpoint", type=PATH)
-@click.option(
-    "--fence",
-    "fenced",
-    default="",
-    metavar="NAME",
-    help="End the session of the host NAME at once, instead of when its lease is over.",
-)
-def hosts_command(mountpoint: str, fenced: str) -> Report:
+def ls_hosts_command(mountpoint: str) -> Report:
     """Show all hosts that have the store of MOUNTPOINT mounted, as the database and they themselves
     report.
 
@@ -418,18 +417,34 @@ def hosts_command(mountpoint: str, fenced: str) -> Report:
     without waiting for the database. Undrained bytes are in the burst tier of their host alone,
     except for the mirrors of them that other hosts keep; the mirrors of a host are of the bytes of
     others. The host with the role does the background work of the whole store.
+    """
+    state = hints.read(_cluster_at(mountpoint), hints.HOSTS)
+    return Report(state, Table(_HOSTS, state["hosts"]))
+
+
+@host_command.command(
+    "fence",
+    short_help="End the session of a host.",
+    examples="aifs host fence /mnt/store gpu-003",
+)
+@click.argument("mountpoint", type=PATH)
+@click.argument("name")
+def fence_command(mountpoint: str, name: str) -> Report:
+    """End the session of the host NAME at once, instead of when its lease is over.
 
     A host that is fenced changes nothing any more, wherever it hangs: its mount ends as soon as it
     notices. Its undrained bytes are there again when it mounts the store again.
     """
-    path = mount_of(mountpoint)
-    if not read_status(path)["cluster"]["hosts"]:
-        raise StoreError(f"{mountpoint}: its store has one host (meta.engine is local)")
-    if fenced:
-        hints.put(path, hints.FENCE, fenced)
-        return Report({"fenced": fenced}, f"the session of host {fenced} has ended")
-    state = hints.read(path, hints.HOSTS)
-    return Report(state, Table(_HOSTS, state["hosts"]))
+    hints.put(_cluster_at(mountpoint), hints.FENCE, name)
+    return Report({"fenced": name}, f"the session of host {name} has ended")
+
+
+def _cluster_at(path: str) -> str:
+    """The mountpoint. Raises StoreError if its store has one host."""
+    mountpoint = mount_of(path)
+    if not read_status(mountpoint)["cluster"]["hosts"]:
+        raise StoreError(f"{path}: its store has one host (meta.engine is local)")
+    return mountpoint
 
 
 # --- reaching a store -----------------------------------------------------------------------------
@@ -548,7 +563,7 @@ async def look(place: str) -> dict[str, Any]:
     return await MountDoor(mountpoint).state()
 
 
-def recorded(config: Config) -> Config:
+def recorded(config: "Config") -> "Config":
     """The same with the servers that its store has by now; as it is if there is no store, or that
     cannot be seen."""
     import trio
@@ -562,7 +577,7 @@ def recorded(config: Config) -> Config:
     return config.with_servers(rows) if all(row["path"] for row in rows) else config
 
 
-def _tolerant(place: str) -> Config:
+def _tolerant(place: str) -> "Config":
     from aifs.core import config
 
     return config.load(place, {"data.missing": "allow"})

@@ -287,15 +287,15 @@ def _spent(stage: Any) -> str:
 
 
 @start_command.command(
-    "forget",
+    "rm",
     examples="""
-aifs start forget llama
+aifs start rm llama
 """,
     short_help="Remove the records of a job.",
 )
 @click.argument("job")
 @_DIR
-def forget_command(job: str, top: str | None) -> None:
+def rm_command(job: str, top: str | None) -> None:
     """Remove all records of JOB: its next start is recorded as if it were the first one."""
     from aifs.client import startup
 

@@ -182,12 +182,12 @@ def restore_command(paths: tuple[str, ...], to: str | None, number: int) -> Repo
 
 
 @trash_command.command(
-    "empty",
-    examples="aifs trash empty /mnt/store/run/step-100\naifs trash empty /mnt/store",
+    "rm",
+    examples="aifs trash rm /mnt/store/run/step-100\naifs trash rm /mnt/store",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--id", "number", type=int, default=0, help="Which one; PATH is any of the mount.")
-def empty_command(paths: tuple[str, ...], number: int) -> Report:
+def rm_trash_command(paths: tuple[str, ...], number: int) -> Report:
     """Have your entries that were removed at PATH, or below, go for good; space comes back in the
     background."""
     emptied = 0

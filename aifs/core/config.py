@@ -234,7 +234,7 @@ class Config(_Section):
 
     def with_servers(self, rows: Iterable[Mapping[str, Any]]) -> "Config":
         """The same with the servers and burst directories that the store has by now, ``rows`` as of
-        ``aifs server status``."""
+        ``aifs server ls``."""
         named = {place.path: place for place in self.places}
         found: dict[str, list[ServerPlace]] = {"data": [], "burst": []}
         for row in rows:

@@ -2,7 +2,7 @@
 
 A hint is an extended attribute ``user.aifs.NAME``, a call of the ioctl (core/ioctl.py), or both.
 The class that serves hints lists their rows in its attribute ``HINTS``; vfs/hints.py collects them
-all. The attribute, the ioctl, the rights, ``aifs hints``, the C header and the tables of the
+all. The attribute, the ioctl, the rights, ``aifs hint ls``, the C header and the tables of the
 documents are made from the rows.
 """
 

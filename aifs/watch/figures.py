@@ -153,7 +153,7 @@ cluster if cluster.hosts:
       as another host needed the directory.
   > : {hosts:host}, {connected} connected
   > : this is {name}, session {session}{has_role:?, with the role of the store's background work|}
-  > : aifs hosts shows all
+  > : aifs host ls shows all
 together:
   > : {files:file} that other hosts read, too
   > : since the mount {received_bytes:size} came from these and {given_bytes:size} went to them
@@ -196,7 +196,7 @@ scrub:
   > running|ended_s !objects: nothing verified yet
   > objects: {objects} files and containers verified
   > flaws: {flaws:flaw}, {repaired} repaired
-  > wrong_ranges: {wrong_ranges:range} of files wrong; aifs scrub --status names them
+  > wrong_ranges: {wrong_ranges:range} of files wrong; aifs scrub show names them
 rebuild:
   left_bytes gauge aifs_rebuild_left_bytes: Bytes to be rebuilt or moved.
   moved_bytes counter aifs_rebuild_moved_bytes_total: Bytes rebuilt or moved.

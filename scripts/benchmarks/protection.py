@@ -209,7 +209,7 @@ def _scrub_and_rebuild(aifs: ServersAifs, note: Note) -> None:
             while file.readinto(buffer):
                 pass
     note("objects", total / (time.perf_counter() - begin))
-    note("scrub", total / aifs.command_s("scrub", aifs.path, "--wait"))
+    note("scrub", total / aifs.command_s("scrub", "start", aifs.path, "--wait"))
 
     lost = aifs.objects([0])
     moved = sum(path.stat().st_size for path in lost) / 2**20

@@ -70,8 +70,8 @@ class HostsDemo:
                 until(lambda told=told: told.rounds > GOES_ON, "they work")
             synced = self._kill_while_it_writes()
             at_kill_s = time.monotonic()
-            self._say(f"The others go on. This is what aifs hosts says on {self.hosts[0].name}:")
-            print(self.hosts[0].aifs("hosts", self.hosts[0].path))
+            self._say(f"The others go on. This is what aifs host ls says on {self.hosts[0].name}:")
+            print(self.hosts[0].aifs("host", "ls", self.hosts[0].path))
             until(lambda: self.victim.name not in self._cluster.live(), "its session is over")
             self._say(
                 f"{time.monotonic() - at_kill_s:.1f} s after its death the session of "
@@ -135,7 +135,7 @@ class HostsDemo:
             os.setxattr(host.path / "run" / "tmp", "user.aifs.commit", b"%d" % rank)
         publisher, start_s = self.hosts[-1], time.monotonic()
         run = publisher.path / "run"
-        publisher.aifs("publish", run / "tmp", run / "step-1", "--latest", "latest")
+        publisher.aifs("checkpoint", "publish", run / "tmp", run / "step-1", "--latest", "latest")
         took_s = time.monotonic() - start_s
         for host in self.hosts:
             (host.path / "run" / "latest" / "shard-0.pt").stat()
@@ -195,7 +195,7 @@ class HostsDemo:
         start_s = time.monotonic()
         self.victim.mount()
         self._say(f"{self.victim.name} is back after {time.monotonic() - start_s:.1f} s:")
-        print(self.victim.aifs("hosts", self.victim.path))
+        print(self.victim.aifs("host", "ls", self.victim.path))
         with (self.hosts[0].path / "run" / "unfinished").open("rb") as file:
             for number in range(synced // BLOCK):
                 if file.read(BLOCK) != bytes([number % 251]) * BLOCK:

@@ -69,12 +69,13 @@ def test_the_commands(on_mount: Path) -> None:
             (tmp / f"shard-{rank}").write_bytes(b"%d" % rank * 5000)
         os.setxattr(tmp, "user.aifs.pending", b"ranks=2")
         os.setxattr(tmp, "user.aifs.commit", b"0")
-        done = aifs("publish", tmp, run / f"step-{step}", "--ranks", "2", check=False)
+        done = aifs("checkpoint", "publish", tmp, run / f"step-{step}", "--ranks", "2", check=False)
         assert (done.returncode, done.stderr) == (8, f"aifs: {tmp}: rank 1 did not commit\n")
-        done = aifs("publish", tmp, run / f"step-{step}", check=False)
+        done = aifs("checkpoint", "publish", tmp, run / f"step-{step}", check=False)
         assert done.returncode == 8 and "1" in done.stderr and len(done.stderr.splitlines()) == 1
         os.setxattr(tmp, "user.aifs.commit", b"1")
         said = aifs(
+            "checkpoint",
             "publish",
             tmp,
             run / f"step-{step}",
@@ -88,7 +89,7 @@ def test_the_commands(on_mount: Path) -> None:
         assert said == f"published {run}/step-{step}: 2 files, 9.77 KiB\n"
     (run / "tmp").mkdir()
     os.setxattr(run / "tmp", "user.aifs.pending", b"ranks=4,step=9")
-    listed = json.loads(aifs("checkpoints", "ls", run, "--json", "--pending").stdout)
+    listed = json.loads(aifs("checkpoint", "ls", run, "--json", "--pending").stdout)
     assert [(Path(one["path"]).name, one["state"], one["step"]) for one in listed] == [
         ("step-1", "complete", 1),
         ("step-2", "complete", 2),
@@ -98,19 +99,19 @@ def test_the_commands(on_mount: Path) -> None:
     assert listed[-1]["problem"] == "4 of 4 ranks have not committed"
     (run / "step-90").mkdir()
     (run / "step-90/shard-0").write_bytes(b"half of it")
-    assert aifs("checkpoints", "latest", run).stdout == f"{run}/step-3\n"
+    assert aifs("checkpoint", "latest", run).stdout == f"{run}/step-3\n"
     os.rename(run / "step-90", on_mount / "tmp")
     (on_mount / "trained").mkdir()
     for step in (1000, 700):  # saved in place, then copied in the order of names
         (on_mount / f"trained/checkpoint-{step}").mkdir()
         (on_mount / f"trained/checkpoint-{step}/weights").write_bytes(b"1")
-    done = aifs("checkpoints", "latest", on_mount / "trained")
+    done = aifs("checkpoint", "latest", on_mount / "trained")
     assert done.stdout == f"{on_mount}/trained/checkpoint-1000\n"
     assert "not known to be whole" in done.stderr
     assert client.latest(on_mount / "trained") is None
-    assert aifs("checkpoints", "verify", "--all", run).stdout.count("as they were saved") == 3
-    aifs("checkpoints", "rm", run / "step-1", "--yes")
-    assert aifs("checkpoints", "keep", run, "--last", "1").stdout == f"{run}/step-2\n"
+    assert aifs("checkpoint", "verify", "--all", run).stdout.count("as they were saved") == 3
+    aifs("checkpoint", "rm", run / "step-1", "--yes")
+    assert aifs("checkpoint", "keep", run, "--last", "1").stdout == f"{run}/step-2\n"
     assert os.getxattr(run, "user.aifs.keep") == b"last=1"
     save(run / "step-4")
     while client.list_checkpoints(run)[0].path.name != "step-4":
@@ -121,7 +122,7 @@ def test_the_commands(on_mount: Path) -> None:
 def test_a_damaged_file_is_named(on_mount: Path) -> None:
     save(on_mount / "step-1")
     (on_mount / "step-1/sub/model.pt").write_text("CONTENT")
-    done = aifs("checkpoints", "verify", on_mount / "step-1", check=False)
+    done = aifs("checkpoint", "verify", on_mount / "step-1", check=False)
     assert done.returncode == 1
     assert (
         done.stderr

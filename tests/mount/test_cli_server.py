@@ -29,7 +29,7 @@ def test_servers_come_and_go_below_a_mount(
         aifs("server", "add", "--domain", "rack-b", path, new).stdout
         == f"added {new} to the store, as data server 4\n"
     )
-    refusal = aifs("server", "remove", store.source, 0, check=False)
+    refusal = aifs("server", "rm", store.source, 0, check=False)
     assert refusal.returncode == 4
     assert (
         refusal.stderr
@@ -38,12 +38,12 @@ def test_servers_come_and_go_below_a_mount(
     with open(path / "plain", "rb") as reader:
         assert reader.read(1000) == DATA[:1000]
         done = aifs("server", "drain", path, 0, "--wait", "--timeout", "30s").stdout
-        assert done == f"data server 0 is empty; take it out with: aifs server remove {path} 0\n"
+        assert done == f"data server 0 is empty; take it out with: aifs server rm {path} 0\n"
         assert not list((store.source / "data" / "0").glob("objects/*/*/*"))
         assert reader.read() == DATA[1000:]
-    removed = aifs("server", "remove", path, 0, "--wait", "--timeout", "50s").stdout
+    removed = aifs("server", "rm", path, 0, "--wait", "--timeout", "50s").stdout
     assert removed == "data server 0 is removed from the store\n"
-    status = json.loads(aifs("server", "status", path, "--json").stdout)
+    status = json.loads(aifs("server", "ls", path, "--json").stdout)
     assert [(server["role"], server["id"]) for server in status["servers"]] == [
         ("data", 1),
         ("data", 2),
@@ -51,11 +51,11 @@ def test_servers_come_and_go_below_a_mount(
         ("data", 4),
         ("burst", 0),
     ]
-    assert "rack-b" in aifs("server", "status", store.source).stdout
+    assert "rack-b" in aifs("server", "ls", store.source).stdout
     for place in (path, store.source):
-        servers = json.loads(aifs("config", place, "--json").stdout)["servers"]["value"]
+        servers = json.loads(aifs("config", "show", place, "--json").stdout)["servers"]["value"]
         assert str(new) in servers and f"{store.source}/data/0" not in servers
-    assert aifs("meta", "list", store.source).stderr == ""
+    assert aifs("meta", "ls", store.source).stderr == ""
     assert json.loads(aifs("status", path / "plain", "--json").stdout)["mountpoint"] == str(path)
     store.remount()
     assert (path / "plain").read_bytes() == (path / "safe" / "file").read_bytes() == DATA
@@ -100,5 +100,5 @@ def test_old_files_move_to_a_server_with_a_class(
     store.remount()
     assert (path / "words").read_bytes() == words
     assert (path / "old").read_bytes() == (path / "young").read_bytes() == DATA
-    assert "cold" in aifs("server", "status", path).stdout
-    assert "30d:cold,compress=zstd:3" in aifs("hints", path).stdout
+    assert "cold" in aifs("server", "ls", path).stdout
+    assert "30d:cold,compress=zstd:3" in aifs("hint", "ls", path).stdout

@@ -130,12 +130,12 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
     top, kept = mounted.path / "top", mounted.path / "top" / ".snapshots" / "before"
     make_tree(top)
     before = (top / "large").read_bytes()
-    refused = aifs("snapshot", mounted.path.parent, "before", check=False)
+    refused = aifs("snapshot", "make", mounted.path.parent, "before", check=False)
     assert refused.returncode == 6 and not (mounted.path.parent / ".snapshots").exists()
-    assert "is not the name" in aifs("snapshot", top, "a/b", check=False).stderr
-    aifs("snapshot", top, "before")
+    assert "is not the name" in aifs("snapshot", "make", top, "a/b", check=False).stderr
+    aifs("snapshot", "make", top, "before")
     (top / "large").write_bytes(b"risky")
-    aifs("snapshot", top, "after")
+    aifs("snapshot", "make", top, "after")
     assert (kept / "large").read_bytes() == before
     told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
     assert [each["name"] for each in told] == ["before", "after"]

@@ -308,7 +308,7 @@ def test_a_burst_directory_belongs_to_one_host(
         assert "is a burst directory of host alpha" in refused("mount", beta, scratch / "mnt")
         (path / "file").unlink(missing_ok=True)
     # The mount that was refused holds up nobody.
-    said = json.loads(aifs("hosts", path, "--json").stdout)["hosts"]
+    said = json.loads(aifs("host", "ls", path, "--json").stdout)["hosts"]
     assert [one["name"] for one in said] == ["alpha"]
 
 

@@ -76,7 +76,7 @@ def test_some_keys_change_while_it_is_mounted(
     mounted: Mounted, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def told(key: str) -> dict:
-        return json.loads(aifs("config", mounted.path, "--json").stdout)[key]
+        return json.loads(aifs("config", "show", mounted.path, "--json").stdout)[key]
 
     before = told("burst.drain_bandwidth")
     assert before == {"value": "0", "from": "default", "can_change": True}
@@ -102,11 +102,11 @@ def test_others_are_told_nothing(shared: Mounted, capfd: pytest.CaptureFixture[s
     path = str(shared.path)
     for words in (
         ["debug", path],
-        ["config", path, "--json"],
+        ["config", "show", path, "--json"],
         ["config", "set", path, "log.level", "debug"],
     ):
         assert in_process(lambda words=words: main(words), uid=NOBODY) == 6
-        assert "only root and who has mounted" in capfd.readouterr().err
+        assert "only root and the user who has mounted" in capfd.readouterr().err
     name = "user.aifs.config"
     assert in_process(lambda: _errno(path, name), uid=NOBODY)
 

@@ -77,12 +77,12 @@ def test_names_made_on_one_host_are_on_the_other(both: Both) -> None:
 def test_hosts_are_shown(two: Cluster) -> None:
     a, b = two
     until(lambda: two.live(a) == two.live(b) == {"a", "b"}, "they know of each other")
-    told = json.loads(aifs("hosts", a.path, "--json").stdout)["hosts"]
+    told = json.loads(aifs("host", "ls", a.path, "--json").stdout)["hosts"]
     assert [one["name"] for one in told] == ["a", "b"]
     assert [one["has_role"] for one in told] == [True, False]
     assert [one["is_this"] for one in told] == [True, False]
     assert told[0]["address"] == f"{a.namespace.address}:7947"
-    lines = aifs("hosts", b.path).stdout.splitlines()
+    lines = aifs("host", "ls", b.path).stdout.splitlines()
     assert lines[0].startswith("host") and lines[2].startswith("b (this one)")
     assert "2 hosts" in aifs("status", a.path).stdout
     with two.another("guest") as guest:
@@ -312,14 +312,14 @@ def test_a_host_is_fenced(two: Cluster) -> None:
     with two.another("hanging") as host:
         host.mount()
         until(lambda: two.live(b) == {"a", "b", "hanging"}, "they know of each other")
-        said = aifs("hosts", b.path, "--fence", "hanging").stdout
+        said = aifs("host", "fence", b.path, "hanging").stdout
         assert said == "the session of host hanging has ended\n"
         b.expected.append("the session .* of host hanging is ended: fenced")
         host.wait_for_log(r"session .*has ended \(fenced by order, on host b\)")
         assert two.live(b) == {"a", "b"}
         host.expected.append("")
         host.wait_for_end()
-    refused = aifs("hosts", b.path, "--fence", "nobody", check=False)
+    refused = aifs("host", "fence", b.path, "nobody", check=False)
     assert refused.returncode == 1
     assert "host nobody does not have the store mounted" in refused.stderr
 
@@ -350,5 +350,5 @@ def test_the_database_is_restarted(two: Cluster, both: Both, kill: bool) -> None
 
 def test_one_host_alone_has_no_hosts(scratch: Path) -> None:
     with mounted_store(scratch) as store:
-        refused = aifs("hosts", store.path, check=False)
+        refused = aifs("host", "ls", store.path, check=False)
         assert refused.returncode == 4 and "its store has one host" in refused.stderr

@@ -23,7 +23,7 @@ def test_one_host_clones_what_the_other_one_writes(both: Both) -> None:
             log.write(b"so far")
             until((one / tree.name / "log").exists, "what is made is seen")
             aifs("clone", one / tree.name, one / f"clone{number}")
-            aifs("snapshot", one / tree.name, "before")
+            aifs("snapshot", "make", one / tree.name, "before")
             log.write(b", so good")
         for name, content in data.items():
             (tree / name).write_bytes(b"other " + content)

@@ -36,7 +36,7 @@ def test_what_one_host_removes_another_restores(both: Both) -> None:
         aifs("trash", "restore", other / tree.name)
         assert (tree / "below" / "file").exists()
         aifs("rm", "-r", tree)
-        aifs("trash", "empty", other / tree.name)
+        aifs("trash", "rm", other / tree.name)
         assert kept(one) == []
     assert not os.listdir(here) and not os.listdir(there)
 
@@ -49,5 +49,5 @@ def test_a_file_that_another_host_has_open_goes_on(both: Both) -> None:
     with open(there / "file", "rb") as file:
         (here / "file").unlink()
         assert os.fstat(file.fileno()).st_nlink == 0
-        aifs("trash", "empty", here)
+        aifs("trash", "rm", here)
         assert file.read() == b"content"

@@ -15,7 +15,7 @@ COMMANDS = [
     (["evict", "x"], 0),
     (["warm", "x"], 0),
     (["group", "show", "x"], 1),  # there is none
-    (["checkpoints", "ls", "."], 0),
+    (["checkpoint", "ls", "."], 0),
     (["publish", "new", "final"], 0),
     (["rm", "-r", "final"], 0),
 ]

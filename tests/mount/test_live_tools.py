@@ -96,4 +96,4 @@ def test_others_see_sums_alone(shared: Mounted, capfd: pytest.CaptureFixture[str
     assert in_process(lambda: main(["stats", path, "--count", "1"]), uid=NOBODY) == 0
     for command in ("top", "profile"):
         assert in_process(lambda: main([command, path, "--for", "10ms"]), uid=NOBODY) == 6
-        assert "only root and who has mounted may trace" in capfd.readouterr().err
+        assert "only root and the user who has mounted may trace" in capfd.readouterr().err

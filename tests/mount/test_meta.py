@@ -27,8 +27,8 @@ def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) 
     refused = aifs("meta", "restore", mounted.source, check=False)
     assert refused.returncode == 4 and "is not empty" in refused.stderr
     shutil.move(meta, tmp_path / "meta")
-    assert len(json.loads(aifs("meta", "list", mounted.source, "--json").stdout)) == 1
-    aifs("meta", "list", mounted.source, "--from", tmp_path / "copy")
+    assert len(json.loads(aifs("meta", "ls", mounted.source, "--json").stdout)) == 1
+    aifs("meta", "ls", mounted.source, "--from", tmp_path / "copy")
     assert "restored" in aifs("meta", "restore", mounted.source).stdout
     mounted.mount()
     assert sorted(os.listdir(mounted.path)) == ["directory", "file"]
@@ -41,7 +41,7 @@ def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) 
         mounted.path / "later"
     ).read_bytes() == b"later"
     mounted.unmount()
-    states = json.loads(aifs("meta", "list", mounted.source, "--json").stdout)
+    states = json.loads(aifs("meta", "ls", mounted.source, "--json").stdout)
     assert [state["generation"] for state in states] == [1, 2], "closing makes a backup, too"
     # What the first restored mount did not know of (the file "later", copies made ahead) has been
     # kept, and is moved aside.

@@ -32,7 +32,7 @@ def limit(directory: Path, *limits: str) -> None:
 
 
 def used(directory: Path) -> tuple[int, int]:
-    (quota, *_) = json.loads(aifs("quota", "check", directory, "--json", check=False).stdout)
+    (quota, *_) = json.loads(aifs("quota", "show", directory, "--json", check=False).stdout)
     return quota["used_bytes"], quota["used_files"]
 
 
@@ -157,7 +157,7 @@ def test_what_is_there_is_counted_and_said(shared: Mounted, team: Path) -> None:
     (line,) = [x for x in aifs("quota", "ls", shared.path).stdout.splitlines() if str(team) in x]
     assert "1.00 MiB" in line and "1000000" in line
     aifs("quota", "rm", team)
-    done = aifs("quota", "check", team, check=False)
+    done = aifs("quota", "show", team, check=False)
     assert done.returncode == 1 and "no quota counts it" in done.stderr
     assert aifs("quota", "rm", team, check=False).returncode == 1
     assert aifs("quota", "ls", shared.path).stdout == "there are no quotas\n"

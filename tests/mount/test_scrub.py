@@ -34,7 +34,7 @@ def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> Non
     content = mirror.read_bytes()
     flip(objects[0], 5)
     flip(objects[1], 2 << 20)
-    found = json.loads(aifs("scrub", store.path, "--wait", "--json").stdout)
+    found = json.loads(aifs("scrub", "start", store.path, "--wait", "--json").stdout)
     assert (found["flaws"], found["repaired"], found["wrong"], found["running"]) == (
         2,
         2,
@@ -45,17 +45,20 @@ def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> Non
 
     _, objects = make(store, "plain", "count=1,unit=1MiB")
     flip(objects[0], 1 << 20)
-    done = aifs("scrub", store.path, "--wait", check=False)
+    done = aifs("scrub", "start", store.path, "--wait", check=False)
     assert done.returncode == 1
     assert "/plain/file  1048576-2097151" in done.stdout
     assert "1 range of files wrong" in aifs("status", store.path).stdout
     store.unmount()
-    assert aifs("scrub", store.source, "--status", check=False).returncode == 1
+    assert aifs("scrub", "show", store.source, check=False).returncode == 1
     assert (
-        json.loads(aifs("scrub", store.source, "--json", check=False).stdout)["wrong_ranges"] == 1
+        json.loads(aifs("scrub", "start", store.source, "--json", check=False).stdout)[
+            "wrong_ranges"
+        ]
+        == 1
     )
     flip(objects[0], 1 << 20)
-    assert "0: 0 repaired" in aifs("scrub", store.source).stdout
+    assert "0: 0 repaired" in aifs("scrub", "start", store.source).stdout
 
 
 @pytest.mark.sweep
@@ -63,7 +66,9 @@ def test_a_scrub_in_the_background_can_be_stopped(mount_store: Callable[..., Mou
     store = mount_store("burst.drain_delay=1h")
     make(store, "some", "count=2")
     make(store, "more", "count=2")
-    assert "goes on in the background" in aifs("scrub", store.path, "--bandwidth", "1").stdout
-    assert json.loads(aifs("scrub", store.path, "--status", "--json").stdout)["running"]
-    assert "not running" in aifs("scrub", store.path, "--stop", "--wait").stdout
-    assert aifs("scrub", store.path, "--wait", "--bandwidth", "0").returncode == 0
+    assert (
+        "goes on in the background" in aifs("scrub", "start", store.path, "--bandwidth", "1").stdout
+    )
+    assert json.loads(aifs("scrub", "show", store.path, "--json").stdout)["running"]
+    assert "not running" in aifs("scrub", "stop", store.path, "--wait").stdout
+    assert aifs("scrub", "start", store.path, "--wait", "--bandwidth", "0").returncode == 0

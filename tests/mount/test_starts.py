@@ -94,7 +94,7 @@ def test_the_first_start_is_recorded_and_the_next_one_prefetched(
     assert shown(store) == hot  # what was in memory before stays in the record
     listed = aifs("start", "ls", "--dir", store.path / "start").stdout
     assert listed.splitlines()[1].split()[:3] == ["job", "2", "3"]
-    aifs("start", "forget", "job", "--dir", store.path / "start")
+    aifs("start", "rm", "job", "--dir", store.path / "start")
     assert aifs("start", "ls", "--dir", store.path / "start", "--json").stdout.strip() == "[]"
 
 

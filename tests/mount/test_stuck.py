@@ -130,11 +130,11 @@ def test_no_command_waits_for_a_daemon_that_is_stuck(stopped: Mounted, tmp_path:
         ("info", path / "before"),
         ("drain", path),
         ("rm", path / "before"),
-        ("server", "status", path),
-        ("server", "status", stopped.source),
+        ("server", "ls", path),
+        ("server", "ls", stopped.source),
         ("meta", "backup", stopped.source),
         ("doctor", path),
-        ("publish", path / "a", path / "b"),
+        ("checkpoint", "publish", path / "a", path / "b"),
     )
     with ThreadPoolExecutor() as threads:
         for done in threads.map(lambda words: impatient(*words), asked):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli.load_plan import load_command
+from aifs.cli.load_plan import plan_command
 from aifs.cli.main import main
 from tests.support.mounts import Mounted, aifs
 
@@ -108,7 +108,7 @@ def test_a_plan_of_loads_knows_where_the_bytes_are(
 
     def planned(*words: object) -> str:
         capsys.readouterr()
-        assert main(["checkpoints", "load", "--plan", *map(str, words)]) == 0
+        assert main(["checkpoint", "plan", *map(str, words)]) == 0
         return capsys.readouterr().out
 
     mounted = mount_store()
@@ -129,9 +129,7 @@ def test_a_plan_of_loads_knows_where_the_bytes_are(
     mounted.options = ("burst.stage_on_read=0",)
     mounted.remount()
     aifs("evict", mounted.path)
-    for line in re.findall(
-        r"^  aifs checkpoints load --plan (.*)", load_command.epilog, re.MULTILINE
-    ):
+    for line in re.findall(r"^  aifs checkpoint plan (.*)", plan_command.epilog, re.MULTILINE):
         assert "data servers" in planned(*line.replace("/mnt/store", str(mounted.path)).split())
     mounted.remount()
     before = read_bytes(mounted)

@@ -63,7 +63,7 @@ def test_what_shell_tools_remove_comes_back(bridged: Mounted, here: Path) -> Non
     os.rename(here / "old", here / "d")  # the kernel knows another inode by that name
     aifs("trash", "restore", here / "d", "--to", here / "again")
     shutil.rmtree(here / "again")
-    assert aifs("trash", "empty", here / "again").stdout == "42 emptied\n"
+    assert aifs("trash", "rm", here / "again").stdout == "42 emptied\n"
     assert paths(here, "--all") == []
 
 

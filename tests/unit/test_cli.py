@@ -63,11 +63,17 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
         "clone",
         "fsck",
         "meta serve",
-        "server status",
+        "server ls",
         "server add",
         "server drain",
         "server replace",
-        "server remove",
+        "server rm",
+        "snapshot make",
+        "config show",
+        "config get",
+        "hint set",
+        "host ls",
+        "scrub start",
     ],
 )
 def test_every_command_has_help_with_an_example(
@@ -97,7 +103,7 @@ def test_wrong_usage_is_one_line(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["checkpoints", "load", "--plan", ""],
+        ["checkpoint", "plan", ""],
         ["format", ""],
         ["mount", "", "/m"],
         ["mount", "/s", ""],
@@ -149,7 +155,7 @@ def test_config_shows_values_and_origins(
 ) -> None:
     (tmp_path / "aifs.yaml").write_text("layout:\n  count: 2\n")
     code, out, _ = run(
-        capsys, "config", tmp_path, "-o", "layout.unit=4MiB,ro", "-o", "log.level=debug"
+        capsys, "config", "show", tmp_path, "-o", "layout.unit=4MiB,ro", "-o", "log.level=debug"
     )
     assert code == 0
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
@@ -160,7 +166,7 @@ def test_config_shows_values_and_origins(
 
 
 def test_config_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, out, _ = run(capsys, "config", tmp_path, "--json")
+    _, out, _ = run(capsys, "config", "show", tmp_path, "--json")
     assert json.loads(out)["layout.unit"] == {"value": "1MiB", "origin": "default"}
     assert list(json.loads(out)) == config.known_keys()
 
@@ -168,7 +174,7 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_a_wrong_configuration_exits_with_3(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, said = refused(capsys, "config", tmp_path, "-o", "layout.unti=1")
+    code, said = refused(capsys, "config", "show", tmp_path, "-o", "layout.unti=1")
     assert code == 3
     assert said == "-o layout.unti: unknown key; the nearest valid key is layout.unit"
 
@@ -272,7 +278,7 @@ def test_a_store_that_has_lost_its_metadata_is_not_made_anew(
     source = tmp_path / "store"
     assert run(capsys, "format", source)[0] == 0
     (source / "meta").rename(source / "elsewhere")
-    for command in (["mount", source, tmp_path], ["fsck", source], ["server", "status", source]):
+    for command in (["mount", source, tmp_path], ["fsck", source], ["server", "ls", source]):
         code, said = refused(capsys, *command)
         assert code == (8 if command[0] == "fsck" else 4)
         assert said.startswith(f"{source}/meta: is missing, but") and said.endswith(

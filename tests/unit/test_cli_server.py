@@ -77,7 +77,7 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
     new = source.parent / "new"
     code, out, _ = run(capsys, "server", "add", "--domain", "rack-b", source, new)
     assert (code, out) == (0, f"added {new} to the store, as data server 4\n")
-    code, out, _ = run(capsys, "server", "status", source)
+    code, out, _ = run(capsys, "server", "ls", source)
     assert (
         code == 0
         and out.split("\n")[0].split()
@@ -88,20 +88,20 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
         ["burst", "0", "active", "ok"],
     ]
     advice = "drain it first"
-    assert refused(capsys, "server", "remove", source, 1) == f"data server 1 is in use: {advice}"
+    assert refused(capsys, "server", "rm", source, 1) == f"data server 1 is in use: {advice}"
     code, out, _ = run(capsys, "server", "drain", source, 1)
     assert (code, out) == (
         0,
-        f"data server 1 is empty; take it out with: aifs server remove {source} 1\n",
+        f"data server 1 is empty; take it out with: aifs server rm {source} 1\n",
     )
-    state = json.loads(run(capsys, "server", "status", "--json", source)[1])
+    state = json.loads(run(capsys, "server", "ls", "--json", source)[1])
     assert (state["servers"][1]["standing"], state["servers"][1]["left"]) == (
         "draining",
         {"objects": 0, "bytes": 0},
     )
     assert run(capsys, "server", "drain", "--undo", source, 1)[1] == "data server 1 is used again\n"
     assert run(capsys, "server", "drain", source, 1)[0] == 0
-    assert run(capsys, "server", "remove", source, 1)[:2] == (
+    assert run(capsys, "server", "rm", source, 1)[:2] == (
         0,
         "data server 1 is removed from the store\n",
     )
@@ -112,14 +112,14 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
     code, out, _ = run(capsys, "server", "replace", source, 0, newer)
     assert (code, out) == (
         0,
-        f"data server 5 has taken over; take the old one out with: aifs server remove {source} 0\n",
+        f"data server 5 has taken over; take the old one out with: aifs server rm {source} 0\n",
     )
-    assert run(capsys, "server", "remove", source, 0)[0] == 0
-    code, out, error = run(capsys, "config", source, "--json")
+    assert run(capsys, "server", "rm", source, 0)[0] == 0
+    code, out, error = run(capsys, "config", "show", source, "--json")
     servers = json.loads(out)["servers"]
     assert servers["origin"] == "the store" and f"{source}/data/3" in servers["value"]
     assert f"{source}/data/0" not in servers["value"] and str(newer) in servers["value"]
-    assert run(capsys, "meta", "list", source)[::2] == (0, "")  # it asks those that there are
+    assert run(capsys, "meta", "ls", source)[::2] == (0, "")  # it asks those that there are
     assert trio.run(read, source) == [DATA] * 3
     assert run(capsys, "fsck", "--deep", source)[0] == 0
 
@@ -127,7 +127,7 @@ def test_the_life_of_a_server(capsys: pytest.CaptureFixture[str], source: Path) 
 def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path) -> None:
     shutil.rmtree(source / "data" / "0")
     shutil.rmtree(source / "burst")  # with the copies
-    state = json.loads(run(capsys, "server", "status", "--json", source)[1])
+    state = json.loads(run(capsys, "server", "ls", "--json", source)[1])
     assert [server["state"] for server in state["servers"]] == [
         "gone",
         "ok",
@@ -135,7 +135,7 @@ def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path)
         "ok",
         "gone",
     ]
-    remove = ("server", "remove", "--lost", source, 0)
+    remove = ("server", "rm", "--lost", source, 0)
     confirmation = "--force-lose-files 'lose the files of data server 0'"
     advice = f"put it back, or give them up with: {confirmation}"
     assert (
@@ -152,7 +152,7 @@ def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str], source: Path)
         == "1 file cannot be read without data server 0, which is lost: delete what is lost first; "
         "aifs fsck names it"
     )
-    state = json.loads(run(capsys, "server", "status", "--json", source)[1])
+    state = json.loads(run(capsys, "server", "ls", "--json", source)[1])
     assert state["servers"][0]["standing"] == "lost"
 
 
@@ -183,7 +183,7 @@ def test_what_is_left_in_words(server: dict, text: str) -> None:
 
 
 def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert refused(capsys, "server", "status", tmp_path / "none").startswith(
+    assert refused(capsys, "server", "ls", tmp_path / "none").startswith(
         f"{tmp_path}/none: there is no store"
     )
     assert "Invalid value for 'ID'" in refused(capsys, "server", "drain", tmp_path, "x", code=2)
@@ -200,7 +200,7 @@ def test_a_removed_server_that_the_source_still_names_is_told(
     source.write_text(text % (tmp_path / "meta", tmp_path / "log", ", ".join(paths)))
     assert run(capsys, "format", source)[0] == 0
     assert run(capsys, "server", "drain", source, 1)[0] == 0
-    code, out, error = run(capsys, "server", "remove", source, 1)
+    code, out, error = run(capsys, "server", "rm", source, 1)
     assert (code, out) == (0, "data server 1 is removed from the store\n")
     assert error == (
         f"aifs: warning: {source} still names {paths[1]}: take it out of the file, or the next "
@@ -214,7 +214,7 @@ def test_a_removed_server_that_the_source_still_names_is_told(
 def test_a_new_store_says_that_no_scrub_has_been(
     capsys: pytest.CaptureFixture[str], source: Path
 ) -> None:
-    code, out, _ = run(capsys, "scrub", "--status", source)
+    code, out, _ = run(capsys, "scrub", "show", source)
     assert (
         code == 0 and out.split("\n")[0].split() == ["state", "none", "yet"] and "begun" not in out
     )

@@ -127,7 +127,7 @@ print([one.step for one in client.list_checkpoints(sys.argv[1])])
 COMMAND = "from aifs.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["checkpoints", "ls", "."]])
+@pytest.mark.parametrize("arguments", [["--help"], ["checkpoint", "ls", "."]])
 def test_commands_that_need_no_daemon_run_without_extras(
     tmp_path: Path, arguments: list[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What ``aifs checkpoints load --plan`` says is what the loaders read then."""
+"""What ``aifs checkpoint plan`` says is what the loaders read then."""
 
 import io
 import json
@@ -194,12 +194,12 @@ def _bytes_of(planned: LoadPlan, name: str) -> bytes:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main(["checkpoints", "load", "--plan", *map(str, words)]) == 0
+    assert main(["checkpoint", "plan", *map(str, words)]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = main(["checkpoints", "load", *map(str, words)])
+    code = main(["checkpoint", "plan", *map(str, words)])
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("aifs: ") and err.count("\n") == 1, err
     return code, err
@@ -263,20 +263,19 @@ def test_what_is_no_weights_has_no_order(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("state.pt",), 2, "say --plan"),
-        (("--plan", "none.pt"), 1, "No such file"),
-        (("--plan", "text"), 8, "neither a file of torch.save nor one of tensors"),
-        (("--plan", "cut.pt"), 8, "cut.pt: "),
-        (("--plan", "empty"), 8, "empty: holds no files of a checkpoint"),
-        (("--plan", "two", "--ranks", "3"), 8, "2 files are in"),
-        (("--plan", "state.pt", "text", "--ranks", "3"), 8, "2 files are given"),
-        (("--plan", "state.pt", "--hosts", "2"), 2, "1 ranks cannot run on 2 hosts"),
-        (("--plan", "state.pt", "--sharded"), 2, "has no shards"),
-        (("--plan", "parts", "--together"), 2, "only a file is read together"),
-        (("--plan", "two", "--ranks", "2", "--together"), 2, "only one file"),
-        (("--plan", "hole"), 8, "part 0 of 2 is missing"),
-        (("--plan", "evil"), 8, "cannot be read: it holds posix.system"),
-        (("--plan", "torn"), 8, ".metadata: cannot be read"),
+        (("none.pt",), 1, "No such file"),
+        (("text",), 8, "neither a file of torch.save nor one of tensors"),
+        (("cut.pt",), 8, "cut.pt: "),
+        (("empty",), 8, "empty: holds no files of a checkpoint"),
+        (("two", "--ranks", "3"), 8, "2 files are in"),
+        (("state.pt", "text", "--ranks", "3"), 8, "2 files are given"),
+        (("state.pt", "--hosts", "2"), 2, "1 ranks cannot run on 2 hosts"),
+        (("state.pt", "--sharded"), 2, "has no shards"),
+        (("parts", "--together"), 2, "only a file is read together"),
+        (("two", "--ranks", "2", "--together"), 2, "only one file"),
+        (("hole",), 8, "part 0 of 2 is missing"),
+        (("evil",), 8, "cannot be read: it holds posix.system"),
+        (("torn",), 8, ".metadata: cannot be read"),
     ],
 )
 def test_wrong_input_is_one_line(

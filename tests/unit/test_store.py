@@ -123,7 +123,7 @@ def test_a_store_of_an_unreleased_version_is_refused_in_one_line_and_left_alone(
         return {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
 
     before = contents()
-    for command in (["fsck"], ["fsck", "--repair"], ["meta", "backup"], ["server", "status"]):
+    for command in (["fsck"], ["fsck", "--repair"], ["meta", "backup"], ["server", "ls"]):
         assert main([*command, str(source)]) != 0
         printed = capsys.readouterr().err.strip()
         assert "an unreleased version of AIFS made" in printed and "\n" not in printed, command

@@ -96,7 +96,7 @@ def _files_of(paths: Sequence[str], ranks: int) -> list[str]:
         if not files:
             raise CheckpointError(
                 f"{paths[0]}: holds no files of a checkpoint; of several checkpoints "
-                "aifs checkpoints latest prints the newest"
+                "aifs checkpoint latest prints the newest"
             )
     if len(files) not in (1, ranks):
         raise CheckpointError(

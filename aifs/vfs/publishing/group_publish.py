@@ -1,5 +1,5 @@
 """Publishing the directory of a complete group under the name that its hint has given
-(``publish=NAME``): with a manifest and the pointer ``latest``, as ``aifs publish`` does it.
+(``publish=NAME``): with a manifest and the pointer ``latest``, as ``aifs checkpoint publish`` does.
 """
 
 import os

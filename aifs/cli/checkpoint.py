@@ -1,5 +1,5 @@
-"""``aifs checkpoints`` and ``aifs publish``: the checkpoints of a directory, whether they are whole
-and which are kept; and a directory's final name, whole and durable, with a manifest.
+"""``aifs checkpoint``: the checkpoints of a directory, whether they are whole and which are kept;
+and a directory's final name, whole and durable, with a manifest.
 """
 
 import os
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, command, group, number
-from aifs.cli.load_plan import load_command
+from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, group, number
+from aifs.cli.load_plan import plan_command
 from aifs.cli.output import count, print_error, progress, size, when
 from aifs.core.errors import UserError
 
@@ -27,17 +27,20 @@ _CHECKPOINTS = (
 )
 
 
-@group("checkpoints", short_help="List, verify and remove checkpoints, and say which are kept.")
-def checkpoints_command() -> None:
-    """Show, verify and remove the checkpoints of a directory, in an AIFS or any other
+@group(
+    "checkpoint",
+    short_help="Publish, list, verify and remove checkpoints, and say which are kept.",
+)
+def checkpoint_command() -> None:
+    """Publish, show, verify and remove the checkpoints of a directory, in an AIFS or any other
     filesystem.
     """
 
 
-checkpoints_command.add_command(load_command)
+checkpoint_command.add_command(plan_command)
 
 
-@checkpoints_command.command("ls", examples="aifs checkpoints ls /mnt/store/run", sizes=True)
+@checkpoint_command.command("ls", examples="aifs checkpoint ls /mnt/store/run", sizes=True)
 @click.argument("path", type=PATH)
 @click.option(
     "--pending",
@@ -69,7 +72,7 @@ def _describe(one: "Checkpoint") -> dict[str, Any]:
     }
 
 
-@checkpoints_command.command("latest", examples="aifs checkpoints latest /mnt/store/run")
+@checkpoint_command.command("latest", examples="aifs checkpoint latest /mnt/store/run")
 @click.argument("path", type=PATH)
 @click.option(
     "--any", "in_place", is_flag=True, help="Also one that is not known to be whole, if not empty."
@@ -99,7 +102,7 @@ def latest_command(path: str, in_place: bool) -> Report | int:
     return Report({"path": str(newest)}, str(newest))
 
 
-@checkpoints_command.command("verify", examples="aifs checkpoints verify /mnt/store/run/step-100")
+@checkpoint_command.command("verify", examples="aifs checkpoint verify /mnt/store/run/step-100")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--all", "all_below", is_flag=True, help="All checkpoints in the directories PATH.")
 def verify_command(paths: tuple[str, ...], all_below: bool) -> Report:
@@ -155,7 +158,7 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
     return told, f"{path}: {files}, as they were saved{without}"
 
 
-@checkpoints_command.command("rm", examples="aifs checkpoints rm /mnt/store/run/step-100")
+@checkpoint_command.command("rm", examples="aifs checkpoint rm /mnt/store/run/step-100")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def rm_command(paths: tuple[str, ...], yes: bool) -> None:
@@ -182,8 +185,8 @@ def rm_command(paths: tuple[str, ...], yes: bool) -> None:
         remove(path)
 
 
-@checkpoints_command.command(
-    "keep", examples="aifs checkpoints keep /mnt/store/run --last 3 --every 1000"
+@checkpoint_command.command(
+    "keep", examples="aifs checkpoint keep /mnt/store/run --last 3 --every 1000"
 )
 @click.argument("path", type=PATH)
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="The newest N.")
@@ -230,12 +233,14 @@ def keep_command(
 # --- publish --------------------------------------------------------------------------------------
 
 
-@command(
+@checkpoint_command.command(
     "publish",
     short_help="Make a directory appear under its final name, complete.",
-    examples="aifs publish /mnt/store/run/tmp /mnt/store/run/step-100 --latest latest\n"
-    "aifs publish tmp iter_0000100 --tracker latest_checkpointed_iteration.txt --step 100\n"
-    "aifs publish tmp step-100 --ranks 8",
+    examples="aifs checkpoint publish /mnt/store/run/tmp /mnt/store/run/step-100 "
+    "--latest latest\n"
+    "aifs checkpoint publish tmp iter_0000100 --tracker latest_checkpointed_iteration.txt "
+    "--step 100\n"
+    "aifs checkpoint publish tmp step-100 --ranks 8",
     sizes=True,
 )
 @click.argument("tmp", type=PATH)

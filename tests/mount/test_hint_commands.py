@@ -1,4 +1,4 @@
-"""``aifs hints`` on a mount."""
+"""``aifs hint ls`` on a mount."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ELSEWHERE = {"info", "hints", "places", "why"}
 
 def test_each_hint_that_says_something_of_a_directory_is_there(mounted: Mounted):
     of_any = {hint.stem for hint in hints.rows() if hint.get and hint.where != ROOT}
-    lines = aifs("hints", mounted.path).stdout.splitlines()
+    lines = aifs("hint", "ls", mounted.path).stdout.splitlines()
     names = {line.split()[0].removeprefix("user.aifs.") for line in lines[1:]}
     assert names == of_any - ELSEWHERE
 
@@ -25,16 +25,16 @@ def test_values_are_those_of_now(mounted: Mounted):
     os.setxattr(directory, "user.aifs.layout", b"ec=2+1")
     os.setxattr(directory, "user.aifs.tier", b"pinned")
     (directory / "sub").mkdir()
-    told = json.loads(aifs("hints", directory / "sub", "--json").stdout)
+    told = json.loads(aifs("hint", "ls", directory / "sub", "--json").stdout)
     assert (told["layout"], told["tier"], told["mirror"]) == ("count=0,ec=2+1", "pinned", "0")
     assert told["state"]["state"] == "clean"
     assert "keep" not in told
-    (line,) = [x for x in aifs("hints", directory).stdout.splitlines() if "aifs.tier" in x]
+    (line,) = [x for x in aifs("hint", "ls", directory).stdout.splitlines() if "aifs.tier" in x]
     assert line.split()[1] == "pinned"
 
 
 def test_elsewhere_there_are_none(mounted: Mounted):
-    said = aifs("hints", "/proc", check=False)
+    said = aifs("hint", "ls", "/proc", check=False)
     assert said.returncode == 6
     assert said.stderr.startswith("aifs: /proc: ")
 
@@ -42,7 +42,7 @@ def test_elsewhere_there_are_none(mounted: Mounted):
 def test_a_layout_is_set_shown_and_taken_back(on_mount: Path):
     directory = on_mount / "models"
     directory.mkdir()
-    assert aifs("layout", "get", directory).stdout == "count=0\n"
+    assert aifs("layout", "show", directory).stdout == "count=0\n"
     said = aifs("layout", "set", directory, "ec=2+1").stdout
     assert said == f"{directory}: count=0,ec=2+1, and was count=0\n"
     assert os.getxattr(directory, "user.aifs.layout") == b"count=0,ec=2+1"
@@ -50,5 +50,25 @@ def test_a_layout_is_set_shown_and_taken_back(on_mount: Path):
     wrong = aifs("layout", "set", directory, "ec=8+4", check=False)
     assert wrong.returncode == 1 and "data servers are needed" in wrong.stderr
     for _ in range(2):
-        aifs("layout", "set", directory, "none")
-    assert json.loads(aifs("layout", "get", directory, "--json").stdout) == {"layout": "count=0"}
+        aifs("layout", "rm", directory)
+    assert json.loads(aifs("layout", "show", directory, "--json").stdout) == {"layout": "count=0"}
+
+
+def test_hints_are_set_shown_and_taken_back(on_mount: Path):
+    directory = on_mount / "run"
+    directory.mkdir()
+    aifs("hint", "set", directory, "tier=pinned", "keep=last=3,every=10")
+    assert aifs("hint", "show", directory, "tier").stdout == "pinned\n"
+    assert aifs("hint", "show", directory, "keep").stdout == "last=3,every=10\n"
+    assert json.loads(aifs("hint", "show", directory, "state", "--json").stdout)["state"] == "clean"
+    aifs("hint", "rm", directory, "keep")
+    assert aifs("hint", "show", directory, "keep", check=False).returncode == 1
+    wrong = aifs("hint", "set", directory, "tier", check=False)
+    assert (wrong.returncode, wrong.stderr) == (2, "aifs: tier is not KEY=VALUE\n")
+
+
+def test_one_key_of_the_configuration(mounted: Mounted):
+    assert aifs("config", "get", mounted.path, "data.movers").stdout.strip().isdigit()
+    of_source = json.loads(aifs("config", "get", mounted.source, "layout.unit", "--json").stdout)
+    assert of_source.keys() == {"value", "origin"}
+    assert "data.movers" in aifs("config", "get", mounted.path, "data.mover", check=False).stderr
