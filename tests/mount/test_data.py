@@ -2,17 +2,16 @@
 the data servers, and after the daemon was killed in the middle of an epoch."""
 
 import errno
-import io
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,13 @@ from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 arrow = pytest.importorskip("pyarrow")
 import pyarrow.parquet  # noqa: E402
 
+from tests.support.datasets import (  # noqa: E402
+    write_arrow,
+    write_jsonl,
+    write_records,
+    write_tar,
+)
+
 ROWS = 500
 
 
@@ -36,23 +42,8 @@ def parquet(directory: Path, **columns: Any) -> None:
         pyarrow.parquet.write_table(table.slice(part * 125, 125), path, row_group_size=30)
 
 
-def stream(directory: Path) -> None:
-    table = arrow.table({"n": range(ROWS)})
-    with arrow.ipc.new_stream(directory / "a.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=40)
-
-
-def jsonl(directory: Path) -> None:
-    (directory / "a.jsonl").write_text("".join(f'{{"n": {row}}}\n' for row in range(ROWS)))
-
-
-def tar(directory: Path) -> None:
-    with tarfile.open(directory / "a.tar", "w") as archive:
-        for row in range(ROWS):
-            text = json.dumps({"n": row}).encode()
-            member = tarfile.TarInfo(f"{row:04}.json")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text))
+def one_file(name: str, write: Callable[[Path, range], None], directory: Path) -> None:
+    write(directory / name, range(ROWS))
 
 
 def files(directory: Path) -> None:
@@ -60,29 +51,31 @@ def files(directory: Path) -> None:
         (directory / f"{row:04}").write_text(json.dumps({"n": row}))
 
 
-def records(directory: Path) -> None:
-    (directory / "a.rec").write_bytes(b"".join(b"%08d" % row for row in range(ROWS)))
-
-
 def column(row: Any) -> int:
     return row["n"]
 
 
 def member(row: Any) -> int:
-    return json.loads(row["json"])["n"]
+    return json.loads(row["json"])
 
 
 def content(row: Any) -> int:
     return json.loads(row["data"])["n"]
 
 
+RECORDS = {"format": "records", "record_bytes": 8}
+
 FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Any], int], dict[str, Any]]] = {
     "parquet": (parquet, column, {}),
-    "arrow": (stream, column, {}),
-    "jsonl": (jsonl, column, {}),
-    "tar": (tar, member, {}),
+    "arrow": (partial(one_file, "a.arrow", write_arrow), column, {}),
+    "jsonl": (partial(one_file, "a.jsonl", write_jsonl), column, {}),
+    "tar": (partial(one_file, "a.tar", write_tar), member, {}),
     "files": (files, content, {}),
-    "records": (records, int, {"format": "records", "record_bytes": 8}),
+    "records": (
+        partial(one_file, "a.rec", write_records),
+        int,
+        {"format": "records", "record_bytes": 8},
+    ),
 }
 
 

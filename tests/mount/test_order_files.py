@@ -15,6 +15,7 @@ from tests.support.mounts import aifs
 from tests.support.users import errno_of, in_process
 
 pytest.importorskip("pyarrow")
+from tests.support import datasets  # noqa: E402
 
 ALICE = 1000
 ROWS = 3000
@@ -38,8 +39,7 @@ def write_lines(directory: Path) -> None:
 
 def write_records(directory: Path) -> None:
     for part in range(2):
-        rows = (b"%08d" % row for row in range(part, ROWS, 2))
-        (directory / f"{part}.rec").write_bytes(b"".join(rows))
+        datasets.write_records(directory / f"{part}.rec", range(part, ROWS, 2))
 
 
 FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], list[int]], str]] = {

@@ -4,8 +4,6 @@ hidden and linked ones; types, columns and sizes that one of the formats has.
 
 import base64
 import errno
-import io
-import json
 import os
 import struct
 import tarfile
@@ -26,48 +24,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from tests.support import thrift  # noqa: E402
-
-
-def write_parquet(path: Path, rows: range) -> None:
-    pyarrow.parquet.write_table(arrow.table({"n": rows}), path, row_group_size=7)
-
-
-def write_arrow(path: Path, rows: range) -> None:
-    table = arrow.table({"n": rows})
-    with arrow.ipc.new_file(path, table.schema) as out:
-        out.write_table(table, max_chunksize=7)
-
-
-def write_jsonl(path: Path, rows: range) -> None:
-    path.write_text("".join(json.dumps({"n": row}) + "\n" for row in rows))
-
-
-def write_tar(path: Path, rows: range) -> None:
-    with tarfile.open(path, "w") as archive:
-        for row in rows:
-            member = tarfile.TarInfo(f"{row}.json")
-            member.size = 1000
-            archive.addfile(member, io.BytesIO(b"%1000d" % row))
-
-
-def write_megatron(path: Path, rows: range) -> None:
-    count = len(rows)
-    path.write_bytes(struct.pack(f"<{count}i", *rows))
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, count, count + 1)
-    numbers = [*([1] * count), *(4 * row for row in range(count)), *range(count + 1)]
-    path.with_suffix(".idx").write_bytes(
-        head + struct.pack(f"<{count}i{count}q{count + 1}q", *numbers)
-    )
-
-
-FORMATS: dict[str, tuple[str, Callable[[Path, range], None]]] = {
-    "parquet": (".parquet", write_parquet),
-    "arrow": (".arrow", write_arrow),
-    "jsonl": (".jsonl", write_jsonl),
-    "tar": (".tar", write_tar),
-    "megatron": (".bin", write_megatron),
-}
-
+from tests.support.datasets import FORMATS, write_jsonl, write_parquet, write_tar  # noqa: E402
 
 EVERY = FORMATS | {
     "text": (".txt", write_jsonl),
@@ -226,9 +183,23 @@ def test_two_columns_of_one_name(tmp_path: Path, format: str) -> None:
     assert read(tmp_path / "a", columns=["b"]) == table.select(["b"]).to_pylist()
 
 
+class Tag(arrow.ExtensionType):
+    """Stored as a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(arrow.dictionary(arrow.int32(), arrow.string()), "tests.tag")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> "Tag":
+        return cls()
+
+
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
-def test_views_and_dictionaries(tmp_path: Path, format: str) -> None:
-    """pyarrow takes no views by their numbers."""
+def test_types_that_cannot_be_taken_by_number(tmp_path: Path, format: str) -> None:
+    """pyarrow takes no views by their numbers, and no runs: its own errors were raised."""
     words = arrow.array([*"abc", None, "a long word that lies elsewhere"] * 6)
     view = words.cast(arrow.string_view())
     columns = {
@@ -238,10 +209,17 @@ def test_views_and_dictionaries(tmp_path: Path, format: str) -> None:
         "struct": arrow.StructArray.from_arrays([view], ["inner"]),
         "dictionary": words.dictionary_encode(),
     }
-    if format == "arrow":  # Parquet has no runs
+    if format == "arrow":  # Parquet has neither
         columns["runs"] = arrow.compute.run_end_encode(words)
+        columns["tag"] = arrow.ExtensionArray.from_storage(Tag(), words.dictionary_encode())
+        kind = arrow.list_(arrow.dictionary("i4", "string"))
+        columns["words"] = arrow.array([["a", None]] * 30, kind)
     table = arrow.table(columns)
-    assert read(table_in(tmp_path, format, table, group=30)) == table.to_pylist()
+    arrow.register_extension_type(Tag())
+    try:
+        assert read(table_in(tmp_path, format, table, group=30)) == table.to_pylist()
+    finally:
+        arrow.unregister_extension_type("tests.tag")
 
 
 def write_encrypted(path: Path, *columns: str) -> None:

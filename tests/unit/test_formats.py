@@ -158,10 +158,8 @@ def test_a_streamed_row_group_holds_what_was_asked_for(
         assert sum(piece.num_rows for piece in rows.pieces) <= 2048
 
 
-def test_row_groups_in_another_order(tmp_path: Path) -> None:
-    """As they stand in the footer of a virtual file: blocks are told by all columns."""
-    path = tmp_path / "a.parquet"
-    a_parquet(path)
+def test_a_block_of_parquet_is_as_long_as_its_columns(tmp_path: Path) -> None:
+    path = a_parquet(tmp_path / "a.parquet")
     meta = parquet.metadata(parquet.footer(Disk(path)))
     by_columns = [
         sum(
@@ -201,41 +199,6 @@ def test_arrow_with_dictionaries(tmp_path: Path, stream: bool) -> None:
     table = pa.table({"word": words})
     path = an_arrow(tmp_path / "a.arrow", stream, table)
     assert rows_of("arrow", Disk(path)) == table.to_pylist()
-
-
-class Tag(pa.ExtensionType):
-    """Stored as a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__(pa.dictionary(pa.int32(), pa.string()), "tests.tag")
-
-    def __arrow_ext_serialize__(self) -> bytes:
-        return b""
-
-    @classmethod
-    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> "Tag":
-        return cls()
-
-
-def test_arrow_of_types_that_cannot_be_taken_by_number(tmp_path: Path) -> None:
-    """They raised pyarrow's own errors."""
-    ends = pa.array([100, 900], pa.int32())
-    words = pa.array(["a", "b", "a"] * 300)
-    pa.register_extension_type(Tag())
-    try:
-        table = pa.table(
-            {
-                "view": words.cast(pa.string_view()),
-                "runs": pa.RunEndEncodedArray.from_arrays(ends, ["x", "y"]),
-                "tag": pa.ExtensionArray.from_storage(Tag(), words.dictionary_encode()),
-                "words": pa.array([["a", None]] * 900, pa.list_(pa.dictionary("i4", "string"))),
-            }
-        )
-        for stream in (True, False):
-            path = an_arrow(tmp_path / "a.arrow", stream, table)
-            assert rows_of("arrow", Disk(path)) == table.to_pylist()
-    finally:
-        pa.unregister_extension_type("tests.tag")
 
 
 def test_large_batches_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
