@@ -1,7 +1,7 @@
-"""Descriptors for all who keep objects open, within what the process may have.
+"""Descriptors for all users that keep objects open, within what the process may have.
 
-Who opens objects keeps them open, as they will be used again; those that nobody uses just now are
-closed when others need descriptors, first what has not been used for longest.
+Open objects stay open because they will be used again. Those that nobody uses just now are closed
+when others need descriptors, first those that have not been used for longest.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ _LOOK_S = 0.01
 
 
 class DescriptorUser(Protocol):
-    """Who keeps objects open."""
+    """A user that keeps objects open."""
 
     used: bool
     """Set whenever they are used."""

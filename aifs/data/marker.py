@@ -7,7 +7,8 @@ written to.
 One JSON object with ``format`` ("aifs 2"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
 "burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. The
 metadata directory of a host of many is a "replica": the metadata are in a database, which
-``database`` names in all directories of such a store: who has it mounted is known there alone.
+``database`` names in all directories of such a store: which hosts have it mounted is known there
+alone.
 """
 
 import json

@@ -219,7 +219,8 @@ class Patience:
             self.leave()
 
     def holding(self, lock: threading.Lock, op: str, where: str) -> "_Holding":
-        """A lock of the server's; to wait for it is to ask the server: who has it may hang."""
+        """A lock of the server's; to wait for it is to ask the server, because the thread that
+        holds it may hang."""
         return _Holding(self, lock, op, where)
 
     def begin(self, call: Call) -> bool:

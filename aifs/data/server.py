@@ -207,7 +207,7 @@ class DataServer:
         return ""
 
     def read_claim(self) -> Claim | None:
-        """Who has the store, as the storage says. Blocks. Raises Unavailable."""
+        """The host that has the store, as the storage says. Blocks. Raises Unavailable."""
         return self.call("read", self.address, claim.read_claim, self.storage)
 
     def put_claim(self, mine: Claim, durable: bool) -> Claim | None:

@@ -56,8 +56,8 @@ def write_slots(path: str, content: bytes, durable: bool, expected: object) -> b
 
 
 def _give_to_owner_of(directory: str, fd: int) -> None:
-    """If root has made the file, by fsck perhaps, in the store of another user, who has to read and
-    write it.
+    """If root has made the file, by fsck perhaps, in the store of another user, which has to read
+    and write it.
     """
     status = os.stat(directory)
     if status.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Who has asked for something that the daemon does later.
+"""The user that has asked for something that the daemon does later.
 
 asker   u32 uid, u16 count of groups, for each u32 gid; a part of other records, little-endian
 """
@@ -11,8 +11,8 @@ _GROUPS_MAX = 1024  # of an asker's groups, the first
 
 
 class Asker(NamedTuple):
-    """Who has asked for something that the daemon does later, with this one's rights. It stands for
-    a caller (files/types.py) whose process may have ended."""
+    """The user that has asked for something that the daemon does later, with this user's rights. It
+    stands for a caller (files/types.py) whose process may have ended."""
 
     uid: int
     gids: tuple[int, ...]

@@ -33,9 +33,9 @@ class Crossing:
     """``pairs`` has the records as they will be."""
 
     def __init__(self, host: int, extra: Mapping[bytes, bytes]) -> None:
-        """``host``: who sees to groups from now on, 0: the store has one host. ``extra``: records
-        that are new, or have other values than by their kinds; among them the superblock and the
-        table of servers.
+        """``host``: the one that sees to groups from now on; 0: the store has one host. ``extra``:
+        records that are new, or have other values than by their kinds; among them the superblock
+        and the table of servers.
         """
         self._host = host
         self._extra = extra

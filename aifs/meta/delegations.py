@@ -30,7 +30,8 @@ _INO = struct.Struct("<Q")
 
 
 class Delegate(NamedTuple):
-    """Who has a directory: the value of its record, session (u64) and host (u16), big-endian."""
+    """The host that has a directory: the value of its record, session (u64) and host (u16),
+    big-endian."""
 
     session: int
     host: int

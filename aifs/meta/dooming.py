@@ -3,7 +3,7 @@ in slices.
 
 A doomed directory has no name and no links, keeps its entries, and has a record:
 
-    z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (who has removed it), [u16 maker];
+    z ino       u8 format=1, u64 tree, i64 since (ns), u32 uid (of its remover), [u16 maker];
                 little-endian
                 ``tree``: the directory whose name was removed, ``ino`` itself or one that it lay in
 
@@ -150,7 +150,7 @@ def _all(tx: ReadTransaction) -> Iterator[tuple[int, Doomed]]:
 
 
 def all_makers(tx: ReadTransaction) -> dict[int, int]:
-    """By the number of its top, who makes a tree that has no name yet."""
+    """By the number of its top, the maker of a tree that has no name yet."""
     return {ino: doomed.maker for ino, doomed in _all(tx) if doomed.maker is not None}
 
 

@@ -39,7 +39,7 @@ ROLE = "aifs"
 _DATA, _MAKING, _SECRET, _LOCK = "data", "data.new", "secret", "lock"
 
 _USERS = ("postgres", "nobody")
-"""Who runs PostgreSQL when root starts it: the first one that there is."""
+"""The users that may run PostgreSQL when root starts it: the first one that exists does."""
 
 _SYSTEM = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin")
 """Where the packages of Debian, and of PostgreSQL's own for RHEL, put the programs."""

@@ -1,5 +1,5 @@
 """Groups as transaction functions (see kv.py): what the ranks of a job write below one directory,
-who of them has committed, and whether the directory may get a new name.
+which of them have committed, and whether the directory may get a new name.
 
     n ino          group of the directory: _GROUP, asker, then, each with its length in two bytes:
                    name, publish, error, publish error, report (JSON), job, and, if it is pending,
@@ -89,7 +89,7 @@ class Pending(NamedTuple):
     """When it was marked, since the epoch."""
     job: bytes
     asker: Asker
-    """Who has marked it, with whose rights it is removed when nobody goes on with it."""
+    """The user that has marked it, with whose rights it is removed when nobody goes on with it."""
 
     def encode(self) -> bytes:
         step = _NO_STEP if self.step is None else self.step
@@ -113,7 +113,7 @@ class GroupRecord(NamedTuple):
     options: GroupOptions
     """What it was asked to be."""
     asker: Asker
-    """Who has begun the group, and publishes it."""
+    """The user that has begun the group, and publishes it."""
     created_ns: int
     """When it was begun."""
     state: str = "open"
@@ -519,7 +519,7 @@ def require_complete(tx: ReadTransaction, ino: int, record: GroupRecord) -> None
 
 
 def lacking_text(lacking: Sequence[int], ranks: int) -> str:
-    """Who has not committed, for people."""
+    """The ranks that have not committed, for people."""
     names = ", ".join(map(str, lacking[:_NAMED_MAX])) + (
         "" if len(lacking) <= _NAMED_MAX else ", ..."
     )

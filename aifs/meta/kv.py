@@ -17,7 +17,8 @@ What callers may rely on, of every engine:
 * ``transact`` and ``view`` may suspend the calling task, any number of times, before the function
   runs, between its run and the commit, and after the commit. So what a task has read in core before
   either may have changed when it returns, and what a function returns may be out of date: others
-  may have committed since. Who needs more holds a lock of its own across the call (a file's gate).
+  may have committed since. A caller that needs more holds a lock of its own across the call (a
+  file's gate).
 * When ``transact`` returns, every ``transact`` and ``view`` that is called from then on sees its
   changes. So the transactions of one task, one after the other, count in that order.
 * Two transactions of two tasks that overlap in time count in either order, whichever was called or

@@ -95,7 +95,7 @@ class LmdbEngine(Engine):
         """When it was frozen, by trio's clock."""
         self._first_seq = first_seq
         self._taps: list[Tap] = []
-        """Who is told of all changes."""
+        """The listeners for all changes."""
         self._operations = 0
         """Counts transactions and views, so that memory is given back now and then."""
         self._appended_bytes = self._syncs = 0  # since it was opened

@@ -81,8 +81,8 @@ def find_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def put_inode(tx: Transaction, inode: Inode) -> None:
-    """Record an inode that this transaction has read, or makes. Who takes its project away counts
-    that (``quotas.replace``)."""
+    """Record an inode that this transaction has read, or makes. A caller that takes its project
+    away counts that (``quotas.replace``)."""
     key, record = keys.inode(inode.ino), inode.encode()
     if inode.project:
         quotas.count(tx, tx.get_loosely(key), record)
@@ -380,8 +380,8 @@ def is_held(tx: ReadTransaction, ino: int, host: int) -> bool:
 
 
 def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:
-    """The keys of all extended attributes of an inode. Who erases many asks for all first: a range
-    costs the more, the more the transaction has changed.
+    """The keys of all extended attributes of an inode. A caller that erases many asks for all
+    first: a range costs the more, the more the transaction has changed.
     """
     return [key for key, _ in tx.range(*keys.xattrs(ino))]
 
@@ -636,7 +636,7 @@ def require_free(tx: Transaction, parent: int, name: bytes) -> Inode:
 
 
 def require_removable(directory: Inode, inode: Inode) -> None:
-    """Raises NotPermitted if a name of ``inode`` in ``directory`` must stay, whoever asks."""
+    """Raises NotPermitted if a name of ``inode`` in ``directory`` must stay, for every caller."""
     directory.require_unguarded()
     inode.require_unguarded()
 
@@ -647,7 +647,7 @@ def _require_not_immutable(directory: Inode) -> None:
 
 
 def require_same_project(tx: ReadTransaction, directory: Inode, inode: Inode) -> None:
-    """Who moves between projects copies; as does who moves out of a quota. The directory of a quota
+    """A move between projects is a copy; so is a move out of a quota. The directory of a quota
     takes that along, wherever the same one counts it. Raises CrossDevice."""
     project = quotas.inherited(directory)
     if project == inode.project:

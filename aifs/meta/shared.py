@@ -3,8 +3,8 @@ kv.py).
 
 A shared chunk lies in one place. ``references`` is the number of extents, of all files, that name
 its digest; there is no record with none. Its container counts it as live once. These functions
-change ``h`` records alone; what that does to containers is told to the caller, who counts it in the
-same transaction (meta/chunks.py).
+change ``h`` records alone; what that does to containers is returned to the caller, which counts it
+in the same transaction (meta/chunks.py).
 
 Record, little-endian
     u8 format=1, u64 container, u64 offset, u32 stored length, u32 raw length, u8 codec, u64

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     until_ns: int
     """When it goes for good."""
     uid: int
-    """Who has removed it."""
+    """The user that has removed it."""
     size: int
     """What it, and all below it, took when it was removed, or UNKNOWN."""
     is_dead: bool
@@ -123,7 +123,7 @@ def decode_turn(key: bytes, record: bytes) -> bytes:
 
 
 class Remover(NamedTuple):
-    """Who removes a name, and leaves it to the trash where a rule says so."""
+    """The remover of a name, which leaves it to the trash where a rule says so."""
 
     rules: Mapping[int, int]
     """By directory, for how long (ns) what is removed below is kept; 0: not at all."""

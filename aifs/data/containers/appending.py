@@ -67,7 +67,7 @@ class Appended(NamedTuple):
 
 
 class Leave(Protocol):
-    """Who lets each stripe be written; see Mover."""
+    """The limiter that lets each stripe be written; see Mover."""
 
     @property
     def io_priority(self) -> str: ...

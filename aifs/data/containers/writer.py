@@ -43,7 +43,7 @@ sealed.
 
 
 class Catalogue(Protocol):
-    """Who keeps the table of containers."""
+    """The keeper of the table of containers."""
 
     async def find(self, container: int) -> ContainerEntry | None:
         """What the table says of it; None if it has no entry (any more)."""

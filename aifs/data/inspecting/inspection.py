@@ -74,7 +74,7 @@ class Inspection:
         """
         self.known: tuple[bytes | memoryview, Sequence[Span]] = b"", ()
         """Of the row that the next window begins in: its first bytes, as they should be, and ranges
-        of which nobody knows. Who keeps it may judge the same window again."""
+        of which nobody knows. A caller that keeps it may judge the same window again."""
 
     def close(self) -> None:
         self.columns.close()

@@ -258,8 +258,8 @@ class CachedReads:
         """See Stage."""
 
     def forget(self) -> None:
-        """See Stage. What others have read of them counts, too: who copies a
-        file has objects of his own.
+        """See Stage. What others have read of them counts, too: a task that
+        copies a file has objects of its own.
         """
         if not self._cache.empty:
             for number in self._layout.servers:

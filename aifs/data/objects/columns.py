@@ -6,6 +6,7 @@ A mask of columns that must not be read is called ``unread`` here and everywhere
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -16,7 +17,6 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.data.latency import Latency
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
-from aifs.data.objects.known import Known
 from aifs.data.objects.races import some_of
 from aifs.data.patience import until_answered
 from aifs.data.server import DataServer
@@ -35,6 +35,36 @@ FetchAll = Callable[[Sequence[Range]], Awaitable[list[memoryview | FsError]]]
 """As Columns.fetch_all."""
 
 _READS = {"open", "read", "reach"}
+_PAGE = 4096  # what filesystems allocate by
+
+
+@dataclass(slots=True)
+class Known:
+    """Length and space of one object, which are known without asking its server because this
+    process is the only one that changes them.
+    """
+
+    length: int | None = None  # None: nothing is known
+    blocks: int = 0  # of 512 bytes
+    exact: bool = True  # ``blocks`` is counted, not estimated
+
+    def written(self, offset: int, length: int) -> None:
+        """``length`` bytes have been written at ``offset``."""
+        if self.length is None:
+            return
+        end = offset + length
+        if offset == self.length and self.blocks == _blocks(offset):
+            self.blocks = _blocks(end)
+        else:
+            self.exact = False
+            self.blocks = min(
+                self.blocks + _blocks(length) + _blocks(1), _blocks(max(end, self.length))
+            )
+        self.length = max(end, self.length)
+
+
+def _blocks(length: int) -> int:
+    return -(-length // _PAGE) * (_PAGE // 512)
 
 
 class Columns:
@@ -45,9 +75,8 @@ class Columns:
     may not while they wait. Nothing here fails over to other columns, except ``reconstruct``, which
     is that. Methods whose names end with ``_now`` block; they may be called from any thread.
 
-    Descriptors are opened when an object is first touched. Whoever closes an idle one syncs it
-    first if it has been written to: what failed to become durable then is told to each later sync.
-    """
+    Descriptors are opened when an object is first touched. An idle one that has been written to is
+    synced before it is closed: what failed to become durable then is told to each later sync."""
 
     def __init__(
         self,
@@ -330,8 +359,8 @@ class Columns:
         await self._run(column, self.settle_now, column, length)
 
     def settle_now(self, column: int, length: int) -> Known:
-        """The same; what is known of the object then. The next sync covers it, whoever has changed
-        it before.
+        """The same; what is known of the object then. The next sync covers it, even if
+        another user has changed it.
         """
         try:
             if length:
@@ -368,8 +397,8 @@ class Columns:
         self._lost.pop(column, None)
 
     async def sync(self, column: int) -> None:
-        """The object's bytes, length and name (or absence) are durable on return, whoever has
-        changed it. Raises NoSpace, QuotaExceeded, Unavailable."""
+        """The object's bytes, length and name (or absence) are durable on return, even if
+        another user has changed it. Raises NoSpace, QuotaExceeded, Unavailable."""
         self.unsynced.mark(column)
         await self._run(column, self.sync_now, column, self.unsynced.get(column), not self._new)
 

@@ -18,8 +18,7 @@ from aifs.data.checking.digests import HASHED
 from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, CachedReads, Stage, object_name
 from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
-from aifs.data.objects.columns import Columns, columns_of
-from aifs.data.objects.known import Known
+from aifs.data.objects.columns import Columns, Known, columns_of
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.runs import runs_of
 from aifs.data.objects.together import Sharing, TogetherReads
@@ -409,8 +408,8 @@ class ObjectSet:
 
     async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
         """Every object that has changed, by us, is durable on return, with its length, its name, or
-        its absence; with ``all_objects`` each one, whoever has changed it. Except those of the mask
-        that is returned, which have failed.
+        its absence; with ``all_objects`` each one, even if another user has changed it. Except
+        those of the mask that is returned, which have failed.
 
         Raises NoSpace, QuotaExceeded, Unavailable if not even ``spare`` more columns (at most one
         less than the layout tolerates) than the bytes need are durable. Where the system has failed

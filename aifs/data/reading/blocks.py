@@ -84,7 +84,7 @@ class FilledSource:
 
 
 class Block:
-    """A piece of an object. Whoever keeps it keeps its memory."""
+    """A piece of an object. A reference to it keeps its memory."""
 
     __slots__ = (
         "_ready",

@@ -22,7 +22,7 @@ class BufferPool:
     """Page-aligned buffers, handed out as memoryviews; one is free again when no view of it is
     left.
 
-    So nobody gives a buffer back: whoever holds the view, or a slice of it, holds the buffer. At
+    So nobody gives a buffer back: the view, or a slice of it, holds the buffer. At
     most ``limit`` buffers are kept; while all are in use, ``take`` makes ordinary memory.
     """
 
@@ -51,8 +51,8 @@ class BudgetedBuffers:
     """Page-aligned buffers whose memory counts in a budget from when they are taken until no view
     of them is left.
 
-    ``take`` hands out memory that nobody gives back: whoever holds it or a memoryview of it holds
-    the buffer. What is free again is kept for reuse, and given back to the budget when somebody
+    ``take`` hands out memory that nobody gives back: it, or a memoryview of it, holds the
+    buffer. What is free again is kept for reuse, and given back to the budget when somebody
     else needs it. Used from one trio thread; views may die in any.
     """
 

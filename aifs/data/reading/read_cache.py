@@ -8,19 +8,19 @@ only. A block is *loading* or *loaded*; a load belongs to no task,
 so a reader that is cancelled while it waits disturbs nobody. Its memory counts in the budget until
 the last view of it has gone.
 
-No reader sees stale or torn bytes. Whoever changes an object calls ``invalidate`` before the first
-byte changes, and has nobody load of it until the last one has changed. A load that was under way
+No reader sees stale or torn bytes. A writer calls ``invalidate`` before the first byte of an object
+changes, and nobody loads of it until the last one has changed. A load that was under way
 then is not kept: its result goes to those who waited already, whose reads overlap the change, and
 to no one who comes later.
 
-A read never waits for memory that others hold, who may in turn be waiting for what it reads: a
-small part of the budget is the cache's own, and what is fetched into that is handed to its readers
-and not kept. A block whose load itself reads by way of the cache (``start_whole``) takes none of
-that.
+A read never waits for memory that other reads hold, because these may be waiting for what it reads:
+a small part of the budget is the cache's own, and what is fetched into that is handed to its
+readers and not kept. A block whose load itself reads by way of the cache (``start_whole``) takes
+none of that.
 
 Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
 oldest first, and the others, in the order in which they were first read. Memory is taken from the
-latter as long as there are any. How many of these are kept: see ``keeping``.
+latter as long as there are any. How many of these are kept: see ``Keeping``.
 
 A block that its server takes long for may be asked of another source, too (*hedged*): once, for all
 who wait for it.
@@ -34,12 +34,54 @@ import trio
 from aifs.core.budget import Budget
 from aifs.data.reading.blocks import BLOCK_MAX, Block, BlockSource
 from aifs.data.reading.buffers import BudgetedBuffers
-from aifs.data.reading.keeping import Keeping
 from aifs.data.reading.patterns import WINDOW_MAX
 
 _FLOOR = 16 << 20
 _NOTHING: Mapping[int, Block] = {}
 _SMALLEST = 64 << 10  # buffers come in sizes 4 times larger than the one before
+_FOLLOWED_SHARE, _SHARE = 2, 8
+
+
+class Keeping:
+    """How much of what has been read is kept, for readers that follow the first one and do not get
+    it from a page cache.
+
+    What was read first goes first: if a piece is read again, a reader has passed it, and no more
+    need come. While nobody follows, an eighth of the budget is kept. Once a piece is read that is
+    half way out, or was dropped not long ago, half of the budget is kept, until as much as the
+    whole budget has been fetched without that happening again. So readers of the same bytes that
+    are no further apart have them fetched once.
+
+    ``fetched``: bytes that have been fetched so far, as they count in the budget, which is the
+    clock of all this.
+    """
+
+    __slots__ = ("_followed_at", "_total", "fetched")
+
+    def __init__(self, total: int) -> None:
+        """``total``: bytes of the budget."""
+        self.fetched = 0
+        self._total = total
+        self._followed_at = -total  # when somebody last read what others had read long before
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may be kept now."""
+        is_followed = self.fetched - self._followed_at < self._total
+        return self._total // (_FOLLOWED_SHARE if is_followed else _SHARE)
+
+    def read_again(self, first_at: int) -> None:
+        """Somebody reads what is kept, and was first read when ``first_at`` had been fetched."""
+        if self.fetched - first_at > self._total // _SHARE // 2:
+            self.follow()
+
+    def follow(self) -> None:
+        """Somebody reads what others have read long before."""
+        self._followed_at = self.fetched
+
+    def is_long_ago(self, first_at: int) -> bool:
+        """Whether a follower so far behind would not be helped."""
+        return self.fetched - first_at > self._total // _FOLLOWED_SHARE
 
 
 class ReadCache:

@@ -293,7 +293,7 @@ class ReplicatedEngine(Engine):
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Whoever waits longest commits next."""
+        """The task that has waited longest commits next."""
         if self._waiting:
             self._waiting[0].turn.set()
         else:

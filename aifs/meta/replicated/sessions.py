@@ -170,7 +170,7 @@ class Session:
         said: DONE, or RECOVERING. Waits for the database as long as it takes. Raises AnswerLost,
         Unavailable.
 
-        It leaves ``sure_until_s`` to the caller, who may have to hear what has changed first.
+        It leaves ``sure_until_s`` to the caller, which may have to learn what has changed first.
         """
         began_s = clock_s()
         ((status, head, members, reason),) = await self._database.settles.ask(
