@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from aifs.cli.main import cli
-from aifs.vfs import hints
 from aifs.watch.figures import FIGURES
+from scripts import hint_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
@@ -24,10 +24,10 @@ COLUMNS = 100
 def documents() -> dict[str, str]:
     """The text of each file, by its path in the repository."""
     return {
-        "aifs/fuse/aifs_ioctl.h": hints.c_header(),
+        "aifs/fuse/aifs_ioctl.h": hint_text.c_header(),
         "docs/reference/commands.md": "\n".join(_commands()) + "\n",
         "docs/reference/config.md": "\n".join(_config()) + "\n",
-        "docs/reference/hints.md": hints.reference(),
+        "docs/reference/hints.md": hint_text.reference(),
         "docs/reference/metrics.md": "\n".join(_metrics()) + "\n",
     }
 

@@ -1,4 +1,4 @@
-/* The ioctl of AIFS. Made by scripts/reference from aifs/core/ioctl.py and the rows of hints. */
+/* The ioctl of AIFS. Made by scripts/reference from the rows of hints. */
 #ifndef AIFS_IOCTL_H
 #define AIFS_IOCTL_H
 

@@ -7,7 +7,6 @@ listed by listxattr(2), so that copying tools leave them alone.
 
 import json
 import os
-import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from inspect import isawaitable
@@ -221,47 +220,6 @@ def described(hint: Hint) -> dict[str, Any]:
         "is_costly": hint.is_costly,
         "help": hint.help,
     }
-
-
-def c_header() -> str:
-    """The calls as aifs/fuse/aifs_ioctl.h."""
-    return ioctl.c_header(_calls())
-
-
-def _calls() -> list[ioctl.Described]:
-    return sorted(
-        ioctl.Described(hint.stem, hint.call.where, dict(hint.call.takes), hint.call.help)
-        for hint in rows()
-        if hint.call is not None
-    )
-
-
-def reference() -> str:
-    """All rows as docs/reference/hints.md."""
-    lines = [
-        "# Hints",
-        "",
-        "Made by `scripts/reference` from the rows of the code. A hint is an extended attribute",
-        "`user.aifs.NAME` (getfattr(1), setfattr(1)), a call of the ioctl (`aifs_ioctl.h`), or",
-        "both. The columns get, set and call say which callers may; empty: nobody can.",
-        "",
-        "| hint | where | get | set | call | meaning |",
-        "|---|---|---|---|---|---|",
-    ]
-    rules = set()
-    for hint in sorted(rows(), key=lambda hint: hint.name):
-        told = described(hint)
-        cells = (told[key] for key in ("where", "get", "set", "call", "help"))
-        lines.append(f"| `{hint.name}` | {' | '.join(cells)} |")
-        rules |= {told["get"], told["set"], told["call"]} - {""}
-    lines += ["", "| callers | |", "|---|---|"]
-    for rule in sorted(rules):
-        lines.append(f"| {rule} | {' '.join(getattr(rights, rule).__doc__.split())} |")
-    lines += ["", "## Calls", "", "The argument is a JSON object with these fields, or nothing."]
-    for call in _calls():
-        text = f"`{call.name}` {call.signature}, where: {call.where}. {call.help}"
-        lines += ["", *textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)]
-    return "\n".join(lines) + "\n"
 
 
 async def _done(answer: Any) -> Any:

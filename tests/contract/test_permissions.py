@@ -18,6 +18,7 @@ from aifs.files.asks import BOTH, Ask, Hint, HintCall
 from aifs.vfs import Caller, Filesystem, SetAttr, hints
 from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.refusals import Refusals
+from scripts import hint_text
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
 from tests.support.stores import OWNER, call, put
@@ -327,7 +328,7 @@ async def test_a_hint_is_one_row_and_one_function(
         (told,) = [one for one in told if "echo" in one["name"]]
         assert (told["get"], told["set"], told["call"]) == ("reader", "owner", "writer")
         assert told["help"] == "says it again"
-    assert ' * echo {"text": string}' in hints.c_header()
+    assert ' * echo {"text": string}' in hint_text.c_header()
 
 
 # --- names that are nobody's business -------------------------------------------------------------

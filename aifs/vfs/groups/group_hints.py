@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from aifs.core.errors import Invalid, NoAttribute
+from aifs.core.errors import Invalid
 from aifs.core.json_text import parse_object
 from aifs.files import permissions, rights
 from aifs.files.asks import ANY, BOTH, DIRECTORY, Ask, Hint, HintCall
@@ -302,9 +302,6 @@ class GroupHints:
         names some; of ranks those first that have not committed. Files that ``caller`` could not
         find are named by their inodes. Errors may name files, so they are for the user that began
         the group, the directory's owner, and root. Raises NoAttribute, Stale."""
-        inode = await self._attributes.getattr(ino)
-        if not inode.is_dir and not inode.is_file:
-            raise NoAttribute()
         group = await (
             self._table.find(ino, group_id) if group_id else self._closing.find_above(ino)
         )
