@@ -14,7 +14,6 @@ pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/measured"
-GUIDE = ROOT / "docs/guide/grouped.md"
 MEASURING_MAX_S = 1000
 GUIDES = ("grouped.md", "datasets.md", "startup.md")
 START = "start_figures.py"
@@ -117,17 +116,3 @@ def test_a_small_run_makes_the_guide_anew(docs: Path) -> None:
     assert {one["way"] for one in found["memory"]} == {one["way"] for one in found["network"]}
     assert f"{found['mib']} MiB each" in (docs / "grouped.md").read_text()
     require_figures(docs)
-
-
-def test_the_guide_quotes_the_example() -> None:
-    example = (ROOT / "scripts/examples/grouped.py").read_text()
-    guide = GUIDE.read_text().partition("## Three ways")[2].partition("\n## ")[0]
-    quoted = [
-        block
-        for block in re.findall(r"^```py\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
-        if "replica" in block
-    ]
-    assert len(quoted) >= 4
-    for block in quoted:
-        lines = [line.strip() for line in block.splitlines()]
-        assert "\n".join(lines) in "\n".join(line.strip() for line in example.splitlines()), block
