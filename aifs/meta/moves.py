@@ -198,7 +198,8 @@ class Due(NamedTuple):
 
     ino: int
     oid: int
-    columns: tuple[int, ...]
+    columns: tuple[tuple[int, int], ...]
+    """The server and the length of each."""
     length: int
 
 
@@ -302,5 +303,6 @@ def _scan(
 
 def _due(objects: SetRecord, columns: tuple[int, ...]) -> Due:
     layout, size = objects.layout, objects.size
-    length = sum(layout.object_length(column, size) for column in columns) if columns else size
-    return Due(objects.ino, objects.oid, columns, length)
+    found = tuple((layout.servers[c], layout.object_length(c, size)) for c in columns)
+    length = sum(length for _, length in found) if found else size
+    return Due(objects.ino, objects.oid, found, length)

@@ -28,7 +28,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import moves
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import Engine
 from aifs.meta.moves import Due, SetRecord
 from aifs.meta.slices import Walk
 from aifs.store.backup import Backup
@@ -240,12 +240,11 @@ class Rebuild:
         standing = self._standing_now()
         leaving = [number for number, state in standing.items() if state != ACTIVE]
         left = _Left(leaving)
-        staying = self._mender.staying()
 
         async def add(due: Due) -> None:
             left.objects += 1
             left.length += due.length
-            for number, length in await self._engine.view(_lengths_to_leave, due, staying):
+            for number, length in due.columns:
                 if number in left.servers:
                     left.servers[number][0] += 1
                     left.servers[number][1] += length
@@ -377,15 +376,3 @@ class Rebuild:
             "failed": [failed._asdict() for failed in self._last.failed],
             "servers": {number: self.left(number) for number in left.servers},
         }
-
-
-def _lengths_to_leave(
-    tx: ReadTransaction, due: Due, staying: frozenset[int]
-) -> list[tuple[int, int]]:
-    """Server and length of each column that has to leave its server."""
-    objects = moves.find_objects(tx, due.ino, due.oid)
-    if objects is None:
-        return []
-    layout = objects.layout
-    found = ((layout.servers[c], layout.object_length(c, objects.size)) for c in due.columns)
-    return [(server, length) for server, length in found if server not in staying]

@@ -9,6 +9,7 @@ that is not counts as lost only if no unprotected bytes can lie there, or after 
 that these may be lost.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import trio
@@ -19,6 +20,7 @@ from aifs.core.log import logger
 from aifs.core.units import describe_size
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.data.server import DataServer, name_of, role_of
+from aifs.data.servers import Servers
 from aifs.data.workers import gather
 from aifs.files.collector import Collector
 from aifs.files.drain import Drain
@@ -333,13 +335,9 @@ class ServerAdmin:
         how fast it moves, what cannot be moved; the outcomes of removals (null while they run); why
         the last order was refused."""
         status = self._rebuild.status()
-        rows = self._servers.rows()
-        for server, row in zip(self._servers.values(), rows, strict=True):
-            row["successor"] = self._servers.prefer.get(server.id)
-            row["left"] = None if server.standing == ACTIVE else self._left(server)
         outcomes = self._outcomes | dict.fromkeys(self._removals)
         return {
-            "servers": rows,
+            "servers": _rows(self._servers, self._left),
             "bytes_per_s": status["rate"],
             "estimate_s": status["estimate_s"],
             "failing": status["failing_objects"],
@@ -365,21 +363,30 @@ class ServerAdmin:
 
 async def describe_idle(store: Store) -> dict[str, Any]:
     """The same of a store that is open, but not served: nothing moves there."""
-    rows = store.servers.rows()
-    for server, row in zip(store.servers.values(), rows, strict=True):
-        row["successor"], row["left"] = store.servers.prefer.get(server.id), None
+    left = {}
+    for server in store.servers.values():
         if server.standing != ACTIVE and server.role == "data":
             uses, _ = await count_uses(store.engine, store.servers, server.id)
-            row["left"] = {"objects": uses.objects, "bytes": uses.length}
-    return {
-        "servers": rows,
+            left[server.id] = {"objects": uses.objects, "bytes": uses.length}
+    figures: dict[str, Any] = {
         "bytes_per_s": 0,
         "estimate_s": None,
         "failing": 0,
         "failed": [],
         "removals": [],
-        "refused": "",
     }
+    rows = _rows(store.servers, lambda server: left.get(server.id))
+    return {"servers": rows, **figures, "refused": ""}
+
+
+def _rows(
+    servers: Servers, left: Callable[[DataServer], dict[str, int] | None]
+) -> list[dict[str, Any]]:
+    rows = servers.rows()
+    for server, row in zip(servers.values(), rows, strict=True):
+        row["successor"] = servers.prefer.get(server.id)
+        row["left"] = None if server.standing == ACTIVE else left(server)
+    return rows
 
 
 def _count(number: int, noun: str) -> str:
