@@ -31,6 +31,7 @@ from aifs.layout.placement import ACTIVE
 from aifs.meta import keys, restoring
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
+from aifs.meta.slices import Walk
 from aifs.meta.trash import UNKNOWN, Entry
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash_rules import TrashRules
@@ -108,23 +109,27 @@ class Trash:
 
     async def expire(self) -> None:
         """Empty entries that are older than their directory keeps them."""
-        start, end = keys.all_of(b"U")
-        while start:
-            found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
-            due = [entry for entry, _ in found.entries if entry.until_ns <= self.now_ns()]
-            await self.empty(due)
-            start = found.end if len(due) == len(found.entries) else b""
+        due = list[Entry]()
+        async for entry, _ in self._turns():
+            if entry.until_ns > self.now_ns():
+                break
+            due.append(entry)
+            if len(due) == AT_ONCE:
+                await self.empty(due)
+                due = []
+        await self.empty(due)
+
+    def _turns(self) -> Walk:
+        """The entries in the order in which they go, with their inodes."""
+        share = self._upkeep.share
+        return Walk(self._engine, b"U", restoring.read_turns, AT_ONCE, share=share)
 
     async def add_up(self) -> None:
         """Trees in the trash get their sizes."""
         if not self._is_loaded:
-            start, end = keys.all_of(b"U")
-            while start:
-                found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
-                unsized = [entry for entry, _ in found.entries if entry.size == UNKNOWN]
-                self._doomed.kept.update(dict.fromkeys(entry.ino for entry in unsized))
-                start = found.end
-                await self._upkeep.share.give_way()
+            async for entry, _ in self._turns():
+                if entry.size == UNKNOWN:
+                    self._doomed.kept[entry.ino] = None
             self._is_loaded = True
         while self._doomed.kept:
             ino = next(iter(self._doomed.kept))
@@ -182,15 +187,12 @@ class Trash:
 
     async def _first(self, wanted: int) -> list[Entry]:
         """The entries that expire first, enough of them to free ``wanted`` bytes."""
-        start, end = keys.all_of(b"U")
         chosen: list[Entry] = []
-        while start and wanted > 0 and len(chosen) < _GIVEN_AT_ONCE:
-            found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
-            for entry, _ in found.entries:
-                if wanted > 0:
-                    chosen.append(entry)
-                    wanted -= entry.size
-            start = found.end
+        async for entry, _ in self._turns():
+            if wanted <= 0 or len(chosen) == _GIVEN_AT_ONCE:
+                break
+            chosen.append(entry)
+            wanted -= entry.size
         return chosen
 
     async def empty(self, entries: Sequence[Entry]) -> int:
