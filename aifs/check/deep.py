@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from aifs.burst.making import MakingTools
+from aifs.burst.movers import Movers
 from aifs.burst.transfer import Limiter, Mover
 from aifs.check import repair
 from aifs.check.findings import Problem, Progress, Subject
@@ -21,7 +22,6 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.meta import chunks, degraded, keys, moves, namespace, sharing
 from aifs.meta.kv import Transaction
 from aifs.meta.records import decode_inode
-from aifs.movers.movers import Movers
 from aifs.store.store import Store
 from aifs.upkeep.judging import Judgement, judge_copy
 from aifs.upkeep.passes import do_all

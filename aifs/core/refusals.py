@@ -1,6 +1,6 @@
 """Why a mount has refused a request, for the program that asked: errno alone seldom says it.
 
-The mount keeps the last refusal of each user on each inode (vfs/refusals.py), and tells it as an
+The mount keeps the last refusal of each user on each inode (files/refusals.py), and tells it as an
 extended attribute, JSON: ``request`` (name of the hint, or "rename"), ``errno``,
 ``reason``, ``at_s`` (since the epoch).
 """

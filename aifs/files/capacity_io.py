@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from aifs.burst.making import Made, Making, NewObjects, Origin
+from aifs.burst.movers import Movers
 from aifs.core import clock, faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
@@ -28,7 +29,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
-from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import trio
 
 from aifs.burst.making import InChunks
+from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.errors import NotSupported, Unavailable
 from aifs.data.containers import pieces
@@ -31,7 +32,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.kv import Engine
-from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 import trio
 
 from aifs.burst.making import Making, NewObjects, carry_out
+from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, without_frames
@@ -20,7 +21,6 @@ from aifs.layout.hint import Policy
 from aifs.layout.interleaved import CHUNK, Interleaved, may_list
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.chunks import NOTHING_LOST
-from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(

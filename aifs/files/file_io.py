@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import trio
 
 from aifs.burst.mirrors import Mirrors
+from aifs.burst.pool import Pool
 from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
@@ -40,7 +41,6 @@ from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.meta import forms
 from aifs.meta.kv import Engine
-from aifs.movers.pool import Pool
 from aifs.peers.transport import FilePart
 from aifs.store.ids import IdAllocator
 

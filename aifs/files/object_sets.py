@@ -3,6 +3,8 @@
 from functools import partial
 
 from aifs.burst.making import MakingTools
+from aifs.burst.movers import Movers
+from aifs.burst.pool import Pool
 from aifs.burst.transfer import Mover
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
 from aifs.data.objects.together import Sharing
@@ -16,8 +18,6 @@ from aifs.meta import forms
 from aifs.meta.degraded import find_unread
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
-from aifs.movers.movers import Movers
-from aifs.movers.pool import Pool
 
 
 class ObjectSets:

@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from aifs.burst.making import Made, Making
+from aifs.burst.movers import Movers
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.config import Config
@@ -27,7 +28,6 @@ from aifs.files.open_inodes import OpenInodes
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta.records import Inode
-from aifs.movers.movers import Movers
 
 _log = logger(__name__)
 

@@ -35,6 +35,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import Made, Making, NewObjects, Target, carry_out
+from aifs.burst.movers import Movers
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.core import clock
@@ -51,7 +52,6 @@ from aifs.meta.forms import FormChange
 from aifs.meta.kv import Engine, Result, Transaction
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy, Inode
-from aifs.movers.movers import Movers
 
 
 @dataclass(slots=True)

@@ -19,13 +19,13 @@ from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
 from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
 from aifs.files.types import WRITABLE, Caller
+from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
 from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.keys import entry_numbers
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, SNAPSHOT, TRASHED
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 (
     STATFS,

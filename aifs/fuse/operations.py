@@ -30,6 +30,7 @@ from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
 from aifs.core.waiting import Activity
 from aifs.files.types import Opened, SetAttr
+from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.fuse.bridge import HANDLE_BITS, PREFERRED_IO
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
@@ -37,7 +38,6 @@ from aifs.meta.records import Inode
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.operation_log import Request
-from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 log = logging.getLogger(__name__)
 

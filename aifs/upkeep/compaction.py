@@ -10,6 +10,7 @@ lists that name durable bytes, and a container that a later pass deals with.
 from collections.abc import Sequence
 from contextlib import suppress
 
+from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger
@@ -27,7 +28,6 @@ from aifs.meta.chunks import Container, Move
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
 from aifs.meta.slices import Walk, read_slice
-from aifs.movers.movers import Movers
 
 _log = logger(__name__)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import trio
 
+from aifs.burst.movers import Movers
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
@@ -35,7 +36,6 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
 from aifs.meta.server_uses import scan_endangered
 from aifs.meta.slices import Walk
-from aifs.movers.movers import Movers
 from aifs.upkeep.evict import Evictor
 from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts, judge_copy
 from aifs.upkeep.scrub_state import Findings

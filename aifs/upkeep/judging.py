@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from aifs.burst.making import MakingTools, never
+from aifs.burst.movers import Movers
 from aifs.core import files
 from aifs.core.errors import FsError
 from aifs.data.checking.checks import CheckedPart, differ
@@ -17,7 +18,6 @@ from aifs.data.server import DataServer
 from aifs.meta import chunks, forms
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode
-from aifs.movers.movers import Movers
 
 COPIES_PIECE = 64 << 20
 """Bytes of copies that are compared together, at most."""

@@ -20,6 +20,7 @@ from typing import Protocol
 import trio
 
 from aifs.burst.making import ColumnMaking, Made, carry_out
+from aifs.burst.movers import Movers
 from aifs.burst.transfer import TargetFails
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
@@ -37,7 +38,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord, Stray
-from aifs.movers.movers import Movers
 from aifs.store.backup import Backup
 
 _log = logger(__name__)

@@ -10,6 +10,7 @@ them, and appended chunks count from then on; a file that changes meanwhile stay
 from collections.abc import Sequence
 
 from aifs.burst.making import Made, Making, NewObjects
+from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.data.containers.pieces import FileSource
@@ -24,7 +25,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import forms
 from aifs.meta.kv import Engine
 from aifs.meta.moves import SetRecord
-from aifs.movers.movers import Movers
 from aifs.store.ids import IdAllocator
 
 _COPIED = faults.declare(

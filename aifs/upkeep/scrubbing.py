@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from aifs.burst.movers import Movers
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.checking.checks import ContainerCheck, FileCheck
@@ -30,7 +31,6 @@ from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
-from aifs.movers.movers import Movers
 from aifs.upkeep.inspecting import NOTHING, Inspected, Known, ObjectRange, inspect, inspection_of
 
 PIECE = 64 << 20

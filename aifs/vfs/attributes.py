@@ -1,8 +1,8 @@
-"""The attributes of inodes: what stat(2) tells and setattr(2) changes, chattr's flags, the policy
-that new files of a directory inherit, and what statfs(2) tells of the whole."""
+"""The attributes of inodes: what stat(2) tells and setattr(2) changes, chattr's flags, and
+what statfs(2) tells of the whole."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from aifs.core.names import NAME_MAX
 from aifs.core.upkeep import Upkeep, Work
@@ -10,27 +10,17 @@ from aifs.data.servers import Servers
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
+from aifs.files.heirlooms import Heirlooms
 from aifs.files.quotas import Quotas
 from aifs.files.types import BLOCK_SIZE, CallerLike, SetAttr, StatFs
-from aifs.layout.hint import Policy
+from aifs.files.virtual import FIRST as FIRST_VIRTUAL
+from aifs.files.virtual import require_on_record
 from aifs.meta import keys, namespace
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
-from aifs.meta.quotas import inherited
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
+from aifs.reads.virtual.files import VirtualFiles
 from aifs.vfs import attribute_changes
 from aifs.vfs.open_files import OpenFiles
-from aifs.vfs.virtual.files import VirtualFiles
-from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
-from aifs.vfs.virtual.numbers import require_on_record
-
-_HEIRLOOMS_MAX = 1024
-
-
-class Heirlooms(NamedTuple):
-    """What is inherited by all that is made in a directory."""
-
-    policy: Policy | None
-    project: int
 
 
 class Attributes:
@@ -45,6 +35,7 @@ class Attributes:
         virtual: VirtualFiles,
         quotas: Quotas,
         upkeep: Upkeep,
+        heirlooms: Heirlooms,
     ) -> None:
         self._engine = engine
         self._upkeep = upkeep
@@ -53,9 +44,7 @@ class Attributes:
         self._servers = servers
         self._io = io
         self._files = files
-        self._heirlooms: dict[int, Heirlooms] = {}
-        """By directory."""
-        self._changes = 0  # so that what was read before a change is not kept after it
+        self._heirlooms = heirlooms
 
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""
@@ -129,27 +118,8 @@ class Attributes:
         result. ``mtime_ns``: that it sets, if it does.
         """
         inode = await self._io.inodes.change(ino, change, argument, mtime_ns)
-        self.changed(ino)
+        self._heirlooms.changed(ino)
         return inode
-
-    def changed(self, ino: int) -> None:
-        """The record of ``ino`` is another one now."""
-        self._heirlooms.pop(ino, None)
-        self._changes += 1
-
-    async def heirlooms_of(self, directory: int) -> Heirlooms:
-        """Raises NotFound."""
-        try:
-            return self._heirlooms[directory]
-        except KeyError:
-            if len(self._heirlooms) >= _HEIRLOOMS_MAX:
-                self._heirlooms.clear()
-            changes = self._changes
-            inode = await self._engine.view(namespace.get_inode, directory)
-            found = Heirlooms(inode.policy, inherited(inode))
-            if changes == self._changes:
-                self._heirlooms[directory] = found
-            return found
 
     async def statfs(self, ino: int = keys.ROOT_INO) -> StatFs:
         """Space of the data servers, each device counted once; inodes are limited by space alone.

@@ -8,7 +8,6 @@ it is, and the call ``drain`` waits.
 import math
 from collections import Counter
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import trio
@@ -16,7 +15,6 @@ import trio
 from aifs.burst.remote import EVICT, Homes
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut
-from aifs.core.tasks import run_all
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Hint, HintCall, bare
 from aifs.files.drain import Drain
@@ -24,17 +22,16 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.stage import Stager
+from aifs.files.tree_drain import TreeDrain
 from aifs.files.types import CallerLike
-from aifs.meta import keys, namespace, sharing
+from aifs.meta import keys, sharing
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
-from aifs.meta.slices import read_slice
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 from aifs.upkeep.evict import Evictor
 from aifs.vfs.attributes import Attributes
-from aifs.vfs.publishing.barrier import is_below
 
 STATES = ("dirty", "draining", "clean", "cached")
 """Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the
@@ -42,7 +39,6 @@ capacity tier; and no data server is needed to read them. A directory has the fi
 file below it has."""
 
 _ENTRIES = 64  # looked at in one go: about 0.3 ms
-_REQUESTED_AT_ONCE = 100
 
 
 class Place(NamedTuple):
@@ -53,15 +49,6 @@ class Place(NamedTuple):
     inode: Inode
     cookie: int
     since_ns: int
-
-
-class Undrained(NamedTuple):
-    ino: int
-    since_ns: int
-    size: int
-    writers: int
-    home: int
-    """The host in whose burst tier it is; 0: it is this one."""
 
 
 def state_of(inode: Inode, file: OpenInode | None) -> str:
@@ -85,6 +72,7 @@ class BurstHints:
         evictor: Evictor,
         attributes: Attributes,
         homes: Homes,
+        trees: TreeDrain,
         peers: Peers | None,
     ) -> None:
         """``peers``: None where the store has one host."""
@@ -97,6 +85,7 @@ class BurstHints:
         self._evictor = evictor
         self._attributes = attributes
         self._homes = homes
+        self._trees = trees
         if peers:
             peers.serve(EVICT, self._serve_evict)
 
@@ -179,40 +168,12 @@ class BurstHints:
 
     # --- drain ---
 
-    async def undrained_below(self, top: int) -> list[Undrained]:
-        """Files with names whose newest bytes are in the burst tier alone: ``top`` itself, or all
-        below the directory.
-
-        The cost is that of all files that have burst copies, not of the tree.
-        """
-        inode = await self._attributes.getattr(top)
-        if not inode.is_dir:
-            place = await self._engine.view(_place, inode, 0)
-            return (
-                [self._undrained(inode, place.since_ns)] if inode.in_burst and inode.nlink else []
-            )
-        found: list[Undrained] = []
-        start, end = keys.all_of(b"b")
-        while start:
-            places, start = await self._engine.view(_read_undrained, start, end, top)
-            found += [
-                self._undrained(self._current(place).inode, place.since_ns) for place in places
-            ]
-            await trio.lowlevel.checkpoint()
-        return found
-
-    def _undrained(self, inode: Inode, since_ns: int) -> Undrained:
-        file = self._io.table.open.get(inode.ino)
-        assert inode.copy is not None  # it is the file
-        home, writers = self._homes.of(inode.copy.server), 0 if file is None else file.writers
-        return Undrained(inode.ino, since_ns, inode.size, writers, home)
-
     async def progress(self, ino: int, caller: CallerLike) -> dict[str, Any]:
         """Count the undrained files of ``ino`` or below: files, bytes, files open for writing
         (their drain has to wait), and since when the oldest is (epoch, ns; null): a request need
         not wait for younger ones. ``error``: why draining has to wait, anywhere in the store,
         at present. ``hosts``: which other hosts have how many of these bytes."""
-        undrained = await self.undrained_below(ino)
+        undrained = await self._trees.undrained_below(await self._attributes.getattr(ino))
         elsewhere = Counter[int]()
         for file in undrained:
             elsewhere[file.home] += file.size if file.home else 0
@@ -226,30 +187,9 @@ class BurstHints:
         }
         return rights.without_reason(told, caller)
 
-    async def request_drain(self, ino: int) -> dict[int, list[int]]:
-        """Drain the undrained files of ``ino`` or below ahead of all else. The inode numbers by the
-        host in whose burst tier they are; 0: it is this one."""
-        found: dict[int, list[int]] = {0: []}
-        for file in await self.undrained_below(ino):
-            found.setdefault(file.home, []).append(file.ino)
-        for host, inos in found.items():
-            if host:
-                await self._homes.request_drain(host, inos)
-                continue
-            for first in range(0, len(inos), _REQUESTED_AT_ONCE):
-                self._drain.request(inos[first : first + _REQUESTED_AT_ONCE])
-                await trio.lowlevel.checkpoint()
-        return found
-
-    async def _wait_drained(self, ino: int, strict: bool) -> None:
-        async def wait(host: int, inos: list[int]) -> None:
-            if host:
-                await self._homes.drain(host, inos, strict)
-            else:
-                await self._drain.wait(inos, strict)
-
-        found = await self.request_drain(ino)
-        await run_all(*(partial(wait, host, inos) for host, inos in found.items()))
+    async def request_drain(self, ino: int) -> None:
+        """Drain the undrained files of ``ino`` or below ahead of all else."""
+        await self._trees.request(await self._attributes.getattr(ino))
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
         """Wait until the files of ``ino`` or below that are undrained now are on the capacity tier,
@@ -258,15 +198,9 @@ class BurstHints:
         Ending the wait, by time-out or cancellation, does not end the drain.
         """
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
-            await self._wait_drained(ino, strict=False)
+            await self._trees.wait(await self._attributes.getattr(ino), strict=False)
         if scope.cancelled_caught:
             raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
-
-    async def drain_below(self, ino: int) -> None:
-        """Like ``wait_drained``, but raises the error of a drain, and Busy where a file stays open
-        for writing.
-        """
-        await self._wait_drained(ino, strict=True)
 
     # --- stage and evict ---
 
@@ -373,30 +307,6 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
     copy = inode.copy if inode.in_burst else None
     record = None if copy is None else tx.get(keys.burst_copy(copy.id))
     return Place(inode, cookie, 0 if record is None else decode_burst(record).since_ns)
-
-
-def _read_undrained(
-    tx: ReadTransaction, start: bytes, end: bytes, top: int
-) -> tuple[list[Place], bytes]:
-    """The undrained files in one slice of the burst records, and where the next slice starts (b"":
-    nowhere).
-    """
-    found = []
-    records, following = read_slice(tx, start, end, _ENTRIES)
-    for key, value in records:
-        record = decode_burst(value)
-        if record.undrained:
-            found.append((record, keys.number(key)))
-    places = []
-    known: dict[int, bool] = {}
-    for record, copy_id in found:
-        inode = namespace.find_inode(tx, record.ino)
-        if inode is None or not inode.nlink or not inode.in_burst or inode.copy is None:
-            continue
-        if inode.copy.id == copy_id:
-            if is_below(tx, inode.ino, top, known):
-                places.append(Place(inode, 0, record.since_ns))
-    return places, following
 
 
 def _is_pinned(inode: Inode) -> bool:

@@ -22,13 +22,14 @@ from aifs.core.errors import (
     NotFound,
     Stale,
 )
-from aifs.files import permissions, ranges, rights
+from aifs.files import permissions, ranges, rights, virtual
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.quotas import Quotas
+from aifs.files.serve_options import ServeOptions
 from aifs.files.transitions import alone
 from aifs.files.types import CallerLike
 from aifs.meta import clones, dooming, namespace
@@ -38,8 +39,6 @@ from aifs.meta.records import Inode
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.open_files import OpenFiles
-from aifs.vfs.serve_options import ServeOptions
-from aifs.vfs.virtual import numbers as virtual
 
 NAMES = 32
 """Names that one transaction clones: some 3 ms in which no request is answered."""

@@ -5,6 +5,7 @@ operations.
 from functools import partial
 
 from aifs.burst.mirrors import Mirrors
+from aifs.burst.pool import Pool
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
@@ -19,18 +20,42 @@ from aifs.files.damage import Damage
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.heirlooms import Heirlooms
 from aifs.files.home import Home
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
 from aifs.files.locks import Locks
+from aifs.files.looked_up import LookedUp
 from aifs.files.mirror_host import MirrorHost
 from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.quotas import Quotas
+from aifs.files.refusals import Refusals
+from aifs.files.serve_options import ServeOptions
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.together import Together
+from aifs.files.tree_drain import TreeDrain
 from aifs.files.writeback import WriteBack
-from aifs.movers.pool import Pool
+from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
+from aifs.reads.epochs import Epochs
+from aifs.reads.recording import StartRecordings
+from aifs.reads.starts import Starts
+from aifs.reads.virtual.files import VirtualFiles
+from aifs.saves.barrier import Barrier
+from aifs.saves.closing import Closing
+from aifs.saves.course import Course
+from aifs.saves.group_drain import GroupDrain
+from aifs.saves.joint import Joint
+from aifs.saves.life import Life
+from aifs.saves.living import Living
+from aifs.saves.members import Members
+from aifs.saves.naming import Naming
+from aifs.saves.part_host import PartHost
+from aifs.saves.parts import Parts
+from aifs.saves.protocol import Groups
+from aifs.saves.publish import Publishing
+from aifs.saves.retention import Retention
+from aifs.saves.table import GroupTable
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store
@@ -50,43 +75,21 @@ from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
-from aifs.vfs.epochs.epochs import WORKERS as EPOCHS_AT_ONCE
-from aifs.vfs.epochs.epochs import Epochs
 from aifs.vfs.following import Following
-from aifs.vfs.groups.closing import Closing
-from aifs.vfs.groups.course import Course
-from aifs.vfs.groups.group_drain import GroupDrain
-from aifs.vfs.groups.group_hints import GroupHints
-from aifs.vfs.groups.joint import Joint
-from aifs.vfs.groups.life import Life
-from aifs.vfs.groups.living import Living
-from aifs.vfs.groups.members import Members
-from aifs.vfs.groups.naming import Naming
-from aifs.vfs.groups.part_host import PartHost
-from aifs.vfs.groups.parts import Parts
-from aifs.vfs.groups.protocol import Groups
-from aifs.vfs.groups.table import GroupTable
+from aifs.vfs.group_hints import GroupHints
+from aifs.vfs.group_publish import GroupPublishing
 from aifs.vfs.hints import Hints
-from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.operation_log import OperationLog
 from aifs.vfs.policy_hints import PolicyHints
-from aifs.vfs.publishing.barrier import Barrier
-from aifs.vfs.publishing.group_publish import GroupPublishing
-from aifs.vfs.publishing.publish import Publishing
-from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
-from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.server_hints import ServerOrders
 from aifs.vfs.settings import Settings, set_log_level
-from aifs.vfs.starts.recording import StartRecordings
-from aifs.vfs.starts.starts import Starts
 from aifs.vfs.trash_requests import TrashRequests
-from aifs.vfs.virtual.files import VirtualFiles
+from aifs.vfs.whole_files import WholeFiles
 from aifs.vfs.why import Why
 from aifs.vfs.xattrs import ExtendedAttributes
 
@@ -300,10 +303,13 @@ class Filesystem:
         self.locks = locks = Locks(engine, hosts or Alone())
         if store.peers is not None:
             store.peers.serve(SERVICE, locks.answer)
+        self.heirlooms = heirlooms = Heirlooms(engine)
         self.attributes = attributes = Attributes(
-            engine, servers, io, files, virtual, quotas, upkeep
+            engine, servers, io, files, virtual, quotas, upkeep, heirlooms
         )
-        self.quota_trees = quota_trees = QuotaTrees(engine, io, attributes, quotas, upkeep)
+        self.quota_trees = quota_trees = QuotaTrees(
+            engine, io, attributes, heirlooms, quotas, upkeep
+        )
         looked_up = LookedUp(engine, kernel)
         self.names = names = Names(
             engine,
@@ -316,15 +322,16 @@ class Filesystem:
             rules,
             kernel,
             files,
-            attributes,
+            heirlooms,
             options,
             virtual,
             looked_up,
             recordings,
             quotas,
         )
+        trees = TreeDrain(engine, io, drain, homes)
         burst_hints = BurstHints(
-            engine, tier, io, drain, stager, needs, evictor, attributes, homes, store.peers
+            engine, tier, io, drain, stager, needs, evictor, attributes, homes, trees, store.peers
         )
         self.publishing = publishing = Publishing(
             engine,
@@ -337,19 +344,21 @@ class Filesystem:
             rules,
             retention,
             kernel,
-            attributes,
-            names,
-            burst_hints,
+            heirlooms,
+            trees,
             refusals,
             options,
             looked_up,
+            names.unlinked,
+            names.forget,
         )
+        whole_files = WholeFiles(io, kernel, files, names, publishing)
         policies = PolicyHints(servers, tier, attributes)
         self.group_publishing = GroupPublishing(
-            engine, io, kernel, files, names, policies, publishing
+            engine, io, whole_files, names, policies, publishing
         )
         self.starts = starts = Starts(
-            engine, io, upkeep, kernel, files, names, publishing, recordings
+            engine, io, upkeep, kernel, whole_files.put, names.unlink, recordings
         )
         self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
         clones = Clones(engine, ids, io, drain, doomed, kernel, files, options, quotas)
@@ -400,7 +409,7 @@ class Filesystem:
             rules,
             retention,
             course,
-            attributes,
+            heirlooms,
             names,
             kernel,
             looked_up,

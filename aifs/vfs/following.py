@@ -17,7 +17,9 @@ from aifs.core.log import logger
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
+from aifs.files.heirlooms import Heirlooms
 from aifs.files.kernel import Kernel
+from aifs.files.looked_up import LookedUp
 from aifs.files.told_sizes import Hold
 from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
@@ -25,16 +27,14 @@ from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode, decode_dentry, decode_inode
 from aifs.meta.trash import UNKNOWN, decode_entry, decode_rule
+from aifs.saves.course import Course
+from aifs.saves.retention import Retention
 from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.trash_rules import TrashRules
-from aifs.vfs.attributes import Attributes
-from aifs.vfs.groups.course import Course
-from aifs.vfs.looked_up import LookedUp
 from aifs.vfs.names import Names
-from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.quotas import QuotaTrees
 
 _log = logger(__name__)
@@ -82,7 +82,7 @@ class Following:
         rules: TrashRules,
         retention: Retention,
         course: Course,
-        attributes: Attributes,
+        heirlooms: Heirlooms,
         names: Names,
         kernel: Kernel,
         looked_up: LookedUp,
@@ -98,7 +98,7 @@ class Following:
         self._rules = rules
         self._retention = retention
         self._course = course
-        self._attributes = attributes
+        self._heirlooms = heirlooms
         self._names = names
         self._kernel = kernel
         self._looked_up = looked_up
@@ -220,7 +220,7 @@ class Following:
     def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         ino = keys.number(key)
         unshown.inodes.append(ino)
-        self._attributes.changed(ino)
+        self._heirlooms.changed(ino)
         if record is None:
             self._names.erased(ino)
             return

@@ -17,29 +17,29 @@ from aifs.core.errors import Invalid, NoAttribute, NoSuchIoctl, NotPermitted
 from aifs.core.json_text import parse_object
 from aifs.files import rights
 from aifs.files.asks import ANY, Ask, Hint, HintCall
+from aifs.files.refusals import Refusals
+from aifs.files.serve_options import ServeOptions
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
+from aifs.reads.epochs import Epochs
+from aifs.reads.starts import Starts
+from aifs.saves.publish import Publishing
+from aifs.saves.retention import Retention
 from aifs.upkeep.aging import Aging
 from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
-from aifs.vfs.epochs.epochs import Epochs
-from aifs.vfs.groups.group_hints import GroupHints
+from aifs.vfs.group_hints import GroupHints
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.policy_hints import PolicyHints
-from aifs.vfs.publishing.publish import Publishing
-from aifs.vfs.publishing.retention import Retention
 from aifs.vfs.quotas import QuotaTrees
-from aifs.vfs.refusals import Refusals
 from aifs.vfs.reports import MountStatus
-from aifs.vfs.serve_options import ServeOptions
 from aifs.vfs.server_hints import ServerOrders
 from aifs.vfs.settings import Settings
-from aifs.vfs.starts.starts import Starts
 from aifs.vfs.trash_requests import TrashRequests
 from aifs.vfs.why import Why
 

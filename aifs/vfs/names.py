@@ -10,29 +10,28 @@ from aifs.burst.tier import BurstTier
 from aifs.core import clock
 from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
 from aifs.core.names import VIRTUAL
-from aifs.files import rights
+from aifs.files import rights, virtual
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
+from aifs.files.heirlooms import Heirlooms
 from aifs.files.kernel import Kernel
+from aifs.files.looked_up import LookedUp, if_looked_up
 from aifs.files.quotas import Quotas
+from aifs.files.serve_options import ServeOptions
 from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Copy, Inode, decode_inode
+from aifs.reads.recording import StartRecordings
+from aifs.reads.virtual.files import VirtualFiles
+from aifs.saves.closing import Closing
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash_rules import TrashRules
-from aifs.vfs.attributes import Attributes
-from aifs.vfs.groups.closing import Closing
-from aifs.vfs.looked_up import LookedUp, if_looked_up
 from aifs.vfs.open_files import OpenFiles
-from aifs.vfs.serve_options import ServeOptions
-from aifs.vfs.starts.recording import StartRecordings
-from aifs.vfs.virtual import numbers as virtual
-from aifs.vfs.virtual.files import VirtualFiles
 
 _READDIR_BATCH = 32  # where nobody says how many a reply holds
 _AHEAD_MAX = 8  # listings that are read ahead
@@ -53,7 +52,7 @@ class Names:
         rules: TrashRules,
         kernel: Kernel,
         files: OpenFiles,
-        attributes: Attributes,
+        heirlooms: Heirlooms,
         options: ServeOptions,
         virtual: VirtualFiles,
         looked_up: LookedUp,
@@ -73,7 +72,7 @@ class Names:
         self._rules = rules
         self._kernel = kernel
         self._files = files
-        self._attributes = attributes
+        self._heirlooms = heirlooms
         self._options = options
         self._looked_up = looked_up
         self._nameless: set[int] = set()
@@ -110,7 +109,7 @@ class Names:
         await self._io.inodes.find_room()
         ino, copy, kin = await self._ids.take(), None, None
         if flags & os.O_ACCMODE:
-            policy = (await self._attributes.heirlooms_of(parent)).policy
+            policy = (await self._heirlooms.of(parent)).policy
             expected = 0 if policy is None else policy.expected
             kin = None if name is None else kin_of(parent, name)
             # Where there are several hosts, what can be read has a home from its beginning on.
@@ -187,7 +186,7 @@ class Names:
         )
         if not self._quotas.are_set:
             return await self._record(parent, name, new, caller)
-        project = (await self._attributes.heirlooms_of(parent)).project
+        project = (await self._heirlooms.of(parent)).project
         if not project:
             return await self._record(parent, name, new, caller)
         async with self._quotas.granted(project, 0, inodes=1):

@@ -22,17 +22,17 @@ from aifs.files.handles import Handles
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.quotas import Quotas
+from aifs.files.serve_options import ServeOptions
 from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
+from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
 from aifs.meta.kv import Engine
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
+from aifs.reads.recording import StartRecordings
+from aifs.reads.virtual.files import VirtualFiles
+from aifs.saves.closing import Closing
 from aifs.vfs import attribute_changes
-from aifs.vfs.groups.closing import Closing
-from aifs.vfs.serve_options import ServeOptions
-from aifs.vfs.starts.recording import StartRecordings
-from aifs.vfs.virtual.files import VirtualFiles
-from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
 
 _REMOVED = "another host has removed the file just before"
 

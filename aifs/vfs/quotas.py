@@ -15,6 +15,7 @@ from aifs.core.upkeep import NEVER_S, Upkeep, Work
 from aifs.files import rights
 from aifs.files.asks import BOTH, ROOT, Hint
 from aifs.files.file_io import FileIO
+from aifs.files.heirlooms import Heirlooms
 from aifs.files.permissions import READ, may_find, require_may
 from aifs.files.quotas import QuotaRoom, Quotas
 from aifs.files.types import CallerLike
@@ -41,11 +42,18 @@ class QuotaTrees:
     """Used from one trio thread. ``work`` is for the host that has the role."""
 
     def __init__(
-        self, engine: Engine, io: FileIO, attributes: Attributes, rooms: Quotas, upkeep: Upkeep
+        self,
+        engine: Engine,
+        io: FileIO,
+        attributes: Attributes,
+        heirlooms: Heirlooms,
+        rooms: Quotas,
+        upkeep: Upkeep,
     ) -> None:
         self._engine = engine
         self._io = io
         self._attributes = attributes
+        self._heirlooms = heirlooms
         self._rooms = rooms
         self._upkeep = upkeep
         self._working = trio.Lock()
@@ -80,7 +88,7 @@ class QuotaTrees:
         self._rooms.counted(keys.use_project(key))
 
     def _changed(self, directory: Inode) -> None:
-        self._attributes.changed(directory.ino)
+        self._heirlooms.changed(directory.ino)
         self._upkeep.wake(Work.QUOTAS)
 
     # --- in the background ---
@@ -116,7 +124,7 @@ class QuotaTrees:
 
     def _adopt(self, changed: list[Inode]) -> None:
         for inode in changed:
-            self._attributes.changed(inode.ino)
+            self._heirlooms.changed(inode.ino)
             file = self._io.table.adopt(inode)
             if file is not None:
                 self._rooms.watch(file)

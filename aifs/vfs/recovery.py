@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.making import MakingTools
+from aifs.burst.movers import Movers
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, Unavailable
@@ -32,7 +33,6 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, dooming, forms, keys, moves, namespace, paths, sharing
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, decode_burst, decode_garbage
-from aifs.movers.movers import Movers
 from aifs.store import lost_and_found
 from aifs.store.ids import last_windows
 from aifs.store.store import Store

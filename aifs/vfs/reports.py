@@ -18,6 +18,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.rights import without_paths, without_reason
+from aifs.files.serve_options import ServeOptions
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE, BURST_FIRST
@@ -27,14 +28,14 @@ from aifs.meta.chunks import find_container, shares_of
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import SNAPSHOT, Inode
 from aifs.meta.slices import read_slice
+from aifs.reads import places
 from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.trash import Trash
-from aifs.vfs import burst_hints, places
+from aifs.vfs import burst_hints
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.recovery import Recovered
-from aifs.vfs.serve_options import ServeOptions
 
 _TYPES = {
     stat.S_IFREG: "file",

@@ -14,11 +14,11 @@ from aifs.core.kinds import parse_domain
 from aifs.data.marker import ROLES
 from aifs.files import rights
 from aifs.files.asks import ROOT, Ask, Hint
+from aifs.files.serve_options import ServeOptions
 from aifs.store.backup import Backup
 from aifs.store.server_table import id_of
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
-from aifs.vfs.serve_options import ServeOptions
 
 
 async def _add(

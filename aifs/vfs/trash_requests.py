@@ -17,6 +17,7 @@ from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotP
 from aifs.files import permissions, rights
 from aifs.files.asks import DIRECTORY, ROOT, Ask, Hint, HintCall
 from aifs.files.kernel import Kernel
+from aifs.files.serve_options import ServeOptions
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, quotas, restoring
 from aifs.meta.kv import Engine, ReadTransaction, Transaction
@@ -28,7 +29,6 @@ from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import AT_ONCE, Trash
 from aifs.vfs.names import Names
 from aifs.vfs.quotas import QuotaTrees
-from aifs.vfs.serve_options import ServeOptions
 
 TOGETHER_S = 3600
 """What was removed from a directory less than this before the directory itself comes back with it:

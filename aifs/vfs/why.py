@@ -24,11 +24,11 @@ from aifs.files import rights
 from aifs.files.asks import ANY, ROOT, Ask, Hint
 from aifs.files.rights import sees_all
 from aifs.files.types import CallerLike
+from aifs.meta.below import those_below
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine
 from aifs.vfs import operation_log
 from aifs.vfs.operation_log import LONG_S, OperationLog, Record, described, paths_of
-from aifs.vfs.publishing.barrier import those_below
 
 _log = logger(__name__)
 

@@ -5,13 +5,13 @@ from aifs.core.errors import NoAttribute
 from aifs.files import permissions
 from aifs.files.file_io import FileIO
 from aifs.files.types import ROOT, CallerLike
+from aifs.files.virtual import FIRST as FIRST_VIRTUAL
+from aifs.files.virtual import require_on_record
 from aifs.meta import acl, xattrs
 from aifs.meta.kv import Engine
 from aifs.vfs import attribute_changes, hints
 from aifs.vfs.attributes import Attributes
 from aifs.vfs.hints import Hints
-from aifs.vfs.virtual.numbers import FIRST as FIRST_VIRTUAL
-from aifs.vfs.virtual.numbers import require_on_record
 
 _ACLS = (acl.ACCESS, acl.DEFAULT)
 

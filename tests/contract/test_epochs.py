@@ -1,5 +1,5 @@
 """Epochs of datasets that are read: which files are in the burst tier before their readers come to
-them (vfs/epochs)."""
+them (reads)."""
 
 import errno
 import json
@@ -15,15 +15,15 @@ import trio
 import trio.testing
 
 from aifs.burst.making import Making, carry_out
+from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NoAttribute, NotSupported
 from aifs.datasets.ahead import FileNeed, files_needed, parse, shares_read
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, RowBlock, Version, encode, index_of
 from aifs.datasets.sequence import Epoch
 from aifs.files import stage, transitions
-from aifs.movers.movers import Movers
+from aifs.reads import epochs, followed
 from aifs.vfs import Caller, Filesystem, SetAttr
-from aifs.vfs.epochs import epochs, followed
 from tests.support import modes, stores
 from tests.support.cluster import cluster_of
 from tests.support.stores import OWNER, ask, call, drained, moved_out, put, write_file

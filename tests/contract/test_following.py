@@ -506,9 +506,9 @@ async def test_o_creat_opens_what_another_host_has_just_made(directory: Path) ->
 
 async def test_policies_of_directories(directory: Path) -> None:
     async with hosts(directory) as (fs, _, other):
-        assert (await fs.attributes.heirlooms_of(ROOT_INO)).policy is None
+        assert (await fs.heirlooms.of(ROOT_INO)).policy is None
         await other.change(ROOT_INO, policy=Policy(tier="pinned"))
-        policy = (await fs.attributes.heirlooms_of(ROOT_INO)).policy
+        policy = (await fs.heirlooms.of(ROOT_INO)).policy
         assert policy is not None and policy.tier == "pinned"
         await other.change(ROOT_INO, policy=None)
 

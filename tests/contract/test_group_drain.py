@@ -23,10 +23,10 @@ from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunks, keys, shared
 from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
+from aifs.saves import digests, storing
+from aifs.saves.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
+from aifs.saves.storing import Storing
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups import digests, storing
-from aifs.vfs.groups.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
-from aifs.vfs.groups.storing import Storing
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import once

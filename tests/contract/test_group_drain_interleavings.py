@@ -10,8 +10,8 @@ import trio
 
 from aifs.core.errors import Unavailable
 from aifs.layout.hint import Policy
+from aifs.saves.group_drain import DrainOutcome, GroupReport, Prepared
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import DrainOutcome, GroupReport, Prepared
 from tests.contract.test_group_drain import mounted, remove, write_file
 from tests.support.stores import read_file, rewrite
 

@@ -37,9 +37,9 @@ from aifs.files.kernel import Kernel
 from aifs.meta import keys
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Transaction
+from aifs.saves.group_drain import GroupDrain
+from aifs.saves.group_text import parse_group
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups.group_drain import GroupDrain
-from aifs.vfs.groups.group_text import parse_group
 from tests.support import modes, stores
 from tests.support.stores import LIMIT_S, OWNER, call, opened, put, read_file, served
 
@@ -635,7 +635,7 @@ async def test_the_deadline_does_not_wait_for_the_group(directory: Path) -> None
 async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_drain(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.members._BACK_OFF_S", 0.001)
+    monkeypatch.setattr("aifs.saves.members._BACK_OFF_S", 0.001)
 
     async def fail(self: GroupDrain, members: list, *_: object) -> None:
         for member in members:
@@ -965,7 +965,7 @@ async def test_a_committed_group_is_drained_by_the_next_mount(
 async def test_groups_that_ended_long_ago_are_on_record(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.table._ENDED_MAX", 2)
+    monkeypatch.setattr("aifs.saves.table._ENDED_MAX", 2)
     async with opened(directory) as fs:
         tops = [await group_in(fs, "ranks=1", b"%d" % number) for number in range(6)]
         for top in tops:

@@ -20,8 +20,8 @@ from aifs.core.errors import (
     NotFound,
     Stale,
 )
+from aifs.saves import sizes
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import sizes
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
 from tests.support.stores import LIMIT_S, call, opened, put, read_file
@@ -241,7 +241,7 @@ async def test_who_asks_late_is_told_how_its_own_group_ended(directory: Path) ->
 async def test_of_many_groups_the_last_are_known(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aifs.vfs.groups.table._FOLLOWED_MAX", 2)
+    monkeypatch.setattr("aifs.saves.table._FOLLOWED_MAX", 2)
     async with opened(directory) as fs:
         top, numbers = await tree(fs, b"step"), []
         for _ in range(4):

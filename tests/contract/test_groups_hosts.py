@@ -16,9 +16,9 @@ from aifs.core import faults
 from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFound, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.meta.keys import ROOT_INO
+from aifs.saves import joint, part_host, parts, storing
+from aifs.saves.protocol import Commit
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.groups import joint, part_host, parts, storing
-from aifs.vfs.groups.protocol import Commit
 from tests.support import stores
 from tests.support.cluster import Cluster, cluster_of, two_hosts
 from tests.support.points import armed

@@ -15,9 +15,9 @@ from aifs.core.errors import Busy, FsError, Invalid, NoAttribute, NoSuchIoctl, N
 from aifs.core.files import KEEP_SIZE, PUNCH_HOLE
 from aifs.files import rights
 from aifs.files.asks import BOTH, Ask, Hint, HintCall
+from aifs.files.refusals import Refusals
+from aifs.saves.retention import Retention
 from aifs.vfs import Caller, Filesystem, SetAttr, hints
-from aifs.vfs.publishing.retention import Retention
-from aifs.vfs.refusals import Refusals
 from scripts import hint_text
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores

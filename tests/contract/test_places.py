@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from aifs.core.errors import AccessDenied, NoAttribute
-from aifs.vfs import Caller, Filesystem, places
+from aifs.reads import places
+from aifs.vfs import Caller, Filesystem
 from tests.support.stores import OWNER, drained, opened, write_file
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)

@@ -18,8 +18,8 @@ from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import IMMUTABLE, Inode
+from aifs.saves import manifests
 from aifs.vfs import Caller, Filesystem, SetAttr
-from aifs.vfs.publishing import manifests
 from aifs.vfs.trash_requests import Restoring
 from tests.support import stores
 from tests.support.publishing import (

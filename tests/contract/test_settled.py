@@ -18,10 +18,10 @@ from aifs.core.errors import FsError, Stale
 from aifs.data.server import DataServer
 from aifs.files.file_io import FileIO
 from aifs.files.types import ROOT as BY_ROOT
+from aifs.files.virtual import FIRST
 from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO as ROOT
 from aifs.vfs import Filesystem
-from aifs.vfs.virtual.numbers import FIRST
 from tests.support import modes, stores
 from tests.support.cluster import two_hosts
 from tests.support.stores import moved_out, opened, read_file, rewrite, write_file

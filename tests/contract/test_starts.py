@@ -1,4 +1,4 @@
-"""What the filesystem in process records of the start of a job (vfs/starts)."""
+"""What the filesystem in process records of the start of a job (reads)."""
 
 import os
 from functools import partial
@@ -11,8 +11,8 @@ from aifs.core import page_cache
 from aifs.core.errors import FsError, Invalid, NoAttribute
 from aifs.core.start_record import BLOCK, SUFFIX, StartRecord, decode
 from aifs.files.types import AHEAD, SetAttr
+from aifs.reads import starts
 from aifs.vfs import Caller, Filesystem
-from aifs.vfs.starts import starts
 from tests.support import modes, stores
 from tests.support.kernel import Kernel
 from tests.support.stores import OWNER, ask, moved_out, put, read_file, write_file

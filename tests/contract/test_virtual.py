@@ -21,11 +21,11 @@ from aifs.core.errors import (
 )
 from aifs.core.names import VIRTUAL
 from aifs.datasets.formats import files
+from aifs.files.virtual import FIRST, ORDERS
 from aifs.meta.publishing import Publication
+from aifs.reads.virtual import memory, walking
 from aifs.vfs import Caller, SetAttr
 from aifs.vfs.trash_requests import Restoring
-from aifs.vfs.virtual import memory, walking
-from aifs.vfs.virtual.numbers import FIRST, ORDERS
 from tests.support.stores import opened, read_file, rewrite, write_file
 
 ROOT = 1

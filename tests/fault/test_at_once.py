@@ -23,9 +23,9 @@ from aifs.layout.hint import Policy
 from aifs.layout.placement import ACTIVE, DRAINING
 from aifs.layout.striped import Striped
 from aifs.meta.keys import ROOT_INO
+from aifs.saves.group_drain import GroupReport, Prepared
 from aifs.store import backup
 from aifs.vfs import Filesystem, open_filesystem
-from aifs.vfs.groups.group_drain import GroupReport, Prepared
 from tests.support import engines, lives, modes
 from tests.support.churn import MODES, SETTINGS, UNIT
 from tests.support.kernel import Kernel

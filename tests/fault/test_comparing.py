@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aifs.burst.making import InChunks
+from aifs.burst.movers import Function
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import CheckedPart
 from aifs.data.checking.digests import digests_of
@@ -19,12 +20,11 @@ from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy
-from aifs.movers.movers import Function
+from aifs.saves.digests import CopyToHash, Hashing, hash_chunks
 from aifs.upkeep import inspecting
 from aifs.upkeep.inspecting import Inspected, ObjectRange, inspect
 from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts
 from aifs.vfs import Filesystem
-from aifs.vfs.groups.digests import CopyToHash, Hashing, hash_chunks
 from tests.support.maker import make_elsewhere
 from tests.support.spoil import flip
 from tests.support.stores import drained, opened, write_file

@@ -20,6 +20,7 @@ import pytest
 import trio
 
 from aifs.burst.making import MakingTools
+from aifs.burst.movers import Movers
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import load
@@ -53,7 +54,6 @@ from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers
-from aifs.movers.movers import Movers
 from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator

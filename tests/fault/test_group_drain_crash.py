@@ -15,9 +15,9 @@ from aifs.core.tasks import first_error
 from aifs.files.types import ROOT
 from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO
+from aifs.saves.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.groups.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared
 from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 from tests.support.stores import set_policy

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from aifs.burst import pool as pool_module
+from aifs.burst.movers import Movers
 from aifs.burst.transfer import Limiter, Mover, TargetFails
 from aifs.core.errors import NoSpace, StoreBusy, Unavailable
 from aifs.data.checking.checks import Untold
 from aifs.layout.placement import DRAINING
 from aifs.layout.striped import Striped
-from aifs.movers import pool as pool_module
-from aifs.movers.movers import Movers
 from aifs.vfs import Filesystem
 from tests.support import movers as work
 from tests.support.modes import WAITING
@@ -49,7 +49,7 @@ def mover_pids() -> list[int]:
     """Of the mover processes that are ours."""
     lists = Path("/proc/self/task").glob("*/children")
     pids = [pid for each in lists for pid in each.read_text().split()]
-    return [pid for pid in map(int, pids) if b"aifs.movers.child" in command_of(pid)]
+    return [pid for pid in map(int, pids) if b"aifs.burst.child" in command_of(pid)]
 
 
 def command_of(pid: int) -> bytes:

@@ -12,8 +12,8 @@ import trio
 
 from aifs.layout.placement import ACTIVE, DRAINING
 from aifs.layout.striped import Striped
+from aifs.saves.group_drain import GroupReport, Prepared
 from aifs.vfs import Caller, SetAttr
-from aifs.vfs.groups.group_drain import GroupReport, Prepared
 from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.ledger import Entry, Found, Ledger, State

@@ -12,9 +12,9 @@ from typing import Any
 import trio
 
 from aifs.burst.making import MakingTools, carry_out, never
+from aifs.burst.movers import Function
 from aifs.burst.transfer import Limiter, Mover
 from aifs.data.servers import Servers
-from aifs.movers.movers import Function
 
 ROOT = Path(__file__).resolve().parents[2]
 

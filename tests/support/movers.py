@@ -49,7 +49,7 @@ async def warn(text: str, tools: MakingTools, cancelled: Callable[[], bool]) -> 
 
 def require_process() -> None:
     """Not in that of the test."""
-    assert "aifs.movers.child" in sys.orig_argv
+    assert "aifs.burst.child" in sys.orig_argv
 
 
 async def die(value: object, tools: MakingTools, cancelled: Callable[[], bool]) -> None:

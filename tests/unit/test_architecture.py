@@ -16,8 +16,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 _META = {"peers", "layout", "core"}
 _STORE = {"meta", "data", *_META}
-_FILES = {"movers", "store", "burst", *_STORE}
-_VFS = {"upkeep", "files", "group", "datasets", *_FILES}
+_FILES = {"store", "burst", *_STORE}
+_UPKEEP = {"files", "datasets", *_FILES}
+_VFS = {"saves", "reads", "upkeep", "group", *_UPKEEP}
 
 BELOW = {
     "core": set(),
@@ -27,11 +28,12 @@ BELOW = {
     "meta": _META,
     "data": {"layout", "core"},
     "burst": _STORE,
-    "movers": {"burst", *_STORE},
     "group": {"layout", "core"},
     "store": _STORE,
     "files": _FILES,
-    "upkeep": {"files", "datasets", *_FILES},
+    "upkeep": _UPKEEP,
+    "saves": {"upkeep", "group", *_UPKEEP},
+    "reads": {"upkeep", *_UPKEEP},
     "vfs": _VFS,
     "watch": {"core"},
     "fuse": {"watch", "vfs", *_VFS},
@@ -190,6 +192,33 @@ def test_the_layers_have_an_order() -> None:
             assert BELOW[lower] <= below, f"{layer} may use {lower}, but not all that {lower} may"
 
 
+def folders_imported() -> dict[str, set[str]]:
+    """By folder of the package, at any depth, the other folders that its modules import."""
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        folder = path.parent.relative_to(PACKAGE.parent)
+        for name in imports(path):
+            if name.startswith("aifs."):
+                place = Path(*name.split("."))
+                while not (PACKAGE.parent / place).is_dir():
+                    place = place.parent
+                if place not in (folder, Path(PACKAGE.name)):
+                    found.setdefault(str(folder), set()).add(str(place))
+    return found
+
+
+def test_folders_import_each_other_in_no_circle() -> None:
+    below = folders_imported()
+
+    def reached(folder: str, seen: set[str]) -> set[str]:
+        for lower in below.get(folder, set()) - seen:
+            seen.add(lower)
+            reached(lower, seen)
+        return seen
+
+    assert not [folder for folder in below if folder in reached(folder, set())]
+
+
 def test_pyfuse3_is_known_to_the_edge_alone() -> None:
     users = users_of("pyfuse3")
     assert users and all(name.startswith("fuse/") for name in users)
@@ -303,7 +332,7 @@ def all_called_back() -> set[str]:
     return {attribute for path in MODULES for attribute in called_back(path)}
 
 
-MAY_BE_SET = {"on_object": {"files/handles.py"}, "on_cancel": {"vfs/groups/group_drain.py"}}
+MAY_BE_SET = {"on_object": {"files/handles.py"}, "on_cancel": {"saves/group_drain.py"}}
 """What is the state of a file, and no wire."""
 
 
@@ -325,7 +354,7 @@ def test_who_makes_the_parts_assigns_to_none_of_them(name: str) -> None:
     assert assigned <= {"handles"}, "a wire"  # of an open inode, which is closed
 
 
-@of_each(path for path in MODULES if layer_of(path) == "vfs")
+@of_each(path for path in MODULES if layer_of(path) in ("saves", "reads", "vfs"))
 def test_the_filesystem_is_composed(path: Path) -> None:
     """Of parts that are given to one another: no class is a layer of another one, and no protocol
     says what such a layer expects of the rest."""
@@ -356,7 +385,7 @@ def _form_assigned(path: Path) -> Iterator[int]:
                 yield node.lineno
 
 
-@of_each(path for path in MODULES if layer_of(path) in ("files", "upkeep", "vfs"))
+@of_each(path for path in MODULES if layer_of(path) in ("files", "upkeep", "saves", "reads", "vfs"))
 def test_one_module_changes_the_form_of_an_open_file(path: Path) -> None:
     if path.name not in ("transitions.py", "recovery.py"):  # the latter before any file is open
         assert not list(_form_assigned(path))

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, MountError, NoSuchIoctl, NotFound, TimedOut
 from aifs.core.served import AllServed
+from aifs.files.refusals import Refusals
 from aifs.files.types import Caller
 from aifs.fuse import bridge, handed_over, probe
 from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.requests import Scheduler
 from aifs.vfs.operation_log import OperationLog
-from aifs.vfs.refusals import Refusals
 
 CALLER = (1, 2, 3)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aifs.core import files
 from aifs.core.errors import Unavailable
-from aifs.vfs.groups import digests
-from aifs.vfs.groups.digests import ZEROS, HashSource, digest
+from aifs.saves import digests
+from aifs.saves.digests import ZEROS, HashSource, digest
 
 PART = 16
 

@@ -18,8 +18,8 @@ from aifs.layout.interleaved import CHUNK_MAX
 from aifs.meta import groups, keys
 from aifs.meta.askers import Asker
 from aifs.meta.groups import GroupMember, GroupOptions, GroupRecord, Pending
-from aifs.vfs.groups.group import DirectoryGroup, FileState, describe_ranks
-from aifs.vfs.groups.group_text import Wanted, format_group, parse_group, parse_pending
+from aifs.saves.group import DirectoryGroup, FileState, describe_ranks
+from aifs.saves.group_text import Wanted, format_group, parse_group, parse_pending
 
 KIB, MIB = 1 << 10, 1 << 20
 SECOND_NS = 10**9

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from aifs.core.errors import Invalid
+from aifs.files.refusals import Refusals
 from aifs.vfs import Caller
-from aifs.vfs.refusals import Refusals
 
 PROGRAM = r"""
 import logging, sys

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
+from aifs.meta.below import is_below
 from aifs.meta.groups import GroupMember, GroupOptions, GroupRecord, Pending
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
-from aifs.vfs.publishing import barrier
 from tests.support.memory_engine import MemoryEngine
 
 ROOT, DIRECTORY = keys.ROOT_INO, 0o40755
@@ -120,13 +120,11 @@ async def test_below_is_told_alike_with_and_without_memory(engine: MemoryEngine)
         known: dict[int, bool] = {}
         for ino in (6, 4, 3, 2, 5, 7, 99, ROOT):
             one, other = [
-                await engine.view(lambda tx, known=memory: barrier.is_below(tx, ino, top, known))
+                await engine.view(lambda tx, known=memory: is_below(tx, ino, top, known))
                 for memory in (None, known)
             ]
             assert one == other
-    assert await engine.view(
-        lambda tx: [barrier.is_below(tx, ino, 2) for ino in (2, 3, 6, 5, 7, 99)]
-    ) == [
+    assert await engine.view(lambda tx: [is_below(tx, ino, 2) for ino in (2, 3, 6, 5, 7, 99)]) == [
         True,
         True,
         True,

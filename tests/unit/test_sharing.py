@@ -11,9 +11,9 @@ from aifs.data.throughput import Throughput
 from aifs.group import planner
 from aifs.layout.interleaved import container_layout
 from aifs.layout.redundancy import PLAIN, Redundancy
-from aifs.vfs.groups import sharing
-from aifs.vfs.groups.bandwidths import Bandwidths
-from aifs.vfs.groups.sharing import Cut, Holder
+from aifs.saves import sharing
+from aifs.saves.bandwidths import Bandwidths
+from aifs.saves.sharing import Cut, Holder
 
 members_of = st.lists(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=8), min_size=1, max_size=5

@@ -3,7 +3,7 @@ touched.
 
     DIR/JOB/RUN.start    what the start RUN has touched (core/start_record.py)
 
-The mount records (vfs/starts). This module asks it to, and prefetches the files of its records. No
+The mount records (reads). This module asks it to, and prefetches the files of its records. No
 job fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes
 on.
 

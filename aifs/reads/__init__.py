@@ -1,0 +1,1 @@
+"""Reading that is known ahead: the epochs and the starts of jobs, and virtual files."""

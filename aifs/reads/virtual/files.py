@@ -1,0 +1,323 @@
+"""The namespace of virtual files, and their handles.
+
+A file has a number for each content: what was opened stays what it was, or tells ESTALE, and the
+kernel may keep all pages. A name leads to what its directory holds now, so the kernel asks for it
+each time. Nothing is on record.
+"""
+
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import trio
+
+from aifs.core.errors import (
+    AccessDenied,
+    DatasetError,
+    Invalid,
+    NoSuchAddress,
+    NotADirectory,
+    NotFound,
+    ReadOnly,
+    Stale,
+)
+from aifs.core.tasks import run_all
+from aifs.data.servers import Servers
+from aifs.datasets.order import parsed
+from aifs.datasets.virtual import ShiftedNumbers
+from aifs.files.file_io import FileIO
+from aifs.files.handles import HANDLE_MAX
+from aifs.files.permissions import asker_of
+from aifs.files.refusals import Refusals
+from aifs.files.settled import SMALL, SettledPart, Source
+from aifs.files.types import CallerLike, Opened
+from aifs.files.virtual import FILES, FIRST, ORDERS, directory_of
+from aifs.meta import namespace
+from aifs.meta.askers import Asker
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.reads.virtual import trees
+from aifs.reads.virtual.joined import is_joined, join_files
+from aifs.reads.virtual.memory import VirtualMemory
+from aifs.reads.virtual.orders import OrderFiles
+from aifs.reads.virtual.sources import VirtualContent, read_source, require_all, right_to
+from aifs.reads.virtual.watching import SourceWatch, Watches
+
+_KNOWN_MAX = 64
+"""Of files that are not open: these many are remembered."""
+
+_LEAST_BYTES = 2048
+"""That are kept of a file and of what it watches, however little it holds."""
+
+Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
+"""Of a directory's number, and what the file held before, to what it holds now. All that is looked
+at is watched from before that on."""
+
+
+class _VirtualFile:
+    """A name's content; another one when that changes."""
+
+    __slots__ = ("content", "inode", "memory", "opens", "top", "watch")
+
+    def __init__(
+        self, inode: Inode, top: int, content: VirtualContent, watch: SourceWatch, memory: int
+    ) -> None:
+        self.inode = inode
+        self.memory = memory
+        self.top = top
+        self.content = content
+        self.watch = watch
+        self.opens = 0
+
+
+class VirtualFiles:
+    """All virtual files and directories of a mount."""
+
+    def __init__(self, engine: Engine, io: FileIO, servers: Servers, refusals: Refusals) -> None:
+        self._engine = engine
+        self._io = io
+        self._buffers = servers.buffers
+        self._memory = VirtualMemory(servers.budget, self._forget_one)
+        self._refusals = refusals
+        self._watches = Watches(engine, io)
+        self._orders = OrderFiles(engine, io)
+        self._named: dict[tuple[int, bytes], _VirtualFile] = {}
+        """By directory and name; those that were asked for last at the end."""
+        self._files: dict[int, _VirtualFile] = {}
+        """By number; also those that are open, and that no name leads to any more."""
+        self._opened: dict[int, tuple[_VirtualFile, int]] = {}
+        """By handle, with the user who has opened it."""
+        self._making: dict[tuple[int, bytes], trio.Lock] = {}
+        """By directory and name, held by who looks at the sources."""
+        self._last = 0
+        """The number that was given last, and the handle."""
+
+    # --- names ---
+
+    async def lookup(self, parent: int, name: bytes, caller: CallerLike) -> Inode:
+        """What a name leads to that is not on record. Raises NotFound; AccessDenied for who may not
+        read all that it is made of; and what the dataset is refused with."""
+        if parent < FIRST:
+            directory = await self._engine.view(namespace.get_directory, parent)
+            return _directory(FIRST | parent, directory)
+        if parent >= FILES:
+            raise NotADirectory()
+        top = directory_of(parent)
+        directory = await self._engine.view(namespace.get_directory, top)
+        if parent < ORDERS and name == b"order":
+            return _directory(ORDERS | top, directory)
+        asker = asker_of(caller)
+        require_all([right_to(directory)], asker)
+        with self._refusals.noted(top, caller, os.fsdecode(name)):
+            make = self._maker(parent, name, asker)
+            file = await self._find(top, name, make, directory, asker.uid)
+            require_all(file.content.rights, asker)
+        return file.inode
+
+    def _maker(self, parent: int, name: bytes, asker: Asker) -> Maker:
+        """Of a name in a virtual directory. Raises NotFound, Invalid for what is no order."""
+        if parent < ORDERS and name == b"files.tar":
+            return partial(trees.list_tree, self._engine, self._io)
+        if parent < ORDERS and is_joined(name):
+            return partial(join_files, self._engine, self._io, name, asker)
+        if parent < ORDERS or b"=" not in name:
+            raise NotFound()
+        try:
+            return partial(self._orders.make, parsed(name), asker)
+        except DatasetError as error:
+            raise Invalid(str(error)) from None
+
+    async def _find(
+        self, top: int, name: bytes, make: Maker, directory: Inode, uid: int
+    ) -> _VirtualFile:
+        """What a name leads to now."""
+        key = (top, name)
+        lock = self._making.setdefault(key, trio.Lock())
+        try:
+            async with lock:
+                known = self._named.get(key)
+                file = known
+                if known is None or not self._watches.is_whole(known.watch):
+                    async with self._memory.making(uid) as counted:
+                        watch = self._watches.begin(counted)
+                        content = await make(top, watch, None if known is None else known.content)
+                    if (
+                        known is not None
+                        and known.content.fingerprint == content.fingerprint
+                        and known.inode.ino in self._files  # not forgotten meanwhile
+                    ):
+                        known.content, known.watch = content, watch
+                    else:
+                        file = await self._add(content, directory, watch)
+                assert file is not None
+                self._named.pop(key, None)
+                self._named[key] = file
+                self._forget()
+                return file
+        finally:
+            if not lock.locked():  # nor handed to who has waited for it
+                self._making.pop(key, None)
+
+    async def _add(
+        self, content: VirtualContent, directory: Inode, watch: SourceWatch
+    ) -> _VirtualFile:
+        memory = _LEAST_BYTES + content.memory + watch.memory
+        memory += sum(200 + len(right.acl) for right in content.rights)
+        await self._memory.take(memory)
+        self._last += 1
+        size, time_ns = content.bytes.size, content.mtime_ns
+        inode = Inode(
+            FILES | self._last,
+            stat.S_IFREG | 0o444,
+            directory.uid,
+            directory.gid,
+            1,
+            0,
+            size,
+            -(-size // 512),
+            time_ns,
+            time_ns,
+            time_ns,
+        )
+        file = self._files[inode.ino] = _VirtualFile(inode, directory.ino, content, watch, memory)
+        return file
+
+    def _forget(self) -> None:
+        """What has not been asked for lately is made anew when it is."""
+        named = set(map(id, self._named.values()))
+        for file in list(self._files.values()):
+            if not file.opens and id(file) not in named:
+                self._drop(file)
+        held = sum(file.memory for file in self._named.values() if not file.opens)
+        while len(self._named) > _KNOWN_MAX or held > self._memory.idle_max:
+            before = self._memory.taken
+            if not self._forget_one(keep=1):
+                break
+            held -= before - self._memory.taken
+
+    def _forget_one(self, keep: int = 0) -> bool:
+        """Of those that nobody has open, and that are not the ``keep`` last ones asked for, the
+        first one; False if there is none."""
+        idle = [key for key, file in self._named.items() if not file.opens]
+        if len(idle) <= keep:
+            return False
+        self._drop(self._named.pop(idle[0]))
+        return True
+
+    def _drop(self, file: _VirtualFile) -> None:
+        del self._files[file.inode.ino]
+        self._memory.leave(file.memory)
+
+    async def getattr(self, ino: int) -> Inode:
+        """Raises Stale for a file that is remembered no more, NotFound."""
+        if ino >= FILES:
+            return self._file(ino).inode
+        top = directory_of(ino)
+        return _directory(ino, await self._engine.view(namespace.get_directory, top))
+
+    def _file(self, ino: int) -> _VirtualFile:
+        try:
+            return self._files[ino]
+        except KeyError:
+            raise Stale("the virtual file is to be found by its name again") from None
+
+    # --- open files ---
+
+    async def open(self, ino: int, flags: int, caller: CallerLike) -> Opened:
+        """Raises ReadOnly; AccessDenied for who may not read all that it is made of; Stale for who
+        perhaps may not any more: it was found by its name before rights have changed (O_PATH)."""
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            raise ReadOnly("virtual files cannot be written")
+        file, asker = self._file(ino), asker_of(caller)
+        require_all(file.content.rights, asker)
+        directory = await self._engine.view(namespace.get_directory, file.top)
+        try:
+            require_all([right_to(directory), *file.watch.rights], asker)
+        except AccessDenied:
+            raise Stale("the virtual file is to be found by its name again") from None
+        if self._files.get(ino) is not file:  # forgotten meanwhile
+            raise Stale("the virtual file is to be found by its name again")
+        with self._refusals.noted(file.top, caller, "open"):
+            self._memory.open(asker.uid, ino, file.memory)
+        self._last += 1
+        handle = HANDLE_MAX + 1 + self._last % HANDLE_MAX
+        while handle in self._opened:
+            handle = HANDLE_MAX + 1 + (handle + 1) % HANDLE_MAX
+        self._opened[handle] = file, asker.uid
+        file.opens += 1
+        return Opened(handle)
+
+    def has(self, handle: int) -> bool:
+        """Whether it is the handle of a virtual file."""
+        return handle in self._opened
+
+    def release(self, handle: int) -> None:
+        file, uid = self._opened.pop(handle)
+        file.opens -= 1
+        self._memory.close(uid, file.inode.ino, file.memory)
+        self._forget()
+
+    async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
+        """Up to ``length`` bytes, fewer only at the end of the file. Raises Stale if a source has
+        changed, and what reading it raises."""
+        file, _ = self._opened[handle]
+        content = file.content
+        length = min(length, content.bytes.size - offset)
+        if length <= 0:
+            return b""
+        data = self._buffers.take(length)
+        small: list[SettledPart] = []
+        reads: list[Callable[[], Awaitable[None]]] = []
+        at = 0
+        for piece in content.bytes.pieces(offset, length):
+            target = data[at : at + (len(piece) if isinstance(piece, bytes) else piece.length)]
+            at += len(target)
+            if isinstance(piece, bytes):
+                target[:] = piece
+                continue
+            source = content.source(piece.source)
+            if isinstance(piece, ShiftedNumbers):
+                reads.append(partial(self._read_numbers, source, piece, target))
+            elif source.size <= SMALL:
+                small.append(SettledPart(source, piece.offset, target))
+            else:
+                reads.append(partial(self._read_part, SettledPart(source, piece.offset, target)))
+        if small:
+            reads.append(partial(self._read_small, small))
+        try:
+            await run_all(*reads)
+        except Stale:
+            file.watch.changed = True
+            raise
+        return data
+
+    async def _read_small(self, parts: list[SettledPart]) -> None:
+        others = await self._io.settled.read(parts)
+        await run_all(*(partial(self._read_part, part) for part in others))
+
+    async def _read_part(self, part: SettledPart) -> None:
+        part.target[:] = await read_source(self._io, part.source, part.offset, len(part.target))
+
+    async def _read_numbers(
+        self, source: Source, piece: ShiftedNumbers, target: memoryview
+    ) -> None:
+        _, offset, length = piece.numbers
+        target[:] = piece.shifted(await read_source(self._io, source, offset, length))
+
+    def seek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""
+        size = self._opened[handle][0].content.bytes.size
+        if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise Invalid(f"whence {whence} is none of ours")
+        if not 0 <= offset < size:
+            raise NoSuchAddress()
+        return offset if whence == os.SEEK_DATA else size
+
+
+def _directory(ino: int, of: Inode) -> Inode:
+    """A virtual directory, with the owner and the times of the one that it belongs to. Who may
+    read what is decided file by file."""
+    mode = stat.S_IFDIR | 0o555
+    times = of.atime_ns, of.mtime_ns, of.ctime_ns
+    return Inode(ino, mode, of.uid, of.gid, 2, 0, 0, 0, *times, of.ino)

@@ -1,0 +1,118 @@
+"""Which chunks of a group the store has already, and which of these can be leaned on.
+
+A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and
+to be stored anew, for all who name it. Where it lies on servers that the policy does not allow, the
+file needs a chunk of its *own*: to move it could be against the policy of others. Before a chunk is
+leaned on for the first, second, fourth ... time it is read back: so the cost is small, and a chunk
+that many files need has been seen to be right often. What cannot be read is bad, too; but where it
+is protected better than is asked for, others may need that, and the file has its own.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from aifs.core.budget import Budget
+from aifs.core.errors import Unavailable
+from aifs.core.tasks import run_all
+from aifs.files.containers import Containers
+from aifs.layout.interleaved import HEADER_BYTES, Location, redundancy_of
+from aifs.layout.striped import Striped
+from aifs.meta import chunks, shared
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.shared import Shared
+from aifs.saves import sharing
+from aifs.saves.sharing import Asked, Need
+
+_AT_ONCE = 512  # digests that are looked up before other tasks get their turn
+_READ_AT_ONCE = 4
+
+
+@dataclass
+class KnownChunks:
+    """Digests of chunks that the store has. ``known`` can be leaned on, ``bad`` and ``own`` cannot;
+    ``verified`` were read.
+    """
+
+    known: set[bytes] = field(default_factory=set)
+    own: set[bytes] = field(default_factory=set)
+    bad: list[bytes] = field(default_factory=list)
+    verified: int = 0
+
+
+async def look_up(
+    engine: Engine,
+    budget: Budget,
+    containers: Containers,
+    asked: Asked,
+    needs: Mapping[bytes, Need],
+    kept: Collection[bytes] = (),
+) -> KnownChunks:
+    """Judge those of the chunks that the store has; those that were ``kept`` just now need not be
+    read. Raises Unavailable if the metadata cannot be read.
+    """
+    found, doubtful = KnownChunks(), []
+    layouts: dict[int, Striped | None] = {}
+    tolerates: dict[int, int] = {}  # by container: how many servers may be lost
+    digests = list(needs)
+    for start in range(0, len(digests), _AT_ONCE):
+        some, new = await engine.view(_find, digests[start : start + _AT_ONCE])
+        layouts |= new
+        tolerates |= {
+            number: redundancy_of(layout).tolerates
+            for number, layout in new.items()
+            if layout is not None
+        }
+        await trio.lowlevel.checkpoint()
+        for digest, (place, references) in some.items():
+            layout, need = layouts[place.container], needs[digest]
+            if (
+                layout is None
+                or place.raw != need.length
+                or not sharing.protects(layout, asked.redundancy)
+            ):
+                found.bad.append(digest)
+            elif not sharing.is_allowed(layout, asked.servers):
+                found.own.add(digest)
+            elif digest in kept:
+                found.known.add(digest)
+            elif (references + len(need.holders)).bit_length() > references.bit_length():
+                doubtful.append(place)
+            else:
+                found.known.add(digest)
+    following = iter(doubtful)
+
+    async def is_good(place: Location) -> bool:
+        size = HEADER_BYTES + place.stored
+        async with budget.reserve(size):
+            try:
+                await containers.files.read_stored(place, memoryview(bytearray(size)))
+            except Unavailable:
+                return False
+        return True
+
+    async def verify_some() -> None:
+        for place in following:
+            if await is_good(place):
+                found.known.add(place.digest)
+            elif tolerates[place.container] > asked.redundancy.tolerates:
+                found.own.add(place.digest)
+            else:
+                found.bad.append(place.digest)
+
+    await run_all(*[verify_some] * min(_READ_AT_ONCE, len(doubtful)))
+    found.verified = len(doubtful)
+    return found
+
+
+def _find(
+    tx: ReadTransaction, digests: Sequence[bytes]
+) -> tuple[dict[bytes, Shared], dict[int, Striped | None]]:
+    """Those of the chunks that the store has, and the layouts of their containers."""
+    found = shared.find_all_shared(tx, digests)
+    layouts: dict[int, Striped | None] = {}
+    for container in {known.place.container for known in found.values()}:
+        record = chunks.find_container(tx, container)
+        layouts[container] = None if record is None else record.layout
+    return found, layouts

@@ -1,0 +1,168 @@
+"""The parts that hosts have of a group: who takes part is on record, and the host that sees to the
+group has each store its part.
+
+A host takes part from the moment in which a file of the group is closed there, or a rank joins. Who
+has all committed knows, by the same transaction, of all parts: none begins later.
+"""
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import trio
+
+from aifs.core.errors import FsError, Unavailable
+from aifs.core.log import logger
+from aifs.core.role import Role
+from aifs.core.tasks import run_all
+from aifs.data.servers import Servers
+from aifs.meta import groups, hosts
+from aifs.meta.groups import GroupPart
+from aifs.meta.kv import Engine
+from aifs.meta.records import Inode
+from aifs.peers.peers import Peers
+from aifs.peers.transport import Answer
+from aifs.saves.barrier import Barrier
+from aifs.saves.group import DirectoryGroup, File
+
+_log = logger(__name__)
+
+STORE, FILES = "group.store", "group.files"
+"""Services of a host that has a part: see PartHost."""
+
+_STORE_S = math.inf  # as long as it takes: a connection to who does not live ends
+_FILES_S = 5.0
+_AGAIN_S = 0.5
+
+
+class Parts:
+    """Those of all groups. Used from one trio thread."""
+
+    def __init__(
+        self, engine: Engine, barrier: Barrier, role: Role, servers: Servers, peers: Peers | None
+    ) -> None:
+        """``peers``: None where the store has one host; then nothing is asked of this."""
+        self._engine = engine
+        self._barrier = barrier
+        self._role = role
+        self._servers = servers
+        self._peers = peers
+
+    # --- who takes part ---
+
+    async def take(
+        self, group: DirectoryGroup, ranks: frozenset[int] = frozenset(), has_files: bool = False
+    ) -> bool:
+        """This host has this of the group besides what it has. False: all have committed, or the
+        group has ended. Raises Invalid if a rank lives on another host."""
+        own = group.parts.get(self._engine.host, GroupPart())
+        part = GroupPart(tuple(sorted(ranks.union(own.ranks))), has_files or own.has_files)
+        return part == own or await self._put(group, part)
+
+    async def left(self, group: DirectoryGroup, rank: int) -> None:
+        """The process that has joined as this rank, here, has ended."""
+        own = group.parts.get(self._engine.host)
+        if own is not None and rank in own.ranks and rank not in group.processes:
+            ranks = tuple(other for other in own.ranks if other != rank)
+            await self._put(group, own._replace(ranks=ranks))
+
+    async def _put(self, group: DirectoryGroup, part: GroupPart) -> bool:
+        group_id = group.record.id
+        if not await self._engine.transact(groups.put_part, group.ino, group_id, part):
+            return False
+        group.parts[self._engine.host] = part
+        return True
+
+    async def load(self, group: DirectoryGroup) -> None:
+        """What is on record, after a mount; our ranks have to join again."""
+        group.parts = await self._engine.view(groups.parts, group.ino)
+        own = group.parts.get(self._engine.host)
+        if own is not None and own.ranks:
+            await self._put(group, own._replace(ranks=()))
+
+    def is_elsewhere(self, inode: Inode) -> bool:
+        """Whether a file is in the burst tier of another host."""
+        return inode.copy is not None and inode.copy.server in self._servers.elsewhere
+
+    async def live(self) -> frozenset[int]:
+        """The hosts that have a session. Raises Unavailable."""
+        return await self._role.ask_live()
+
+    # --- what the host that sees to a group asks of the others ---
+
+    async def files(self, group: DirectoryGroup) -> dict[int, File]:
+        """The files that others have closed, by their inodes. A host that does not answer is asked
+        again as long as it has a session. Raises Unavailable."""
+        found: dict[int, File] = {}
+
+        async def ask(host: int) -> None:
+            while group.is_open:
+                try:
+                    answer = await self.call(group, host, FILES, _FILES_S)
+                except Unavailable:
+                    if host not in await self._role.ask_live():
+                        raise
+                    await trio.sleep(_AGAIN_S)
+                    continue
+                assert not isinstance(answer.body, str)
+                for ino, size in json.loads(bytes(answer.body)):
+                    found[ino] = File(ino, size, 0.0)
+                return
+
+        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
+        return found
+
+    async def store(
+        self, group: DirectoryGroup, kept: Mapping[int, Collection[bytes]]
+    ) -> list[str]:
+        """All other hosts have stored what they have of a group that is committed, or drained it,
+        on return; the names of those that have died before that. ``kept``: by host, chunks that it
+        needs and others have just stored."""
+        lost: list[str] = []
+
+        async def ask(host: int) -> None:
+            while True:
+                try:
+                    known = b"".join(kept.get(host, ()))
+                    answer = await self.call(group, host, STORE, _STORE_S, body=known)
+                    group.report.add(answer.value)
+                    return
+                except FsError as error:
+                    name = await self._engine.view(hosts.name_of, host)
+                    _log.info("group %d: host %s: %s", group.record.id, name, error)
+                    # It stores by itself what nobody asks it for.
+                    if not await self._barrier.undrained_below(group.ino, host):
+                        return
+                    if host not in await self._role.ask_live():
+                        lost.append(name)
+                        return
+                await trio.sleep(_AGAIN_S)
+
+        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
+        return sorted(lost)
+
+    def others(self, group: DirectoryGroup) -> list[int]:
+        """The other hosts that have files of it."""
+        own = self._engine.host
+        return [host for host, part in group.parts.items() if part.has_files and host != own]
+
+    async def call(
+        self,
+        group: DirectoryGroup,
+        host: int,
+        service: str,
+        timeout_s: float,
+        said: Sequence[Any] = (),
+        body: bytes = b"",
+    ) -> Answer:
+        """What a host answers of its part of a group. Raises Unavailable, what the service does."""
+        name = await self._engine.view(hosts.name_of, host)
+        if self._peers is None:
+            raise Unavailable(f"host {name} cannot be asked")
+        asked = [group.ino, group.record.id, *said]
+        return await self._peers.call(name, service, asked, body, timeout_s=timeout_s)
+
+    def hears(self, name: str) -> bool:
+        """Whether there is a connection to a host of this name."""
+        return self._peers is not None and name in self._peers.connected
