@@ -1,8 +1,8 @@
 """The files that an epoch reads next, and from when until when, as seen by the readers of one host.
 Pure.
 
-Time is told in *rows of a share*: all shares of an epoch are at about the same one, in any reader.
-A reader's announcement is one line of text (``Announced``)."""
+Time is counted in *rows of a share*: all shares of an epoch are at about the same one, in any
+reader. A reader's announcement is one line of text (``Announced``)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate

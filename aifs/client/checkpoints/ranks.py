@@ -6,23 +6,23 @@ Needed for more than one rank alone. Rank 0 leads; each file has one writer and 
     attempt   rank 0: {"attempt": ID, "ranks": N, "failed": ""}; a new ID whenever rank 0 begins
     rank.R    rank R: {"attempt": ID, "state": STATE, "token": TOKEN, "plan": ID, "names": [...],
               "reason": ""}
-    plan      rank 0: {"plan": ID, "tokens": [TOKEN, ...], "sizes": {name: bytes}}: what belongs to
-              it
+    plan      rank 0: {"plan": ID, "tokens": [TOKEN, ...], "sizes": {name: bytes}}: the files that
+              belong to it
 
 States: *written*: R has left the body of its ``with``; *names* have changed since it came.
 *committed*: its share of the plan is durable and hashed. *again*: R was started anew after it had
 written, and waits until its mark is removed. *failed*: R gave up.
 
 1. A rank comes, and notes which files are there: leftovers of a crashed attempt, work of faster
-   ranks. If it finds a mark of its own, in the attempt that is the present one, it had died after
+   ranks. If it finds its own mark, in the attempt that is the present one, it had died after
    that. Then it says *again*, and waits until rank 0 removes the mark, which it does not do while
    it publishes, so no rank writes into a directory that is being published; or begins anew.
 2. It writes its files, says *written*, with the attempt that it finds. When the attempt changes,
-   because rank 0 came later or has died and begins anew, it says so again: what it wrote is still
+   because rank 0 came later or has died and begins anew, it says so again: its files are still
    there.
-3. When all have written in rank 0's attempt, rank 0 removes each file that nobody has changed
+3. When all have written in rank 0's attempt, rank 0 removes each file that no rank has changed
    (leftovers), and plans: for the marks with just these tokens, so no rank takes a plan of a
-   crashed attempt for one of its own. Nobody writes any more, so files are shared out by size: each
+   crashed attempt for its own one. No rank writes any more, so files are shared out by size: each
    rank syncs and hashes its share, and commits.
 4. When all have committed to that plan, rank 0 publishes and removes the directory. The others see
    that the attempt is gone and that the manifest under the final name has its ID.

@@ -2,9 +2,9 @@
 site-packages of an image. They are captured the first time, and put there from then on, instead of
 installing.
 
-    ENVIRONMENT/files/...        what is new, or has changed, with modes and times
+    ENVIRONMENT/files/...        files that are new, or have changed, with modes and times
     ENVIRONMENT/captured.json    target (where that was), removed (paths that are gone)
-    TARGET/.aifs-capture         while it is installed: what was there before
+    TARGET/.aifs-capture         while it is installed: the files that were there before
 
 The process that installs or restores locks the last one. If it dies, or the installation fails,
 that stays, and the next attempt begins from there: so half-installed files never count as having

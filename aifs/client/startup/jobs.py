@@ -63,7 +63,7 @@ _ENDED_S = 5.0
 
 
 class StartUnknown(UserError):
-    """There is no such job, or no place for its records: which, and what to do."""
+    """There is no such job, or no place for its records. The message says which, and a remedy."""
 
 
 def default_directory() -> str:
@@ -228,7 +228,7 @@ _scratch = _Scratch()
 
 
 class JobStart:
-    """The start of a job, which has begun: prefetched by a process of its own, so that the job need
+    """The start of a job, which has begun: prefetched by another process, so that the job need
     not wait. Nothing here raises. Made while the process has one thread.
     """
 

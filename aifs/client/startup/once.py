@@ -6,17 +6,17 @@ used in place by all: environments and images.
                              use
     DIR/.xxxxxxxx            one that is being made, or removed: a name as long as NAME
 
-Locks of the record's file: byte 0 has who makes or removes the directory, byte 1 share all who use
-it. The kernel lets go of them when a process has ended, however it did. On a filesystem without
-locks two may make the same directory; the second throws its own away.
+Locks of the record's file: the process that makes or removes the directory has byte 0, all that use
+it share byte 1. The kernel lets go of them when a process has ended, however it did. On a
+filesystem without locks two may make the same directory; the second throws its own away.
 
-Several users may share DIR: so a record is data of somebody else. It names nothing but what is
-beside it and belongs to the record's owner, no symlink is followed, and where everybody may make
-names in DIR, what is there is used only if the caller, root, or who owns DIR has made it. DIR is
-open all the while, so it stays the same one whatever gets its name.
+Several users may share DIR, so a record is not trusted. It can only name directories beside it that
+belong to the record's owner, and no symlink is followed. Where everybody may make names in DIR, a
+directory there is used only if the caller, root, or the owner of DIR has made it. DIR is open all
+the while, so it stays the same one even if another directory gets its name.
 
-Rules (docs/guide/startup.md): what has not got its name does not exist; a maker that dies
-loses its lock, and the next one removes what it left; one in use is never removed.
+Rules (docs/guide/startup.md): a directory exists when it has got its name; a maker that dies loses
+its lock, and the next one removes the rest of it; one in use is never removed.
 """
 
 import errno

@@ -2,7 +2,7 @@
 which says for what (``user.aifs.why``). By cause; the difference of two such answers is a stage's.
 
     processor             of the process, and of the children that it has waited for
-    data server 2 ...     what ``aifs why`` says, of requests that took 10 ms or longer
+    data server 2 ...     the waits of ``aifs why``, of requests that took 10 ms or longer
     the daemon itself     the rest of those
 
 The mount remembers ten minutes, so of longer stages it is the end. Several threads and processes

@@ -2,7 +2,7 @@
 buffers.
 
 *buffered*: large pieces go to the kernel from where they lie; small ones are gathered. The system
-is told to write it back early.
+is asked to write them back early.
 
 *direct* (O_DIRECT): two aligned buffers, one of which is filled while a thread writes the other.
 The rest behind the last multiple of the alignment is written through the page cache (FastPersist,
