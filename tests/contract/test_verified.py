@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from aifs.core.errors import Unavailable
+from aifs.data.checking.checks import suspect_sets
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of
-from aifs.data.checking.suspects import suspect_sets
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

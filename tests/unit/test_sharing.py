@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core import config
-from aifs.data.throughput import Throughput
+from aifs.data.server import Throughput
 from aifs.group import planner
 from aifs.layout.interleaved import container_layout
 from aifs.layout.redundancy import PLAIN, Redundancy

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.checking.checks import Untold
+from aifs.data.checking.checks import Untold, source_of, suspect_sets
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED, digests_of
-from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.objects.checked_reads import LoadDigests
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.columns import Columns, columns_of

@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Hashable
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
-from aifs.data.checking.checks import Untold
+from aifs.data.checking.checks import Untold, source_of, suspect_sets
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
-from aifs.data.checking.suspects import source_of, suspect_sets
 from aifs.data.chunk_codec import digest_of
 from aifs.data.objects.cached_reads import Stage
 from aifs.data.objects.columns import Columns, columns_of
