@@ -33,7 +33,7 @@ class Column(NamedTuple):
     show: Callable[[Any], str] = str
     """How a value is printed: ``output.size``, ``output.duration``, ``output.when``, ..."""
     none: str = ""
-    """What stands for None."""
+    """The text for None."""
 
     def cell(self, row: Any) -> str:
         of = self.of or self.title

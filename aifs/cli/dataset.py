@@ -1,4 +1,4 @@
-"""``aifs dataset``: what a dataset is, whether it is whole, and how fast it is read here."""
+"""``aifs dataset``: the facts of a dataset, whether it is whole, and how fast it is read here."""
 
 import os
 import time
@@ -122,8 +122,8 @@ def verify_command(path: str, **options: Any) -> Report:
 @click.option("--seconds", type=click.FloatRange(0.01), default=5.0, help="For each order.  [5]")
 def bench_command(path: str, seconds: float, **options: Any) -> Report:
     """Read the dataset PATH in file order, shuffled by blocks, and by single rows anywhere, by one
-    process, for some seconds each. What the page cache holds is read from there: the first order
-    may be the slowest."""
+    process, for some seconds each. Pages in the page cache are read from there: the first order may
+    be the slowest."""
     dataset, _ = _opened(path, options)
     bytes_per_row = sum(dataset.index.lengths) / max(len(dataset), 1)
     rates = {shuffle: _rate(dataset, shuffle, seconds) for shuffle in _SHUFFLES}
@@ -173,13 +173,13 @@ def _check_order(dataset: "Dataset") -> None:
 
 
 def _damaged(dataset: "Dataset") -> Iterator[str]:
-    """What is wrong with each block that is not right."""
+    """The fault of each block that is not right."""
     from concurrent.futures import ThreadPoolExecutor
 
     index = dataset.index
 
     def decode(block: int) -> tuple[str, str]:
-        """What is wrong with it; what columns it has."""
+        """Its fault, and its columns."""
         try:
             rows, opened = index.rows[block], dataset.open_block(block)
             for first in range(0, rows, _AT_ONCE):

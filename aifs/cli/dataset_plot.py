@@ -52,7 +52,7 @@ def plot(dataset: "Dataset", seed: int | None, path: str) -> None:
 
 
 def _followed(dataset: "Dataset", seed: int | None) -> dict[str, Any] | None:
-    """What the mount says of the epoch of this seed that is read there; None: of none."""
+    """The state of the epoch of this seed that is read on the mount; None: there is none."""
     try:
         told = hints.read(dataset.path, hints.ORDER)["epochs"]
     except OSError:  # there is no epoch, or no mount

@@ -1,4 +1,4 @@
-"""``aifs doctor``: what limits the speed of a mount, and what to change."""
+"""``aifs doctor``: the limits of a mount's speed, and the changes that lift them."""
 
 import os
 import socket
@@ -37,8 +37,8 @@ def doctor_command(place: str | None) -> Report:
     """Check the needs of a mount at full speed: on this machine, for the store SOURCE, or of the
     mount at MOUNTPOINT.
 
-    Prints what is in use, what is not, why, and what to change. Exit code 0 if nothing limits the
-    speed, else 1.
+    Prints the parts that are in use, those that are not, why, and what to change. Exit code 0 if
+    nothing limits the speed, else 1.
     """
     checks = checks_of(place)
     return Report(checks, Table(_CHECKS, checks), code=1 if any(map(_limits, checks)) else 0)
@@ -86,7 +86,8 @@ def _fault_of_store(loaded: "Config") -> str:
 
 
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of ``bridge`` in the status of a mount: what it does without, why, and what to change."""
+    """Of ``bridge`` in the status of a mount: the parts that it does without, why, and what to
+    change."""
     return [
         {
             "name": each["what"],

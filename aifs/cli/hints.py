@@ -42,7 +42,7 @@ WHY = "user.aifs.why"
 
 
 def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
-    """What the hint says. Raises OSError."""
+    """The value of the hint. Raises OSError."""
     return json.loads(os.getxattr(path, name, follow_symlinks=follow))
 
 

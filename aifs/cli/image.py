@@ -46,8 +46,8 @@ def import_command(source: str, directory: str, name: str | None, bytes_max: int
     of the image in Docker.
 
     Of many that import it at the same time, on any host, one does the work, and the others wait. It
-    is there whole, or not at all: what is damaged, does not have its digests, or reaches out of its
-    directory is refused. Only root can do this.
+    is there whole, or not at all: an image that is damaged, does not have its digests, or reaches
+    out of its directory is refused. Only root can do this.
     """
     from aifs.client.startup.images import import_image
 

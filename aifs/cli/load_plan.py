@@ -1,4 +1,4 @@
-"""``aifs checkpoint plan``: what the ranks of a job will read of a checkpoint."""
+"""``aifs checkpoint plan``: the bytes that the ranks of a job will read of a checkpoint."""
 
 import os
 from collections.abc import Sequence

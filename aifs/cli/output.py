@@ -164,7 +164,7 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong in one line; an error of the system names its file first, as other commands
+    """The error in one line; an error of the system names its file first, as other commands
     do.
     """
     text = str(error)
@@ -193,7 +193,7 @@ Show = Callable[[int, int], None]
 def progress(what: str, of: str = "bytes") -> Iterator[Show]:
     """Show how far ``what`` is: ``with progress("draining") as show: show(done, total)``.
 
-    ``of``: what is counted, bytes or files."""
+    ``of``: bytes or files are counted."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -50,11 +50,11 @@ def quota_command() -> None:
 @click.option("--files", metavar="COUNT", help="Files, such as 1M; none: unlimited.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until all that is there is counted.")
 def set_command(directory: str, size: str | None, files: str | None, no_wait: bool) -> Report:
-    """Limit how much may lie below DIRECTORY, for root. What is not named stays as it was.
+    """Limit how much may lie below DIRECTORY, for root. A limit that is not named stays.
 
-    The limits hold at once for what is made from now on; what is there is counted in the
-    background, which takes about a second for 50,000 files. More than the limits may be there: then
-    nothing is lost, and nothing grows.
+    The limits hold at once for files that are made from now on; those that are there are counted in
+    the background, which takes about a second for 50,000 files. More than the limits may be there:
+    then nothing is lost, and nothing grows.
     """
     if size is None and files is None:
         raise click.UsageError("say --size, --files or both")

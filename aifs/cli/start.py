@@ -37,7 +37,7 @@ _DIR = click.option(
 
 @group("start", short_help="Record what the start of a job touches, and prefetch it.")
 def start_command() -> None:
-    """Starts of jobs: what one touches is recorded, and is there when the next one needs it."""
+    """Starts of jobs: the files that one touches are recorded, and are there for the next one."""
 
 
 def _top(top: str | None) -> str:
@@ -80,8 +80,8 @@ def run_command(
     minutes is recorded; from then on that is prefetched while it runs, and recorded anew.
 
     COMMAND starts at once, gets the signals that this command gets, and its exit code is that of
-    this command. What cannot be recorded is said once; COMMAND runs all the same. With --marks this
-    command passes its output on, and ends when nobody can write to that any more.
+    this command. If a start cannot be recorded, that is said once; COMMAND runs all the same. With
+    --marks this command passes its output on, and ends when nobody can write to that any more.
     """
     from aifs.client import startup
     from aifs.client.startup import stages

@@ -60,7 +60,7 @@ def drain_command(paths: tuple[str, ...], timeout_s: float | None) -> Report:
     are on the capacity tier.
 
     Returns when all that had been written before the command began is on stable storage of the data
-    servers. What is written below PATH meanwhile is not waited for.
+    servers. Later writes below PATH are not waited for.
     """
     require_files(paths)
     begin = time.monotonic()
@@ -169,8 +169,8 @@ def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Repo
     """Stage the files PATH, and all below the directories PATH: copy them from the data servers
     into the burst tier, so that the next open reads at the local disk's speed.
 
-    What does not fit stays where it is, with exit code 1. Staged files may be evicted when room is
-    needed; aifs pin keeps them.
+    Files that do not fit stay where they are, with exit code 1. Staged files may be evicted when
+    room is needed; aifs pin keeps them.
     """
     require_files(paths)
     if check:

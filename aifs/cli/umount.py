@@ -79,12 +79,12 @@ def umount_command(
     """Unmount MOUNTPOINT.
 
     Returns when the daemon has ended: everything that was acknowledged is on stable storage by
-    then. What the burst tier has not drained yet stays there, as safe as its devices are, and is
+    then. Undrained files stay in the burst tier, as safe as its devices are, and is
     drained after the next mount, or before with --drain. A mount whose daemon was killed is just
-    taken away; what was acknowledged is found by the next mount. The same goes, with an error,
+    taken away; the next mount finds all that was acknowledged. The same goes, with an error,
     where the daemon could not write everything to its servers. While a server does not answer, the
     command says so. With --force programs that use the mount get errors, and what they have changed
-    in mapped memory and not synced is lost; what was acknowledged is recovered by the next mount.
+    in mapped memory and not synced is lost; the next mount recovers all that was acknowledged.
     That is refused as long as the system cannot end calls to a server.
 
     A bind mount of a mount, or a mount that has one, is only taken away: the daemon serves what is
@@ -208,7 +208,7 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
 
 
 def _owner(status: dict[str, Any]) -> "Owner | None":
-    """What the daemon that gave ``status`` has written of itself into its store, if it has not
+    """The owner file that the daemon that gave ``status`` has written into its store, if it has not
     closed that in order.
     """
     from aifs.core import config
@@ -229,8 +229,8 @@ def _owner(status: dict[str, Any]) -> "Owner | None":
 
 
 def end(mount: Mount) -> None:
-    """Take a mount away and kill its daemon, whether or not it answers; what waits for it gets an
-    error. A daemon that serves a bind mount, too, goes on.
+    """Take a mount away and kill its daemon, whether or not it answers; callers that wait for it
+    get an error. A daemon that serves a bind mount, too, goes on.
 
     Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
     """

@@ -1,4 +1,4 @@
-"""What becomes of files when they are old, as ``user.aifs.age`` says it:
+"""The rules for old files, as ``user.aifs.age`` says them:
 ``30d:cold,compress=zstd:3``. Pure; the daemon and fsck share it.
 
 The first part is how long nobody has written or read a file. Behind the colon are a class of data
@@ -16,7 +16,7 @@ _COMPRESS = "compress="
 
 
 class AgeRule(NamedTuple):
-    """What becomes of files that nobody has written or read for ``age_s`` seconds."""
+    """A rule for files that nobody has written or read for ``age_s`` seconds."""
 
     age_s: float
     storage_class: str = ""

@@ -110,7 +110,7 @@ def make_node(name: str, kind: int, device: int, parent: int) -> None:
 
 
 def remove(name: str, parent: int) -> None:
-    """A directory must be empty. What is gone already is no error."""
+    """A directory must be empty. A name that is gone already is no error."""
     _before("remove", name)
     try:
         if stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):

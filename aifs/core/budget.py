@@ -1,7 +1,7 @@
 """One budget for the memory of all buffers: hard, first come first served, and given back by
 caches.
 
-Whoever wants a buffer reserves its bytes first and releases them when the buffer is gone. Caches
+A task reserves the bytes of a buffer first, and releases them when the buffer is gone. Caches
 keep what they have reserved while it is of use: they register a function that gives memory back,
 which is called when somebody else wants it, and now and then for a part of it, so that a burst of
 work is not remembered in memory for ever.
@@ -55,7 +55,7 @@ class Budget:
         self._waiting: deque[tuple[int, trio.Event]] = deque()
         """Requests that wait, in order: bytes, and what is set when they are reserved."""
         self._caches: list[GiveBack] = []
-        """What gives back memory when others want it, asked in this order."""
+        """Caches that give back memory when others want it, asked in this order."""
         self._token: trio.lowlevel.TrioToken | None = None
         """Of the trio thread; None before somebody waits."""
 

@@ -359,7 +359,7 @@ def _validate(source: str, file: str, settings: dict[str, Setting]) -> Config:
 
 
 def _refuse_half_a_cluster(config: Config) -> None:
-    """Whoever names a database means it, and says all that is needed to use it."""
+    """A configuration that names a database has all keys that are needed to use it."""
     for key, value in (("meta.url", config.meta.url), ("meta.secret", config.meta.secret)):
         if config.is_cluster and not value:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The kernel's FUSE connections, and how one is ended from outside. Touches fusectl, the filesystem
 that lists them.
 
-A request that a daemon has read cannot be interrupted: who waits for a dead or stuck daemon waits
+A request that a daemon has read cannot be interrupted: a caller of a dead or stuck daemon waits
 until the connection ends. It ends when its last descriptor is closed, or by fusectl. A thread that
 waits in the kernel keeps the descriptors of a process that was killed, so for such a mount fusectl
 is the only way.
@@ -46,7 +46,7 @@ def abort(fd: int) -> None:
 
 
 def open_paths(pid: int) -> list[str]:
-    """What the descriptors of a process lead to, as the system names it: the files are asked
+    """The files behind the descriptors of a process, as the system names them: the files are asked
     nothing. Raises OSError.
     """
     paths = []

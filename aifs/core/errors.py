@@ -2,7 +2,7 @@
 
 Two kinds of error leave this package's functions:
 
-* ``FsError`` and below: what a filesystem call answers. Each class has one errno; the FUSE edge
+* ``FsError`` and below: the answers of a filesystem call. Each class has one errno; the FUSE edge
   turns it into a reply. Raising one is normal operation.
 * ``UserError`` and below: a command cannot do what was asked (bad configuration, a store that is in
   use, a wrong directory). The CLI prints it as one line and exits with ``exit_code``.
@@ -145,7 +145,8 @@ class WouldBlock(FsError):
 
 
 class Deadlock(FsError):
-    """Who waits for a lock holds what, at the end, its holder waits for."""
+    """The caller waits for a lock, and holds one that its holder waits for, directly or through
+    others."""
 
     errno = errno.EDEADLK
 
@@ -180,7 +181,7 @@ for _class in FsError.__subclasses__():
 def from_oserror(error: OSError, detail: str = "") -> FsError:
     """The FsError for an operating-system error met below us (a data server, the journal).
 
-    An errno without a row of its own is ``Unavailable`` (EIO): what a disk says of itself (ENODEV,
+    An errno without a row of its own is ``Unavailable`` (EIO): an error of a disk (ENODEV,
     ETIMEDOUT, ...) must not look like an answer about the caller's file.
     """
     passed_on = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -190,16 +191,14 @@ def from_oserror(error: OSError, detail: str = "") -> FsError:
 
 
 def without_frames(error: FsError) -> FsError:
-    """The error, which forgets the calls that it came through, and so what these had in memory: for
-    who keeps it."""
+    """Return the error without its traceback, so that keeping it does not keep the frames' memory
+    alive."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
 
 class UserError(AifsError):
-    """What the user asked for cannot be done; the message says what, where, and what to do. One
-    line.
-    """
+    """The command cannot be done; the message says why, where, and what to do. One line."""
 
     exit_code = 1
 
@@ -217,7 +216,7 @@ class StoreError(UserError):
 
 
 class DatasetError(UserError):
-    """Files are no dataset, or not the one that was indexed: which, where, what is wrong."""
+    """Files are no dataset, or not the one that was indexed: which, where, and its fault."""
 
     exit_code = 9
 
@@ -235,6 +234,6 @@ class MountError(UserError):
 
 
 class TimeoutReached(UserError):
-    """What a command waits for has not happened in the time that it was given."""
+    """The event that a command waits for has not happened in the time that it was given."""
 
     exit_code = 7

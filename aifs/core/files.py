@@ -5,9 +5,9 @@ are few and go to the page cache (the journal's append). Errors are the operatin
 ``OSError``; the layer above knows what they mean.
 
 Tests put a ``Hook`` below it: to fail or slow down single operations, and to record every change so
-that a power cut can be replayed (what was not synced may be lost, torn or reordered).
+that a power cut can be replayed (changes that were not synced may be lost, torn or reordered).
 
-What is durable: nothing, until ``sync_file`` (the bytes and size of one file), ``sync_dir`` (the
+Nothing is durable until ``sync_file`` (the bytes and size of one file), ``sync_dir`` (the
 names in one directory) or ``sync_filesystem`` (all of the filesystem below a directory) has
 returned.
 """
@@ -26,7 +26,7 @@ from aifs.core import libc
 
 
 class Hook(Protocol):
-    """What a test may install with ``set_hook``. ``op`` is the name of the function here."""
+    """A hook of tests, for ``set_hook``. ``op`` is the name of the function here."""
 
     def before(self, op: str, path: str) -> None:
         """Called before the operation; may raise OSError or SimulatedCrash, or wait."""
@@ -82,7 +82,7 @@ def open_file(
     """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600).
 
     ``append``: all that is written goes to the end; on a shared filesystem also if others write
-    there from other hosts, who cannot be told of RWF_APPEND.
+    there from other hosts, which do not know of RWF_APPEND.
     ``foreign``: others may make names there. A symlink is not followed then (ELOOP), nothing is
     waited for that is no regular file (EINVAL), and a file is not written that has other names,
     too (EMLINK): somebody may have linked it here.
@@ -496,8 +496,8 @@ def start_writing(fd: int, offset: int, length: int) -> None:
     """Have the system write these bytes to the device from now on, so that ``sync_file`` finds less
     to do.
 
-    Does not wait for it, and makes nothing durable. What fails, or cannot be had here,
-    ``sync_file`` will say or do.
+    Does not wait for it, and makes nothing durable. An error here comes from
+    ``sync_file`` later.
     """
     with suppress(OSError):
         _before("start_writing", _path_of(fd))

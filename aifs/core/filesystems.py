@@ -1,4 +1,4 @@
-"""What kind of filesystem a directory lies on. Blocks; raises OSError."""
+"""The kind of filesystem that a directory lies on. Blocks; raises OSError."""
 
 import ctypes
 import os

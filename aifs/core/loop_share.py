@@ -2,7 +2,7 @@
 
 Its bookkeeping, which is all that it does on the loop, comes in stretches that are short enough for
 nobody to feel them, and between them it gives way: others have their turn, and while requests keep
-coming it rests, so that it takes a tenth of the loop. What is measured for that is the steps of all
+coming it rests, so that it takes a tenth of the loop. The measure is the steps of all
 background tasks together, whatever they wait for in between.
 """
 
@@ -31,7 +31,7 @@ _is_background: ContextVar[bool] = ContextVar("is_background", default=False)
 
 @contextmanager
 def background() -> Iterator[None]:
-    """Within it, and in the tasks that are started there, what is done is background work."""
+    """The work within it, and of the tasks that are started there, is background work."""
     token = _is_background.set(True)
     try:
         yield
@@ -46,12 +46,12 @@ class LoopShare(trio.abc.Instrument):
         self.requested_s = -math.inf
         """When the newest request was read or answered, of time.perf_counter()."""
         self.background_s = 0.0
-        """What background tasks have taken of the loop, but for the step that is under way."""
+        """Time of the loop that background tasks have taken, except the step that is under way."""
         self._began_s = time.perf_counter()  # when that one has begun
         self._free_at_s = 0.0
         """When the next stretch may begin, while requests keep coming."""
         self._worked_s = 0.0
-        """What had been taken when somebody last gave way."""
+        """The time taken when a task last gave way."""
         self._told = (self._began_s, 0.0)
         """When ``status`` was last asked, and what had been taken then."""
 

@@ -1,4 +1,4 @@
-"""What the system's page cache has of a file. Pure looking: nothing is changed.
+"""The parts of a file that the system's page cache has. Pure looking: nothing is changed.
 
 cachestat(2) tells how much of a range is in memory, for the price of a look at some folios: 184 us
 for 64 MiB in steps of 1 MiB, where mincore(2), which needs a mapping, takes 690 us.

@@ -1,4 +1,4 @@
-"""What users write as ``key=value,key=value``. Pure."""
+"""Texts of the form ``key=value,key=value``. Pure."""
 
 import difflib
 from collections.abc import Collection, Iterator

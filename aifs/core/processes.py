@@ -1,4 +1,4 @@
-"""What the kernel says of processes. Reads /proc."""
+"""Facts about processes. Reads /proc."""
 
 import os
 import signal

@@ -25,7 +25,7 @@ _NUMBER_MAX = 1 << 62
 
 
 class Keep(NamedTuple):
-    """What to keep. 0: this does not keep anything, or (bytes) does not bound it."""
+    """Which checkpoints to keep. 0: this does not keep anything, or (bytes) does not bound it."""
 
     last: int = 0
     every: int = 0
@@ -34,7 +34,7 @@ class Keep(NamedTuple):
 
 
 class ListedCheckpoint(NamedTuple):
-    """What a policy judges a checkpoint by."""
+    """The facts by which a policy judges a checkpoint."""
 
     name: bytes
     """Of its directory, in the one that the policy is for."""
@@ -47,8 +47,8 @@ class ListedCheckpoint(NamedTuple):
     complete: bool = True
     """It was shown as a whole, and is neither empty nor damaged."""
     in_use: bool = False
-    """Files of it are open, a pointer such as ``latest`` leads to it, or it is not theirs to remove
-    who set the policy.
+    """Files of it are open, a pointer such as ``latest`` leads to it, or the owner of the policy
+    may not remove it.
     """
 
 

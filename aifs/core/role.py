@@ -26,7 +26,7 @@ class Role:
         self._changed = trio.Event()
 
     def tell(self, held: bool, live: frozenset[int]) -> None:
-        """What the table of sessions says. Does not block."""
+        """Take over the contents of the table of sessions. Does not block."""
         if (held, live) != (self.held, self.live):
             self.held, self.live = held, live
             self._changed.set()
@@ -37,8 +37,8 @@ class Role:
         await self._changed.wait()
 
     async def ask_live(self) -> frozenset[int]:
-        """The hosts that have a session now. What has been on record before of a host that has none
-        is nobody's: a session begins before its first change. Raises Unavailable.
+        """The hosts that have a session now. Records from before of a host that has none
+        are nobody's: a session begins before its first change. Raises Unavailable.
         """
         assert self._ask_live is not None
         return await self._ask_live()

@@ -1,5 +1,5 @@
-"""What the start of a job has touched, as a file says it (docs/guide/startup.md). Pure; the daemon,
-which writes and follows such files, and the client share it.
+"""The files that the start of a job has touched, as a record (docs/guide/startup.md). Pure; the
+daemon, which writes and follows such files, and the client share it.
 
 A record is the file ``RUN.start`` in the directory of the job: JSON, compressed as gzip does, whose
 checksum and length tell a torn one.
@@ -69,7 +69,7 @@ class HotFile(NamedTuple):
 
 
 class StartRecord(NamedTuple):
-    """What one start has touched on one host."""
+    """The files that one start has touched on one host."""
 
     run: str
     """Names the start."""
@@ -84,7 +84,7 @@ class StartRecord(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What was touched."""
+        """The bytes that were touched."""
         return sum(file.bytes for file in self.files)
 
 
@@ -158,8 +158,8 @@ def _file_of(path: Any, ino: Any, size: Any, mtime_ns: Any, numbers: Any) -> Hot
 
 
 def union(records: Sequence[StartRecord]) -> list[HotFile]:
-    """What any of these, newest first, has touched: in the order of the newest, then what only
-    others have. A file that has changed is what the newest says."""
+    """The files that any of these, newest first, has touched: in the order of the newest, then
+    those that only others have. A file that has changed is as the newest has it."""
     files: dict[int, HotFile] = {}
     for record in records:
         for file in record.files:

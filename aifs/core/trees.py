@@ -55,7 +55,7 @@ def create_file(path: str) -> int:
 
 
 def replace_file(path: str, data: bytes, durable: bool = True) -> None:
-    """Make ``path`` hold ``data``, all or nothing, whoever else does so at the same time.
+    """Make ``path`` hold ``data``, all or nothing, even if others do so at the same time.
 
     If ``durable`` the bytes are when they get the name, but not the name: that takes a
     ``sync_dir``.
@@ -143,8 +143,8 @@ def _rename(old: str, new: str, flags: int, op: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove the directory ``path`` and all below it; what is gone already is no error. Not
-    synced. Raises NotADirectoryError for a symlink: none is followed, there or below.
+    """Remove the directory ``path`` and all below it; a name that is gone already is no error.
+    Not synced. Raises NotADirectoryError for a symlink: none is followed, there or below.
     """
     with suppress(FileNotFoundError):
         empty_dir(path)

@@ -8,7 +8,7 @@ the earliest due time.
 The kinds never wait for one another: any of them may hang on a server for long, a scrub takes days,
 and room in the burst tier is needed meanwhile. So each kind is a lane of its own, of one task, or
 of several where it has that many *workers*: one more begins each time that somebody asks, up
-to that number. What goes wrong in one kind is logged, and tried again; the others go on.
+to that number. If a step of one kind fails, that is logged, and tried again; the others go on.
 
 Where several hosts have a store mounted, each does what its own burst directories need; the rest
 is added (``add``) on the one that has the role, and never ends before the mount.
@@ -84,7 +84,7 @@ class Upkeep:
 
     def __init__(self, share: LoopShare | None = None) -> None:
         self.share = share or LoopShare()
-        """What background work may have of the event loop."""
+        """The share of the event loop that background work may have."""
         self._due_s: dict[Work, float] = {}  # by trio's clock; what is missing is not due
         self._asked = Counter[Work]()  # how many workers are wanted of what is due
         self._running = Counter[Work]()
@@ -96,7 +96,7 @@ class Upkeep:
         self._begun = Counter[Work]()
         """How many steps of each work have begun."""
         self._waiting: list[tuple[Work, int, trio.Event]] = []
-        """Who waits for the end of which step of a work."""
+        """The events of tasks that wait for the end of a step of a work."""
         self._asleep_until = -math.inf  # -inf: not asleep
         self._earlier = trio.Event()  # something is due before that
 

@@ -1,4 +1,4 @@
-"""What somebody waits for: requests and drains, and what keeps each of them now.
+"""The causes of waiting: of requests and drains, and what keeps each of them now.
 
 An *activity* is one request, or one piece of work in the background that people wait for. It stands
 in the context of the task that does it, and of those that are started there. The few places where
@@ -40,7 +40,7 @@ MEMORY = "memory"
 
 
 class Request(NamedTuple):
-    """What is asked for."""
+    """A request."""
 
     operation: str
     """Its name, as in FUSE; or ``drain``, which nobody asks for."""
@@ -72,7 +72,8 @@ class Activity:
         ``began_ns``: of ``time.perf_counter_ns``."""
         self.describe = describe
         self.args: tuple | None = args
-        """None: it is over. What it has started may still run, and is no part of it any more."""
+        """None: it is over. Tasks that it has started may still run, and are no part of it any
+        more."""
         self.began_ns = began_ns
         self._waits: list[waits_for] | None = None  # those that have not ended, the newest last
 
@@ -91,7 +92,7 @@ class Activity:
         self._waits.remove(wait)
 
     def _charge(self) -> None:
-        """What has passed since the last time to the newest wait."""
+        """Charge the time since the last call to the newest wait."""
         now_ns = time.perf_counter_ns()
         if self._waits:
             cause = self._waits[-1].cause
@@ -100,13 +101,13 @@ class Activity:
 
     @property
     def about(self) -> Request | None:
-        """What it is. It is not over."""
+        """The request. It is not over."""
         assert self.args is not None
         return self.describe(*self.args)
 
     @property
     def waits(self) -> list[str]:
-        """What it waits for now, the newest wait first; none: it is being worked on."""
+        """The causes that it waits for now, the newest first; none: it is being worked on."""
         return [f"{wait.cause} {wait.detail}".rstrip() for wait in reversed(self._waits or [])]
 
     @property
@@ -124,8 +125,8 @@ class Activity:
 _current: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 begin = _current.set
-"""From now on the current task works for this activity, until it begins another one. Who ends it
-takes its ``args`` away, which may be large."""
+"""From now on the current task works for this activity, until it begins another one. The end of the
+activity takes its ``args`` away, which may be large."""
 
 
 Ended = Callable[[Activity, int], None]
@@ -154,7 +155,7 @@ class waits_for:  # noqa: N801 (it is read as a statement)
     __slots__ = ("_activity", "_cause", "_detail")
 
     def __init__(self, cause: Cause, detail: Cause = "") -> None:
-        """``detail``: what people are told besides."""
+        """``detail``: words for people besides."""
         self._cause = cause
         self._detail = detail
 

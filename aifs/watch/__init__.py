@@ -1,3 +1,3 @@
-"""What a mount shows of itself over HTTP: metrics, a health probe, a page. Made of what ``aifs
-status`` and ``aifs trace`` are told, and of nothing else.
+"""A mount over HTTP: metrics, a health probe, a page. Made from the answers to ``aifs status`` and
+``aifs trace``, and from nothing else.
 """

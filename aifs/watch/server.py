@@ -4,8 +4,8 @@ It never stops or slows the mount. A connection is one request, has ``TIMEOUT_S`
 are at most ``CONNECTIONS`` of them: for more, one of the address (of the user, at a socket) that
 has most gives way (core/strangers.py). Faults are logged once.
 
-Who asks by a socket of this machine is told what ``aifs status`` tells that user. Who asks by
-ADDRESS:PORT is told what any user is told, or, with the secret, what root is.
+A client on a socket of this machine gets the answer of ``aifs status`` for its user. A client on
+ADDRESS:PORT gets the answer for any user, or, with the secret, the one for root.
 
     GET /              the page: page.html
     GET /metrics       Prometheus's text format
@@ -47,7 +47,7 @@ _log = logger(__name__)
 CONNECTIONS = 64
 TIMEOUT_S = 10.0
 USERS_MAX = 32
-"""How many of those who use the mount are told, at most."""
+"""How many users of the mount are told, at most."""
 _HEAD_MAX = 16 << 10
 _BACKLOG = 128
 _PEER = struct.Struct("=iII")  # pid, uid, gid, as SO_PEERCRED tells
@@ -65,7 +65,7 @@ _HEADERS = [
 ]
 
 Tell = Callable[[int], Awaitable[dict[str, Any]]]
-"""What a mount tells the user with that number of itself."""
+"""The status of the mount, for the user with that number."""
 Follow = Callable[[int, int | None], Awaitable[tuple[int, list[dict[str, Any]]]]]
 """The records of the trace that a mount tells a user, from a number on, some at a time, and the
 number of the first one; None: none, and the number of the next one. Raises AccessDenied."""

@@ -1,4 +1,4 @@
-"""Who uses a mount: sums of the requests that ``aifs trace`` tells, for ``aifs top``, ``aifs
+"""The users of a mount: sums of the requests that ``aifs trace`` tells, for ``aifs top``, ``aifs
 profile`` and the page. Reads /proc and the names of users, which may take long where a directory
 service knows them.
 """
@@ -18,7 +18,7 @@ DEPTH = 2
 """Components of a path that are told apart."""
 
 OWN = "the daemon itself"
-"""What a request waits for that waits for nothing else: its work, and its queue."""
+"""The cause of a request that waits for nothing else: its work, and its queue."""
 
 _KNOWN_S = 60
 """For how long a name is not looked up again: a number may be given to another process."""
@@ -131,8 +131,8 @@ def summed(
 
 
 def sum_waits(record: dict[str, Any], sums: dict[tuple[str, str], Usage]) -> None:
-    """Divide the time of a request among what it has waited for (core/waiting.py); what is left is
-    the daemon's own. ``sums``: by cause and operation."""
+    """Divide the time of a request among what it has waited for (core/waiting.py); the rest is the
+    daemon's own. ``sums``: by cause and operation."""
     waited_us = record["waited_us"]
     own_us = max(0, record["duration_us"] - sum(waited_us.values()))
     for cause, took_us in (*waited_us.items(), (OWN, own_us)):
