@@ -84,7 +84,7 @@ _COMMANDS = {
 }
 """The commands, by the headings below which help lists them."""
 
-_NAMES = [name for names in _COMMANDS.values() for name in names.split()]
+NAMES = [name for names in _COMMANDS.values() for name in names.split()]
 
 _MODULES = {
     "completion": "manual",
@@ -117,10 +117,10 @@ class _Commands(CommandGroup):
     them take."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return _NAMES
+        return NAMES
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _NAMES:
+        if name not in NAMES:
             return None
         if name not in _SILENT:
             import logging

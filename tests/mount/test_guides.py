@@ -57,7 +57,7 @@ INSTEAD = {
 }
 """Lines that do not run as they stand: the line that runs instead, and why."""
 
-IN_PYTHON = "aifs checkpoint load"
+IN_PYTHON = "aifs checkpoint plan"
 """How commands begin that import torch, and so run where the blocks of Python do."""
 
 NOT_RUN = {
