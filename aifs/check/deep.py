@@ -19,12 +19,12 @@ from aifs.check import repair
 from aifs.check.findings import Problem, Progress, Subject
 from aifs.check.records import Records
 from aifs.core.errors import FsError, Unavailable
+from aifs.core.tasks import run_each
 from aifs.meta import chunks, degraded, keys, moves, namespace, sharing
 from aifs.meta.kv import Transaction
 from aifs.meta.records import decode_inode
 from aifs.store.store import Store
 from aifs.upkeep.judging import Judgement, judge_copy
-from aifs.upkeep.passes import do_all
 from aifs.upkeep.scrubbing import PIECE, Item, Lost, Scrubber, ScrubResult, joined
 
 _TOLD_MAX = 8
@@ -71,7 +71,7 @@ class DeepCheck:
         for first in range(0, len(self._items), _BATCH):
             batch = self._items[first : first + _BATCH]
             right = await self._scrubber.find_right(batch)
-            await do_all(_AT_ONCE, (item for item in batch if item not in right), self._scrub)
+            await run_each(_AT_ONCE, (item for item in batch if item not in right), self._scrub)
         self._progress("bytes", self._expected, self._expected)
         bad_copies = {ino for ino in self._cached if await self._has_other_bytes(ino)}
         for ino in sorted({lost.ino for lost in self._found.lost if lost.for_good} | bad_copies):

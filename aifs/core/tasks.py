@@ -1,8 +1,8 @@
 """Running several things at once, with the errors of one."""
 
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 import trio
 
@@ -16,6 +16,8 @@ def first_error(error: BaseException) -> BaseException:
         error = error.exceptions[0]
     return error
 
+
+Item = TypeVar("Item")
 
 _AT_ONCE = 128
 """Of many files that are synced together, each holds descriptors meanwhile."""
@@ -46,3 +48,19 @@ async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
             nursery.start_soon(run, function)
     if errors:
         raise errors[0]
+
+
+async def run_each(
+    at_once: int, items: Iterable[Item], do: Callable[[Item], Awaitable[Any]]
+) -> None:
+    """Await ``do`` for each item, ``at_once`` of them at a time.
+
+    The task that meets an error ends, others go on; the first error is raised.
+    """
+    following = iter(items)
+
+    async def work() -> None:
+        for item in following:
+            await do(item)
+
+    await run_all(*[work] * at_once)

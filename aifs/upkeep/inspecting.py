@@ -5,13 +5,12 @@ If something is not right, or cannot be read, the answer says no more than where
 knows the metadata, looks there again (scrubbing).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.making import MakingTools, never
-from aifs.core.tasks import run_all
+from aifs.core.tasks import run_each
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import HASHED
 from aifs.data.inspecting.inspection import STEP, Inspection
@@ -85,18 +84,16 @@ async def inspect(
 ) -> Sequence[Inspected] | None:
     """The result of each range, in order; None if ``cancelled`` has become true meanwhile."""
     found: dict[int, Inspected] = {}
-    following = iter(enumerate(ranges))
 
-    async def work() -> None:
-        for number, asked in following:
-            if cancelled():
-                return
+    async def look(numbered: tuple[int, ObjectRange]) -> None:
+        number, asked = numbered
+        if not cancelled():
             about = tools.servers, tools.buffers, asked.objects, asked.unread
             with closing(inspection_of(*about)) as inspection:
-                look = _inspect_file if asked.objects.ino else _inspect_container
-                found[number] = await look(asked, inspection)
+                inspect_one = _inspect_file if asked.objects.ino else _inspect_container
+                found[number] = await inspect_one(asked, inspection)
 
-    await run_all(*[work] * min(_AT_ONCE, len(ranges)))
+    await run_each(min(_AT_ONCE, len(ranges)), enumerate(ranges), look)
     return None if len(found) < len(ranges) else [found[number] for number in range(len(ranges))]
 
 
@@ -105,16 +102,15 @@ async def _inspect_file(asked: ObjectRange, inspection: Inspection) -> Inspected
     check = FileCheck(size, asked.start // HASHED, asked.digests)
     wrong, read_bytes = set[int](), 0
 
-    async def work(following: Iterator[int]) -> None:
+    async def judge(at: int) -> None:
         nonlocal read_bytes
-        for at in following:
-            verdict = await inspection.judge(at, check)
-            read_bytes += verdict.read_bytes
-            if not verdict.is_right:
-                wrong.add(at)
+        verdict = await inspection.judge(at, check)
+        read_bytes += verdict.read_bytes
+        if not verdict.is_right:
+            wrong.add(at)
 
     starts = await inspection.starts(bool(asked.digests), asked.start, asked.end)
-    await run_all(*[partial(work, iter(starts))] * min(_WINDOWS_AT_ONCE, len(starts)))
+    await run_each(min(_WINDOWS_AT_ONCE, len(starts)), starts, judge)
     has_end = layout.is_protected and asked.end == size
     excess = bool(await inspection.excess()) if has_end else False
     return Inspected(read_bytes, asked.end, sorted(wrong), excess)

@@ -5,11 +5,8 @@ that cannot be dealt with now is left for the next pass, which looks at it anew:
 record of a pass, except of a scrub.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
-
-import trio
+from typing import NamedTuple
 
 from aifs.core.log import logger
 from aifs.meta import paths
@@ -18,8 +15,6 @@ from aifs.meta.kv import Engine
 _log = logger(__name__)
 
 _FAILED_MAX = 1000
-
-Found = TypeVar("Found")
 
 
 class Failed(NamedTuple):
@@ -60,18 +55,3 @@ class Results:
         if len(self.failed) < _FAILED_MAX:
             path = await engine.view(paths.describe, ino) if ino else f"container {oid}"
             self.failed.append(Failed(ino, oid, path, reason))
-
-
-async def do_all(
-    at_once: int, items: Iterable[Found], do: Callable[[Found], Awaitable[object]]
-) -> None:
-    """Await ``do`` for each item, ``at_once`` of them at the same time. It handles its errors."""
-    following = iter(items)
-
-    async def work() -> None:
-        for item in following:
-            await do(item)
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(at_once):
-            nursery.start_soon(work)

@@ -20,6 +20,7 @@ from aifs.core import faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
+from aifs.core.tasks import run_each
 from aifs.core.units import parse_size
 from aifs.core.upkeep import Upkeep, Work
 from aifs.data.inspecting.inspection import STEP
@@ -33,7 +34,6 @@ from aifs.meta.slices import Walk, read_slice
 from aifs.upkeep import scrub_state
 from aifs.upkeep.evict import Evictor
 from aifs.upkeep.from_copies import CopyScrubber, FromCopies
-from aifs.upkeep.passes import do_all
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub_state import (
     CONTAINERS,
@@ -246,7 +246,7 @@ class Scrub:
         """An item is as of Scrubber, or (inode number, 0) of a file that has nothing but a burst
         copy to be verified."""
         right = await self._find_right(items)
-        await do_all(_AT_ONCE, (item for item in items if item not in right), self._scrub)
+        await run_each(_AT_ONCE, (item for item in items if item not in right), self._scrub)
 
     async def _find_right(self, items: list[Item]) -> set[Item]:
         """Those that need no more: nearly all. They count as done."""

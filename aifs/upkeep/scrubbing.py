@@ -12,14 +12,14 @@ changes them in place. The right bytes are written, synced and read back. All el
 rebuild.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.movers import Movers
 from aifs.core.errors import FsError
-from aifs.core.tasks import run_all
+from aifs.core.tasks import run_each
 from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
 from aifs.data.inspecting.window import LONG, UNREADABLE, WRONG, Check, Flaw, Loss, Verdict
@@ -155,19 +155,13 @@ class Scrubber:
                 pieces[-1].append(ObjectRange(seen.objects, unread, 0, seen.objects.size, digests))
             await self.give_way()
 
-        async def look(following: Iterator[list[ObjectRange]]) -> None:
-            for piece in following:
-                try:
-                    answers = await self.inspect(piece)
-                except FsError:  # a server hangs: they are looked at one by one
-                    continue
-                right.update(
-                    (asked.objects.ino, asked.objects.oid)
-                    for asked, answer in zip(piece, answers, strict=True)
-                    if answer.is_right
-                )
+        async def look(piece: list[ObjectRange]) -> None:
+            with suppress(FsError):  # a server hangs: they are looked at one by one
+                for asked, answer in zip(piece, await self.inspect(piece), strict=True):
+                    if answer.is_right:
+                        right.add((asked.objects.ino, asked.objects.oid))
 
-        await run_all(*[partial(look, iter(pieces))] * min(_AT_ONCE, len(pieces)))
+        await run_each(min(_AT_ONCE, len(pieces)), pieces, look)
         return right
 
     async def inspect(self, ranges: Sequence[ObjectRange]) -> Sequence[Inspected]:
