@@ -67,6 +67,11 @@ def use(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> Any:
     return trio.run(run)
 
 
+def sound(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> None:
+    use(config, work)
+    assert_sound(config)
+
+
 class Files:
     """What was written: content by directory and name, and where the parts lie."""
 
@@ -156,8 +161,7 @@ def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
         lengths = sum(length for _, _, length in await files.objects(fs))
         assert lengths <= status["read_bytes"] <= 2 * lengths
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_what_is_wrong_only_once_is_not_wrong(
@@ -187,8 +191,7 @@ def test_what_is_wrong_only_once_is_not_wrong(
             status = await scrub(fs)
         assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_every_flip_is_found_and_repaired(store: Config) -> None:
@@ -221,8 +224,7 @@ def test_every_flip_is_found_and_repaired(store: Config) -> None:
         assert (await scrub(fs))["flaws"] == 0
         await files.compare(fs)
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None:
@@ -248,8 +250,7 @@ def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None
         assert [Path(path).read_bytes() for path in hit] == before
         assert (await scrub(fs))["repaired"] == 2
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> None:
@@ -274,8 +275,7 @@ def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> Non
         assert (await scrub(fs))["flaws"] == 0
         await files.compare(fs)
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_what_is_lost_is_named_with_all_its_names(
@@ -333,8 +333,7 @@ def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
         await fs.collector.drain()
         assert (await scrub(fs))["wrong"] == []
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
@@ -354,8 +353,7 @@ def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
         assert (await fs.getattr(files.inos[b"plain", b"file-3"])).copy == copies[2]
         await files.compare(fs)
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> None:
@@ -444,8 +442,7 @@ def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
         await fs.wait_drained(ROOT)
         assert (await scrub(fs))["flaws"] == 0
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -492,8 +489,7 @@ def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
         assert (await scrub(fs))["flaws"] == 0
         await files.compare(fs)
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -> None:
@@ -517,8 +513,7 @@ def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -
         status = await scrub(fs)
         assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
 
 
 def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
@@ -559,5 +554,4 @@ def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(store: Config)
         await files.compare(fs)
         await fs.store.engine.transact(lambda tx: tx.put(key, record))
 
-    use(store, work)
-    assert_sound(store)
+    sound(store, work)
