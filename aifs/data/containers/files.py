@@ -12,21 +12,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Unavailable
-from aifs.core.log import logger
 from aifs.data import chunk_codec
 from aifs.data.checking.checks import Untold
 from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, object_name
-from aifs.data.objects.checked_reads import tell_right
-from aifs.data.objects.columns import Columns, columns_of
+from aifs.data.objects.checked_reads import Wrong, put_right
+from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import gives_up, in_time
 from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource
-from aifs.data.server import MissingObject, name_of
+from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.striped import Striped
-
-_log = logger(__name__)
 
 STRIPE_BLOCK = BLOCK_MAX
 """Bytes of a plain container that are fetched at once: about a stripe."""
@@ -172,25 +169,17 @@ class ContainerFiles:
     ) -> None:
         layout, length, unread = entry
         columns = Columns(self.servers, layout, 0, container)
+        where = f"container {container}"
 
         async def is_right() -> bool:
             return not await self._work(layout, _what_is_wrong, check, target)
 
+        found = Wrong(columns, layout, unread, length, offset, where, self._on_damage)
         try:
-            mask = await tell_right(columns, layout, unread, offset, target, length, is_right)
+            if await put_right(found, target, is_right):
+                return
         finally:
             columns.close()
-        if mask is not None:
-            for column in columns_of(mask):
-                _log.warning(
-                    "container %d: %s holds wrong bytes near byte %d",
-                    container,
-                    name_of(layout.servers[column]),
-                    offset,
-                )
-                self._on_damage(container, 0, column)
-            return
-        where = f"container {container}"
         if not layout.is_protected:
             server = self.servers[layout.servers[0]]
             where = f"{server.name}: {server.where((0, container))}"

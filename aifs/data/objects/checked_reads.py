@@ -8,6 +8,7 @@ those that were written in place, are read as they are.
 """
 
 from collections.abc import Awaitable, Callable, Hashable
+from typing import NamedTuple
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
@@ -17,6 +18,7 @@ from aifs.data.chunk_codec import digest_of
 from aifs.data.objects.cached_reads import Stage
 from aifs.data.objects.columns import Columns, columns_of
 from aifs.data.objects.file_blocks import FileBlocks
+from aifs.data.server import name_of
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
 from aifs.layout.striped import Striped
@@ -143,31 +145,16 @@ class CheckedReads:
         async def is_right() -> bool:
             return await self._digest_of(part) == expected
 
-        wrong = await tell_right(self._columns, layout, self._unread, offset, part, size, is_right)
-        if wrong is not None:
-            self._report(wrong, offset)
+        what = f"inode {ino}"
+        wrong = Wrong(self._columns, layout, self._unread, size, offset, what, self._on_damage)
+        if await put_right(wrong, part, is_right):
             return
         where = " or ".join(
             f"{self._servers[number].name} ({self._servers[number].where((ino, oid))})"
             for number in (layout.servers[column] for column in sorted(touched))
         )
         end = offset + len(part) - 1
-        raise Untold(
-            f"inode {ino}: bytes {offset} to {end}, on {where}, do not have their checksum"
-        )
-
-    def _report(self, wrong: int, offset: int) -> None:
-        """``wrong``: mask of columns without which the bytes are right."""
-        ino, oid = self._columns.key
-        for column in columns_of(wrong):
-            self._on_damage(oid, ino, column)
-        if not wrong:
-            _log.info(
-                "inode %d: bytes from %d on had a wrong checksum once, and a right one when read "
-                "again",
-                ino,
-                offset,
-            )
+        raise Untold(f"{what}: bytes {offset} to {end}, on {where}, do not have their checksum")
 
 
 def name_of_checked(key: Key) -> Hashable:
@@ -175,28 +162,46 @@ def name_of_checked(key: Key) -> Hashable:
     return ("verified", *key)
 
 
-async def tell_right(
-    columns: Columns,
-    layout: Striped,
-    unread: int,
-    offset: int,
-    part: memoryview,
-    size: int,
-    is_right: Callable[[], Awaitable[bool]],
-) -> int | None:
-    """Fill ``part`` with bytes of a file (or container) of ``size`` bytes that ``is_right``, told
-    without columns that may be wrong, by trying which; the mask of these, beside the columns
-    ``unread``. None: whichever are left out, the bytes are wrong, or cannot be told.
+class Wrong(NamedTuple):
+    """Bytes of a file, or a container, that do not have their checksum."""
+
+    columns: Columns
+    layout: Striped
+    unread: int
+    """Mask of columns that must not be read."""
+    size: int
+    """Of the file or container."""
+    offset: int
+    """Where the bytes begin."""
+    what: str
+    """The file or container, for people."""
+    on_damage: OnDamage
+
+
+async def put_right(
+    wrong: Wrong, part: memoryview, is_right: Callable[[], Awaitable[bool]]
+) -> bool:
+    """Fill ``part`` with bytes that ``is_right``, told without columns that may be wrong, by trying
+    which; and report these. False: whichever are left out, the bytes are wrong, or cannot be told.
     """
+    columns, layout, unread, size, offset, what, on_damage = wrong
     touched = {extent.column for extent in layout.extents(offset, len(part))}
     for without in suspect_sets(layout, touched, unread):
         try:
             await _read_without(columns, layout, without, offset, part, size)
         except FsError:
             continue
-        if await is_right():
-            return without & ~unread
-    return None
+        if not await is_right():
+            continue
+        ino, oid = columns.key
+        for column in columns_of(without & ~unread):
+            server = name_of(layout.servers[column])
+            _log.warning("%s: %s holds wrong bytes near byte %d", what, server, offset)
+            on_damage(oid, ino, column)
+        if not without & ~unread:
+            _log.info("%s: bytes from %d on were wrong once, and right again", what, offset)
+        return True
+    return False
 
 
 async def _read_without(
