@@ -16,8 +16,10 @@ from aifs.layout.interleaved import (
     Location,
     container_layout,
     named,
+    padded,
 )
 from aifs.layout.redundancy import Redundancy
+from aifs.layout.striped import Striped
 from aifs.meta import chunks, forms, keys, namespace, shared
 from aifs.meta.chunk_lists import (
     CHUNKS_PER_RECORD,
@@ -30,7 +32,7 @@ from aifs.meta.chunk_lists import (
 )
 from aifs.meta.chunks import Move
 from aifs.meta.forms import FormChange
-from aifs.meta.records import Copy, Inode, decode_inode
+from aifs.meta.records import Copy, Inode, decode_garbage, decode_inode
 from aifs.meta.servers import ServerRecord, put_server
 from aifs.meta.shared import Shared
 from tests.support.memory_engine import MemoryEngine
@@ -44,6 +46,12 @@ GOLDEN_LIST = (
     "fe00004000" + "02" * 32 + "0001ea010000e80300005700000000000000" + "01" * 32
 )
 GOLDEN_SHARED = "01070000000000000057000000000000000a00000064000000010300000000000000"
+
+LAYOUTS = (
+    container_layout((1,)),
+    container_layout((2, 1), Redundancy(2)),
+    container_layout((0, 1, 2), Redundancy(1, 2, 1)),
+)
 
 digests = st.binary(min_size=32, max_size=32)
 own = st.builds(
@@ -167,6 +175,8 @@ class Files:
         self.files: dict[int, list[Extent]] = {}
         self.places: dict[bytes, Location] = {}  # of shared chunks
         self.containers: dict[int, int] = {}  # ends
+        self.layouts: dict[int, Striped] = {}
+        self.lost: dict[int, int] = {}
         self.open: set[int] = set()
         self.garbage: set[int] = set()
 
@@ -185,7 +195,8 @@ class Files:
     async def step(self, number: int, kind: str, size: int) -> None:
         transact = self.engine.transact
         if kind == "new" or not self.open:
-            await transact(chunks.put_container, number, container_layout((1,)))
+            self.layouts[number] = LAYOUTS[size % 3]
+            await transact(chunks.put_container, number, self.layouts[number])
             self.open.add(number)
             self.containers[number] = 0
         elif kind == "seal":
@@ -212,6 +223,9 @@ class Files:
             await transact(chunks.put_lists, {number: file}, set(appended))
             self.places = appended | self.places
             self.files[number] = file
+            lost = {place.container: 1 for place in appended.values()} if size % 3 else {}
+            await transact(chunks.put_lost, lost)
+            self.lost |= lost
         elif kind == "drop" and self.files:
             oid = sorted(self.files)[size % len(self.files)]
             del self.files[oid]
@@ -232,6 +246,11 @@ class Files:
                         new = self.place(number, extent.digest)
                         moves.append(Move(oid, index, extent.place, new))
                         file[index] = extent._replace(place=new)
+                    elif extent.place and not extent.shared:  # the list names another place
+                        old = extent.place._replace(offset=extent.place.offset + 1)
+                        moves.append(Move(oid, index, old, self.place(number, extent.digest)))
+            nowhere = Location(1, 1, 0, 1, 1, 0, bytes(32))
+            moves.append(Move(1 << 50, 0, nowhere, nowhere))
             self.garbage.update(await transact(chunks.move_chunks, moves))
         elif kind == "replace":
             unknown = self.place(number, b"\xff" * 32)
@@ -258,11 +277,19 @@ class Files:
         for container, end in self.containers.items():
             record = chunks.find_container(tx, container)
             assert (record is None) == (container in self.garbage)
+            layout = self.layouts[container]
             if record is not None:
-                assert record.live == live[container] and record.length <= end
-                assert record.live or container in self.open
+                assert (record.layout, record.live) == (layout, live[container])
+                assert record.length <= padded(layout, end)
+                assert record.length == padded(layout, record.length)
+                assert chunks.find_readable(tx, container) == (record, self.lost.get(container, 0))
+                assert record.live or container in self.open, "nothing keeps a dead container"
             else:
                 assert not live[container]
+                garbage = decode_garbage(tx.get(keys.garbage(container)))
+                assert garbage.layout.servers == layout.servers
+                assert tx.get(keys.degraded(container)) is None
+        assert set(chunks.open_containers(tx)) == self.open
         for place in alive:
             assert (
                 place.offset + HEADER_BYTES + place.stored
@@ -270,17 +297,18 @@ class Files:
             )
         for oid, file in self.files.items():
             starts = list(accumulate((extent.length for extent in file), initial=0))
-            start, some = chunks.get_extents(tx, oid, 4096, starts[-1] // 2)
-            first = starts.index(start)
-            assert some
-            for was, now in zip(file[first:], some, strict=False):
-                place = self.places[was.digest]._replace(server=0) if was.shared else was.place
-                assert now == was._replace(place=place)
+            for offset in starts[:-1:50]:
+                start, some = chunks.get_extents(tx, oid, 64, offset)
+                first = starts.index(start)
+                assert start <= offset < starts[first + len(some)]
+                for was, now in zip(file[first:], some, strict=False):
+                    place = self.places[was.digest]._replace(server=0) if was.shared else was.place
+                    assert now == was._replace(place=place)
             shares = Counter()
             for _, record in tx.range(*keys.chunk_lists(oid)):
                 for container, server, length in chunks.shares_of(tx, record):
                     shares[container] += length
-                    assert server == 1
+                    assert server in (1, self.layouts[container].servers[0])
             stored = Counter()
             for extent in file:
                 place = self.places[extent.digest] if extent.shared else extent.place
