@@ -113,3 +113,21 @@ def test_the_subject_of_a_docstring_is_a_noun() -> None:
     counts = {p: _persons(ast.parse(p.read_text())) for p in (ROOT / "aifs").rglob("*.py")}
     most = sorted(((n, str(p.relative_to(ROOT))) for p, n in counts.items() if n), reverse=True)
     assert sum(counts.values()) <= PERSONS_MAX, most[:20]
+
+
+def test_the_functions_of_the_trips_are_where_the_map_says() -> None:
+    rows = re.findall(
+        r"^\| \(?`(?:(\w+)\.)?(\w+)`\)? \| `(\S+\.py)` \|",
+        (ROOT / "ARCHITECTURE.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) > 40
+    lost = []
+    for class_name, name, path in rows:
+        file = ROOT / "aifs" / path
+        nodes = list(ast.walk(ast.parse(file.read_text()))) if file.exists() else []
+        classes = [n for n in nodes if isinstance(n, ast.ClassDef) and n.name == class_name]
+        places = [n for each in classes for n in each.body] if class_name else nodes
+        if name not in {getattr(node, "name", "") for node in places}:
+            lost.append(f"{class_name}.{name} in {path}")
+    assert not lost, "\n".join(lost)
