@@ -1,4 +1,4 @@
-"""What lies in containers, format 1: chunks; for each a header of 64 bytes, then the stored bytes,
+"""Containers, format 1: they hold chunks; for each a header of 64 bytes, then the stored bytes,
 without gaps.
 
 header (all numbers little-endian)
@@ -33,7 +33,7 @@ _local = threading.local()
 
 
 class ChunkHeader(NamedTuple):
-    """What is before a chunk in its container, but for magic, format and check value."""
+    """The header of a chunk in its container, except magic, format and check value."""
 
     oid: int
     """Whose chunk it is; 0: a shared one."""

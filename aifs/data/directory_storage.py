@@ -202,7 +202,7 @@ class DirectoryStorage(Storage):
         return files.read_into(handle, buffer, offset)
 
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
-        """What the page cache has."""
+        """The part that the page cache has."""
         if not self.can_read_cached:
             return False
         try:

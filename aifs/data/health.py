@@ -47,7 +47,7 @@ class Health:
     def __init__(self, name: str, tell: Callable[[], None] = lambda: None) -> None:
         """``tell`` is called, in any thread, when it begins to fail, and when it works again."""
         self.last_error = ""
-        """What the last operation that failed has said; '' if none has."""
+        """The message of the last operation that failed; '' if none has."""
         self.failing: set[str] = set()
         """Kinds of operation that failed when they were last tried."""
         self.noted = 0

@@ -48,7 +48,7 @@ _giving_up: ContextVar[bool] = ContextVar("giving_up", default=False)
 
 
 class _Here(threading.local):
-    """What a worker thread is doing."""
+    """The work of a worker thread."""
 
     call: "Call | None" = None
 
@@ -81,8 +81,8 @@ def gives_up() -> bool:
 
 @contextmanager
 def in_time(patience: "Patience") -> Iterator[None]:
-    """What is awaited within it may be cancelled: in the background it is, when it takes too long.
-    Raises Hanging.
+    """Calls that are awaited within it may be cancelled: in the background it is, when it takes too
+    long. Raises Hanging.
     """
     if not gives_up() or not patience.is_limited:
         yield
@@ -151,7 +151,7 @@ class Patience:
 
     def __init__(self, limit_s: float = FOR_EVER) -> None:
         self.health: Health | None = None
-        """What is told when the server hangs and answers; None before there is one."""
+        """The listener for when the server hangs and answers; None before there is one."""
         self.answered = trio.Event()
         """Set when the server does not hang any more."""
         self.configured_s = limit_s
@@ -160,7 +160,7 @@ class Patience:
         self._answered_s = -FOR_EVER  # after it hung
         self._left: set[Call] = set()  # given up, and not ended
         self._error = ""
-        """What those are told who meet a server that hangs."""
+        """The error of calls that meet a server that hangs."""
         self.given_up = "", ""
         """Of the call that was given up last: the kind of operation, and what has not ended."""
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class Patience:
         return sum(call.has_begun for call in tuple(self._left))
 
     def error(self) -> Hanging:
-        """What the server is asked for while it hangs is answered with this."""
+        """The answer to requests while the server hangs."""
         return Hanging(self._error)
 
     # --- in worker threads ---

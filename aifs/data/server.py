@@ -43,7 +43,7 @@ class MissingObject(Unavailable):
 
 
 class Moved(NamedTuple):
-    """What a process has moved from and to a server."""
+    """Bytes that a process has moved from and to a server."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -180,7 +180,7 @@ class DataServer:
         self.standing = ACTIVE
         """One of SERVER_STATES, as the store's table has it."""
         self.domain = ""
-        """What fails together with it, as the store's table has it; '': itself alone."""
+        """The domain that fails together with it, as the store's table has it; '': itself alone."""
         self.storage_class = ""
         """'': new files go there; others are for files that have aged."""
         self.absent = ""
@@ -202,10 +202,10 @@ class DataServer:
         self.health = workers.patience.health = Health(f"{self.name} ({self.address})", tell)
         self.latency = Latency()
         self.writing, self.giving = Throughput(), Throughput()
-        """What writes and syncs come to; what is read of a burst directory for grouped writes."""
+        """The rates of writes and syncs, and of reads of a burst directory for grouped writes."""
         self.read_bytes = 0
-        """What requests to it have read since the mount; what the page cache had at once does not
-        count.
+        """Bytes that requests to it have read since the mount; bytes that the page cache had at
+        once do not count.
         """
         self.store = store
         self.database = ""
@@ -459,7 +459,7 @@ class DataServer:
         self.call("write", key, self.storage.truncate, handle, length)
 
     def punch(self, key: Key, handle: int, offset: int, length: int) -> None:
-        """What is there of the range reads as zeros on return, and takes no space. Raises
+        """All of the range that exists reads as zeros on return, and takes no space. Raises
         NotSupported.
         """
         self.call("write", key, self.storage.punch, handle, offset, length)

@@ -173,8 +173,9 @@ class Servers:
         return all(server is None or server.storage.in_place for server in known)
 
     def candidates(self, storage_class: str = "") -> tuple[Candidate, ...]:
-        """What ``usable`` says, without those that are full while others are not, with failure
-        domains, and weights by the free space as last seen. Of another class there may be none.
+        """The servers that are ``usable``, without those that are full while others are not, with
+        failure domains, and weights by the free space as last seen. Of another class there may be
+        none.
         """
         usable = self._chosen(storage_class)
         chosen = tuple(s for s in usable if s.seen is None or s.seen.available > _FULL) or usable

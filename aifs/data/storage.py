@@ -46,7 +46,7 @@ too.
 """
 
 BACKUP = "backup"
-"""What the names of blobs begin with that are backups of the metadata: ``backup/NAME``."""
+"""The prefix of the names of blobs that are backups of the metadata: ``backup/NAME``."""
 
 ANYTHING = object()
 """A blob may be replaced whatever it is, or where there is none."""
@@ -183,7 +183,7 @@ class Storage(ABC):
     @property
     @abstractmethod
     def place(self) -> Hashable | None:
-        """What is different for any two storages, as last identified. Does not block."""
+        """An identity that differs between any two storages, as last identified. Does not block."""
 
     @property
     @abstractmethod
@@ -244,7 +244,7 @@ class Storage(ABC):
         """Cut, or extend with zeros."""
 
     def punch(self, handle: int, offset: int, length: int) -> None:
-        """What is there of the range reads as zeros, and takes no space. With ``holes``."""
+        """All of the range that exists reads as zeros, and takes no space. With ``holes``."""
         raise NotSupported(f"{self.address}: has no holes")
 
     def next_data(self, handle: int, offset: int, end: int) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.storage import Storage
 
 KINDS: dict[str, Callable[[str], Storage]] = {}
-"""What makes storages that are no directories, by kind. Each takes the whole address."""
+"""Makers of storages that are no directories, by kind. Each takes the whole address."""
 
 
 def storage_at(address: str) -> Storage:

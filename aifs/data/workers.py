@@ -46,7 +46,7 @@ class _Batch:
         self.last: Workers | None = None  # of them, which has ended last; None before
 
     def cause(self) -> str:
-        """What the task waits for, or has waited for last."""
+        """The cause that the task waits for, or has waited for last."""
         if self.last is not None:
             return self.last.name
         pending = (workers for (workers, *_), it in zip(self.calls, self.results) if it is _PENDING)

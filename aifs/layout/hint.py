@@ -1,5 +1,5 @@
-"""What a user asks for new files of a directory: layout, and whether they go through the burst
-tier. Pure.
+"""The policy that a user sets for new files of a directory: layout, and whether they go through the
+burst tier. Pure.
 
 The layout's text form is ``kind=interleaved,count=2,compress=zstd:3``."""
 
@@ -44,7 +44,7 @@ class Policy(NamedTuple):
     mirror: int = 0  # other hosts that keep a copy of what is in the burst tier alone
 
     def redundancy(self, default: Redundancy) -> Redundancy:
-        """What protects the files, if ``default`` counts where the policy says nothing."""
+        """The redundancy of the files, if ``default`` counts where the policy says nothing."""
         if self.parity:
             return Redundancy(1, self.data, self.parity)
         return Redundancy(self.replicas) if self.replicas else default
@@ -54,7 +54,7 @@ DEFAULT_POLICY = Policy()
 
 
 def policy_of(of: Layout) -> Policy:
-    """What one would ask for to get this layout."""
+    """The policy that gives this layout."""
     layout = of.objects
     if layout is None:
         return Policy(kind=of.kind)

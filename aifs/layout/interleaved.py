@@ -136,7 +136,7 @@ def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -
 
 
 def redundancy_of(layout: Striped) -> Redundancy:
-    """What protects a container that is laid out so."""
+    """The redundancy of a container that is laid out so."""
     return (
         Redundancy(layout.replicas, layout.width, layout.parity)
         if layout.parity

@@ -1,4 +1,4 @@
-"""What tells the layouts of files apart: all that asks "which kind is it?" asks it here."""
+"""The kinds of layouts of files: the one place where "which kind is it?" is asked."""
 
 from typing import TYPE_CHECKING, ClassVar
 

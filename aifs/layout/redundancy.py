@@ -1,4 +1,4 @@
-"""What protects the bytes of new files: which of policy and configuration counts, and what layout
+"""The redundancy of new files: which of policy and configuration counts, and what layout
 that gives. Pure.
 """
 

@@ -1,1 +1,1 @@
-"""What checksums say of bytes, and which columns may be at fault."""
+"""Whether bytes have their checksums, and which columns may be at fault."""

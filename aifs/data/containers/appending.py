@@ -33,7 +33,7 @@ _BUFFER = max(STRIPE, HEADER_BYTES + CHUNK_MAX) + _ROW_MAX
 """Of a stripe, and of what the one before has left of a row."""
 
 Containers = tuple[tuple[int, ContainerEntry], ...]
-"""What the table says of some containers, by id."""
+"""Entries of the table of containers, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Appending:
 
 
 class Appended(NamedTuple):
-    """What has been appended is durable, but for the columns that are ``unread``."""
+    """The appended chunks are durable, except in the columns that are ``unread``."""
 
     places: list[Location]
     """Where each chunk lies."""
@@ -78,7 +78,7 @@ class Leave(Protocol):
 
 
 class Tools(Protocol):
-    """What it is carried out with."""
+    """The means to carry it out."""
 
     @property
     def servers(self) -> Servers: ...

@@ -1,4 +1,4 @@
-"""What belongs in one column of a protected container, checked chunk by chunk.
+"""The right bytes of one column of a protected container, checked chunk by chunk.
 
 A container says itself what its bytes should be: each chunk has a header with a checksum. So it is
 gone through from its beginning, window by window, and only what has been judged becomes part of the

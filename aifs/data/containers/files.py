@@ -30,7 +30,7 @@ STRIPE_BLOCK = BLOCK_MAX
 
 
 class ContainerEntry(NamedTuple):
-    """What the table says of a container."""
+    """The entry of a container in the table."""
 
     layout: Striped
     length: int

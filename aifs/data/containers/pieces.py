@@ -69,7 +69,7 @@ class FileSource(NamedTuple):
     size: int
     """Bytes of the file."""
     origin: CopyPlace | InObjects
-    """What has its bytes."""
+    """The holder of its bytes."""
     layout: Interleaved
     """How it is cut into chunks."""
     level: int
@@ -86,7 +86,8 @@ class FilePiece(NamedTuple):
 
     @property
     def objects(self) -> InObjects | None:
-        """What its bytes are ``load``-ed from before it is filled; None: ``fill`` reads them."""
+        """The objects from which its bytes are ``load``-ed before it is filled; None: ``fill``
+        reads them."""
         origin = self.source.origin
         return origin if isinstance(origin, InObjects) else None
 
@@ -117,7 +118,7 @@ class HashedPiece(NamedTuple):
     """
 
     copy: CopyPlace
-    """What has the bytes of the file."""
+    """The burst copy that has the bytes of the file."""
     ino: int
     """Of the file, for errors."""
     offset: int

@@ -1,4 +1,4 @@
-"""What lies in a container, by the headers in it."""
+"""The chunks of a container, by the headers in it."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -46,7 +46,7 @@ class Catalogue(Protocol):
     """The keeper of the table of containers."""
 
     async def find(self, container: int) -> ContainerEntry | None:
-        """What the table says of it; None if it has no entry (any more)."""
+        """Its entry in the table; None if it has none (any more)."""
 
     async def new(self, layout: Striped) -> int:
         """The id of a new container, which is on record when this returns. Raises NoSpace,

@@ -1,1 +1,1 @@
-"""What every column of an object set should hold: whose bytes are wrong, and the right ones."""
+"""The bytes that each column of an object set should hold, and the columns with wrong ones."""

@@ -1,5 +1,5 @@
-"""What belongs in one column of an object set: read from its own object, or told by the others, and
-checked.
+"""The right bytes of one column of an object set: read from its own object, or told by the others,
+and checked.
 
 A column that is only moved is read where it lies, and compared with the file's checksums where
 these cover whole runs of it; else a wrong byte stays as wrong as it was, for a scrub to find. A
@@ -105,8 +105,8 @@ class ColumnSource:
             raise Untold(str(error)) from error
 
     async def _fill(self, offset: int, part: memoryview) -> memoryview:
-        """What belongs there, in ``part``, or memory of its length. Raises Unavailable, which says
-        why that cannot be told.
+        """The right bytes, in ``part``, or memory of its length. Raises Unavailable, which says
+        why they cannot be told.
         """
         own: FsError | None = None
         if not self._unread >> self._column & 1:
@@ -273,7 +273,7 @@ class ColumnSource:
         yield from suspect_sets(self._layout, touched, self._unread | 1 << self._column)
 
     def _remember(self, unread: int, certain: bool) -> None:
-        """What was wrong, or failed, in one place is doubted first in the next one."""
+        """Columns that were wrong, or failed, in one place are doubted first in the next one."""
         doubtful = unread & ~self._unread & ~(1 << self._column)
         self._doubted = unread if doubtful else 0
         if certain:

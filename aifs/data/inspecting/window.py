@@ -65,14 +65,14 @@ class Verdict(NamedTuple):
 
 
 class Check(Protocol):
-    """What says whether bytes are right: those of a file by its checksums, those of a container by
+    """A judge of whether bytes are right: those of a file by its checksums, those of a container by
     its chunks.
     """
 
     def at(self, data: memoryview, offset: int, is_last: bool) -> tuple[int, bool | None] | None:
-        """What begins at ``offset``, with ``data`` from there to the end of the window, which
-        ``is_last``: how long it is, and whether it is right (None: nobody knows). None: it does not
-        end in this window. (0, False): nobody knows where it ends."""
+        """Judge the piece that begins at ``offset``, with ``data`` from there to the end of the
+        window, which ``is_last``: how long it is, and whether it is right (None: nobody knows).
+        None: it does not end in this window. (0, False): nobody knows where it ends."""
 
 
 class Window:

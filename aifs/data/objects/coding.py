@@ -77,7 +77,7 @@ class Fragments:
             target[start:end] = memoryview(fragment)[_HEADER : _HEADER + end - start]
 
     def headers(self, length: int) -> list[bytes]:
-        """What stands before fragments of ``length`` bytes."""
+        """The headers of fragments of ``length`` bytes."""
         return [fragment[:_HEADER] for fragment in self.driver.encode(bytes(length * self._data))]
 
 

@@ -195,7 +195,7 @@ class Columns:
         unread: int = 0,
         read: Exact | None = None,
     ) -> memoryview:
-        """What belongs at ``offset`` of the column's object, told by other columns: up to
+        """The right bytes at ``offset`` of the column's object, told by other columns: up to
         ``length`` bytes, fewer only at the end that the object has where the file has ``size``
         bytes.
 

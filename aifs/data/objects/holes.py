@@ -29,7 +29,7 @@ def without_zeros(buffer: memoryview) -> list[tuple[int, memoryview]]:
 
 
 class Sparse(Protocol):
-    """What tells where a file has data."""
+    """A source that knows where a file has data."""
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> Range: ...
 

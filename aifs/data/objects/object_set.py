@@ -39,7 +39,7 @@ Work = tuple[int, Callable[..., Any], tuple]
 
 
 class Bytes(Protocol):
-    """What a file's bytes on the capacity tier are read through, whatever its layout."""
+    """Reads a file's bytes on the capacity tier, in each layout."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are
@@ -136,8 +136,8 @@ class ObjectSet:
             top = self._recovery = Recovery(servers, layout, columns, self._cached, unread)
         past = top
         self._checked = None
-        """What compares bytes with their checksums; None: they have none, or the reader does not
-        ask for it."""
+        """The stage that compares bytes with their checksums; None: they have none, or the reader
+        does not ask for it."""
         load = digests or (shared and shared.load)
         if load is not None:
             checked = CheckedReads(servers, layout, columns, top, load, on_damage, unread)
@@ -158,7 +158,7 @@ class ObjectSet:
         self._failed = 0
         """Mask of columns that could not be written."""
         self._error: FsError | None = None
-        """What the first of them has failed with; None: none has."""
+        """The error of the first of them; None: none has failed."""
 
     @property
     def is_protected(self) -> bool:
@@ -167,7 +167,7 @@ class ObjectSet:
 
     @property
     def row(self) -> int:
-        """What ``write`` takes multiples of."""
+        """The size whose multiples ``write`` takes."""
         return self._layout.row if self._layout.parity else 1
 
     @property

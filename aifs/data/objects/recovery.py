@@ -32,13 +32,13 @@ from aifs.layout.striped import Striped
 _NOTHING = memoryview(b"")
 
 HEAD_START_S = 0.005
-"""What the columns that a hedged read waits for have before others are asked: those that do not
-hang need less.
+"""How long a hedged read waits for its columns before others are asked: those that do not hang
+need less.
 """
 
 _GRACE_S = 0.05
-"""What a server at most has to answer after all: one that is new, or has been slow before, is not
-known to be late otherwise.
+"""How long a server has to answer after all, at most: one that is new, or has been slow before, is
+not known to be late otherwise.
 """
 
 
@@ -46,10 +46,9 @@ class Hedges:
     """Blocks of one protected file that a server takes long for, told by other columns: once for
     all readers that wait for them. Nobody changes the file.
 
-    What is read for that goes through the read cache, too: the other data columns of a coded file
-    are there, or will be asked for next. So a hedge costs the parity of a block, and not what tells
-    it.
-    """
+    The bytes that are read for that go through the read cache, too: the other data columns of a
+    coded file are there, or will be asked for next. So a hedge costs the parity of a block, and not
+    what tells it."""
 
     def __init__(
         self, servers: Servers, layout: Striped, columns: Columns, cached: CachedReads

@@ -33,7 +33,7 @@ def ranges_of(
     others: Sequence[int],
     size: int,
 ) -> list[tuple[int, int, int]]:
-    """What has to be read for runs of a file of ``size`` bytes, as (column, offset, length) without
+    """The ranges to read for runs of a file of ``size`` bytes, as (column, offset, length) without
     overlaps. ``sources``: the column to read each data column from; ``others``: those that tell one
     that has none."""
     ends: dict[int, list[tuple[int, int]]] = {}

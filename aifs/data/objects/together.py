@@ -45,7 +45,7 @@ class Others(Protocol):
 
 
 class Giver(Protocol):
-    """What gives other hosts bytes of a file."""
+    """A reader that gives other hosts bytes of a file."""
 
     async def give(self, offset: int, load: bool) -> memoryview | None:
         """A MiB of the file, or its last bytes; None if it is not here. ``load``: it is fetched if
@@ -57,7 +57,7 @@ Join = Callable[[Key, Giver], Others]
 
 
 class Sharing(NamedTuple):
-    """What it takes to read a file together with other hosts."""
+    """The means to read a file together with other hosts."""
 
     load: LoadDigests
     join: Join

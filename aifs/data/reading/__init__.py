@@ -1,1 +1,1 @@
-"""What reads of all layouts share: buffers, streams of readers, and the read cache."""
+"""Shared by reads of all layouts: buffers, streams of readers, and the read cache."""

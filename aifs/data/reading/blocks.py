@@ -15,7 +15,7 @@ class BlockSource(Protocol):
     """An object, as the cache knows it."""
 
     name: Hashable
-    """What it is invalidated by: the same for all sources of an object."""
+    """The key by which it is invalidated: the same for all sources of an object."""
     cause: str
     """Of waits for it (core/waiting.py)."""
     block: int
@@ -129,8 +129,8 @@ class Block:
             self._ready.set()
 
     async def bytes(self) -> memoryview:
-        """What the object has of this block, read-only: shorter than a block where it ends. Raises
-        the load's error.
+        """The bytes that the object has of this block, read-only: shorter than a block where it
+        ends. Raises the load's error.
 
         Does not suspend if the block is loaded.
         """

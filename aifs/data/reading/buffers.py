@@ -64,7 +64,7 @@ class BudgetedBuffers:
 
     @property
     def free_bytes(self) -> int:
-        """What ``give_back`` could release."""
+        """Bytes that ``give_back`` could release."""
         self._bury()
         return sum(size * len(buffers) for size, buffers in self._free.items())
 

@@ -1,4 +1,5 @@
-"""What a file's reads have in common, and so what will be read next. Pure: offsets in, ranges out.
+"""The pattern of a file's reads, and so the ranges that will be read next. Pure: offsets in, ranges
+out.
 
 A file is read by several *streams* at once: threads, processes that map it, the tensors of one that
 is loaded lazily. Each request continues the stream that it fits, or begins one. A stream is

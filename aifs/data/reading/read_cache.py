@@ -1,4 +1,4 @@
-"""What has been read, in memory: each piece is fetched once however many read it, ahead of them
+"""The read cache, in memory: each piece is fetched once however many read it, ahead of them
 where that pays.
 
 A piece is a *block*: an aligned part of an object, or of a file that has to be put together or
@@ -46,11 +46,11 @@ class Keeping:
     """How much of what has been read is kept, for readers that follow the first one and do not get
     it from a page cache.
 
-    What was read first goes first: if a piece is read again, a reader has passed it, and no more
-    need come. While nobody follows, an eighth of the budget is kept. Once a piece is read that is
-    half way out, or was dropped not long ago, half of the budget is kept, until as much as the
-    whole budget has been fetched without that happening again. So readers of the same bytes that
-    are no further apart have them fetched once.
+    The piece that was read first goes first: if a piece is read again, a reader has passed it, and
+    no more need come. While nobody follows, an eighth of the budget is kept. Once a piece is read
+    that is half way out, or was dropped not long ago, half of the budget is kept, until as much as
+    the whole budget has been fetched without that happening again. So readers of the same bytes
+    that are no further apart have them fetched once.
 
     ``fetched``: bytes that have been fetched so far, as they count in the budget, which is the
     clock of all this.
