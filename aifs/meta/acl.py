@@ -19,7 +19,7 @@ DEFAULT = b"system.posix_acl_default"
 
 USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 ENTRIES_MAX = 511
-"""What the kernel's page for a FUSE filesystem's ACL holds."""
+"""Bytes that the kernel's page for a FUSE filesystem's ACL holds."""
 
 _VERSION = 2
 _HEAD = struct.Struct("<I")
@@ -29,7 +29,8 @@ _SINGLE = (USER_OBJ, GROUP_OBJ, MASK, OTHER)
 
 
 class AclEntry(NamedTuple):
-    """What one user, one group, or all of a kind may: a sum of 4 read, 2 write, 1 execute."""
+    """The permissions of one user, one group, or all of a kind: a sum of 4 read, 2 write, 1
+    execute."""
 
     tag: int
     permissions: int
@@ -69,7 +70,7 @@ def mode_of(entries: list[AclEntry]) -> int:
 
 
 def applied(value: bytes, mode: int) -> tuple[int, bytes]:
-    """What setting ``value`` as access ACL makes of a mode, and of the ACL: empty where the mode
+    """The mode, and the ACL, after ``value`` has been set as access ACL: empty where the mode
     says it all.
     """
     entries = decode(value)

@@ -59,7 +59,7 @@ _NAME = re.compile(
 
 
 class Name(NamedTuple):
-    """What a segment's name says. ``seq`` is None of a base's parts but the last."""
+    """The parts of a segment's name. ``seq`` is None of a base's parts but the last."""
 
     kind: int
     after: int

@@ -26,7 +26,7 @@ Xattrs = Mapping[int, Sequence[tuple[bytes, bytes]]]
 
 
 class Terms(NamedTuple):
-    """What all clones that one request makes have in common."""
+    """Shared by all clones that one request makes."""
 
     now: int
     """Their ctime and time of birth, in ns."""
@@ -171,7 +171,7 @@ class NamesToClone(NamedTuple):
     """Some names of a directory that is cloned."""
 
     inos: list[int]
-    """What they lead to."""
+    """The inodes that they lead to."""
     xattrs: Xattrs
     """Their extended attributes; to look for them costs the more, the more a transaction has
     changed."""
@@ -198,14 +198,14 @@ class Unshared(NamedTuple):
 
 @dataclass(slots=True)
 class ClonedSlice:
-    """What a step of cloning a directory has done."""
+    """The result of a step of cloning a directory."""
 
     directories: list[tuple[int, int]] = field(default_factory=list)
     """Subdirectories, each with its clone, which is empty as yet."""
     linked: dict[int, int] = field(default_factory=dict)
     """By inode number the clones of files with several names."""
     left: list[Unshared] = field(default_factory=list)
-    """What is not cloned yet."""
+    """The rest, which is not cloned yet."""
     after: int = 0
     """The cookie of the last name that was looked at."""
     finished: bool = False

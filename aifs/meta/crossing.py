@@ -47,7 +47,7 @@ class Crossing:
             ord("n"): self._group,
             ord("y"): lambda key, value: keys.host_value(0),  # nobody makes the list any more
         }
-        """What has a function, by its kind: the new value, or None."""
+        """Records of kinds that have a function: the new value, or None."""
 
     def pairs(self, found: Iterable[Pair]) -> Iterator[Pair]:
         """From all records, in order; in order. Raises StoreError for one that is damaged, or that

@@ -165,7 +165,7 @@ def put_abandoned(tx: Transaction, inos: Iterable[int]) -> None:
 
 @dataclass(slots=True)
 class Slice:
-    """What a step of emptying a directory has done."""
+    """The result of a step of emptying a directory."""
 
     erased: list[int] = field(default_factory=list)
     """Inodes that are gone."""

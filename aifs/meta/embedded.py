@@ -104,7 +104,7 @@ def find_programs() -> dict[int, str]:
 
 
 def _run(command: Sequence[str], text: str = "", **how: Any) -> str:
-    """What a program prints. Raises StoreError with what it complained of last."""
+    """The output of a program. Raises StoreError with its last complaint."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, cwd="/", env=_environment(), **how

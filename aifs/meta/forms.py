@@ -193,7 +193,8 @@ class FormChange(NamedTuple):
     due: bool = False
     """The file should be protected and is not."""
     before: Inode | None = None
-    """What its bytes were, as core has it; None where the store has one host, and core is right."""
+    """The file as core has it, by which its bytes were known; None where the store has one host,
+    and core is right."""
 
 
 class ChangedElsewhere(Stale):
@@ -344,7 +345,7 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
 
 
 def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:
-    """What has to be known of a file's objects to read them all: the mask of columns that must not
+    """The facts that it takes to read all of a file's objects: the mask of columns that must not
     be read, and the checksums of all MiBs; b"" where the file has none."""
     records: list[bytes] = []
     whole = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES

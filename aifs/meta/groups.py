@@ -54,10 +54,10 @@ _NAMED_MAX = 8  # ranks that a message names
 
 
 class GroupOptions(NamedTuple):
-    """What a group is asked to be."""
+    """The options of a group, as asked for."""
 
     name: bytes
-    """What people know it by. b"": none, where nothing is shared."""
+    """The name by which people know it. b"": none, where nothing is shared."""
     ranks: int
     """How many there are."""
     chunk: int
@@ -111,7 +111,7 @@ class GroupRecord(NamedTuple):
     id: int
     """Different for each group of the store."""
     options: GroupOptions
-    """What it was asked to be."""
+    """The options that were asked for."""
     asker: Asker
     """The user that has begun the group, and publishes it."""
     created_ns: int
@@ -133,7 +133,7 @@ class GroupRecord(NamedTuple):
     publish_error: str = ""
     """Why it could not be published; '' if it could."""
     report: bytes = b""
-    """What its drain has said, as JSON."""
+    """The report of its drain, as JSON."""
     unequal: bool = False
     """It has failed because its files have sizes that differ."""
     pending: Pending | None = None
@@ -259,8 +259,8 @@ class GroupMember(NamedTuple):
     size: int = 0
     mtime_ns: int = 0
     files: tuple[tuple[bytes, int], ...] = ()
-    """What has to be there when the directory gets its name, as (path below the directory, size or
-    ANY_SIZE)."""
+    """The files that must exist when the directory gets its name, as (path below the directory,
+    size or ANY_SIZE)."""
 
     def encode(self) -> bytes:
         files = b"".join(_FILE.pack(size, len(path)) + path for path, size in self.files)
@@ -284,7 +284,7 @@ def decode_member(record: bytes) -> GroupMember:
 
 
 class GroupPart(NamedTuple):
-    """What a host has of a group."""
+    """The part of a group that a host has."""
 
     ranks: tuple[int, ...] = ()
     """Those that have joined by processes that live there."""

@@ -104,7 +104,7 @@ def decode(data: bytes, salt: int) -> Iterator[tuple[int, bytes]]:
 
 
 def changes(payload: bytes) -> Writes:
-    """What ``encode_changes`` was given."""
+    """The changes that ``encode_changes`` was given."""
     writes: Writes = {}
     offset = 0
     while offset < len(payload):

@@ -83,7 +83,7 @@ def grows(function: Function) -> Function:
 
 
 def patched(value: bytes | None, offset: int, part: bytes) -> bytes:
-    """What ``Transaction.patch`` makes of the value."""
+    """The value after ``Transaction.patch``."""
     end = offset + len(part)
     if value is None or end > len(value):
         raise ValueError("a part that is overwritten must be there")
@@ -121,7 +121,7 @@ class ReadTransaction(ABC):
         return self.get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """What ``get`` returns for each key; at once, where an engine can."""
+        """The values that ``get`` returns for each key; at once, where an engine can."""
         return [self.get(key) for key in keys]
 
     @abstractmethod

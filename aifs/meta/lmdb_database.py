@@ -90,7 +90,8 @@ class Database:
     def __init__(self, directory: str, thorough: bool = True) -> None:
         self._directory = directory
         self.damaged_as: bytes | None = None
-        """What damaged records read as, for whoever has named them all; None: they are not read."""
+        """The value that damaged records read as, after all have been named; None: they are not
+        read."""
         self._named: set[bytes] = set()
         """Keys of damaged records that the log has named."""
         self._path = os.path.join(directory, "data.mdb")
@@ -246,7 +247,7 @@ class Database:
         return self.damaged_as
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """What ``get`` returns for each key, in a third of the time."""
+        """The values that ``get`` returns for each key, in a third of the time."""
         with self._snapshot.cursor() as cursor:
             found = cursor.getmulti(keys)
         if len(found) == len(keys) and all(

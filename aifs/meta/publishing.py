@@ -114,7 +114,7 @@ class Publication(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a publication has changed: the directory as it is now, its name before, files that have
+    """The changes of a publication: the directory as it is now, its name before, files that have
     lost a name, and the tree that is doomed."""
 
     inode: Inode

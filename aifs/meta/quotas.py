@@ -167,7 +167,7 @@ def _give(inode: Inode, project: int) -> None:
 
 @dataclass(slots=True)
 class Spread:
-    """What a step of giving a directory's project to what is in it has done."""
+    """The result of a step of giving a directory's project to all that is in it."""
 
     changed: list[Inode] = field(default_factory=list)
     """As they are now."""

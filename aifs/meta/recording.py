@@ -33,11 +33,11 @@ class Recording(LeveledTransaction):
         self.ranges: list[list[bytes]] = []
         """[start, end) of what was read in order, as far as it was."""
         self.relative: dict[bytes, int | Patches] = {}
-        """What was added, or patched, to keys that were not put before. They are in ``writes``,
-        too.
+        """Numbers and patches that were added to keys that were not put before. They are in
+        ``writes``, too.
         """
         self._before: dict[bytes, tuple[Any, int | Patches | None]] = {}
-        """What ``writes`` and ``relative`` had of the keys written since the mark."""
+        """The values that ``writes`` and ``relative`` had of the keys written since the mark."""
 
     def mark(self) -> None:
         """``undo`` goes back to what is here now."""

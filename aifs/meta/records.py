@@ -126,7 +126,7 @@ class Inode:
     size: int
     """In bytes."""
     blocks: int
-    """What it takes, in blocks of 512 bytes."""
+    """The space that it takes, in blocks of 512 bytes."""
     atime_ns: int
     """Of the last access, since the epoch."""
     mtime_ns: int
@@ -136,7 +136,7 @@ class Inode:
     parent: int = 0
     """The directory of its name; 0: a file that has or had several names."""
     oid: int = 0
-    """What its objects, or its chunk list, are named by; 0: it never had any."""
+    """The number that names its objects, or its chunk list; 0: it never had any."""
     policy: Policy | None = None
     """Of a directory, what its new files and directories inherit; of a file, what it will be laid
     out by when it is drained. None: nothing special.

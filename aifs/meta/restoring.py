@@ -1,5 +1,5 @@
-"""What is in the trash (meta/trash.py) as transaction functions (see kv.py): finding it, giving it
-back a name, emptying.
+"""The contents of the trash (meta/trash.py) as transaction functions (see kv.py): finding it,
+giving it back a name, emptying.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +36,8 @@ def look_up(
     path: Sequence[bytes],
     is_wanted: Callable[[Entry], bool],
 ) -> Entry:
-    """What had this path from a directory on, the last one of several that had and are wanted: by
-    way of directories that are there, or that are in the trash, too. Raises NotFound.
+    """The entry that had this path from a directory on, the last one of several that had and are
+    wanted: by way of directories that are there, or that are in the trash, too. Raises NotFound.
 
     Looks through all that was removed from the directories on the way.
     """

@@ -1,5 +1,5 @@
-"""What refers to a server, found in slices of keys: transaction functions that only look (see
-kv.py).
+"""The records that refer to a server, found in slices of keys: transaction functions that only look
+(see kv.py).
 
 Each returns what it has found in its slice, and where the next one starts (b"": nowhere).
 """

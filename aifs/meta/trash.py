@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     uid: int
     """The user that has removed it."""
     size: int
-    """What it, and all below it, took when it was removed, or UNKNOWN."""
+    """Bytes that it, and all below it, took when it was removed, or UNKNOWN."""
     is_dead: bool
     """A directory that rmdir(2) has removed: the kernel of a host on which programs still are in it
     lets nobody make names there."""

@@ -1,4 +1,4 @@
-"""What a host changes: merged for a commit, and as it waits, told already, for one
+"""The changes of a host: merged for a commit, and as it waits, told already, for one
 (docs/design/replicated.md, Delegations).
 
 A replica is the feed up to its cursor, and then what is ahead of it, in the order of its numbers.
@@ -20,7 +20,7 @@ MAX_SETS = 1024
 """Change sets that may be ahead."""
 
 MAX_BYTES = 1 << 20
-"""What their records may take together; more waits for the database."""
+"""Bytes that their records may take together; more waits for the database."""
 
 MAX_TOLD = 10
 """How many names the log tells of what is lost."""
@@ -41,7 +41,7 @@ _PATCH = struct.Struct("<II")
 
 
 class Changes:
-    """What a transaction, or several ones, change."""
+    """The changes of a transaction, or of several ones."""
 
     __slots__ = ("relative", "writes")
 
@@ -124,7 +124,7 @@ def changes_of(tx: Recording) -> Changes:
 
 
 class ChangeSet:
-    """What a transaction has changed in the replica, and not in the database."""
+    """The changes of a transaction that are in the replica, and not in the database."""
 
     __slots__ = ("changes", "delegations", "length", "number", "seq", "session")
 
@@ -176,7 +176,8 @@ def decode_change_set(record: bytes) -> ChangeSet:
 
 
 def _packed(change: int | Patches) -> bytes:
-    """What is added (i64), behind a byte 0; patches (u32 offset, u32 length, bytes), behind a 1."""
+    """The number that is added (i64), behind a byte 0; patches (u32 offset, u32 length, bytes),
+    behind a 1."""
     if isinstance(change, int):
         return b"\0" + _ADDED.pack(change)
     return b"\1" + b"".join([_PATCH.pack(at, len(part)) + part for at, part in change])
@@ -211,7 +212,7 @@ class Ahead:
         self._uses: dict[bytes, int] = {}
         """How many of them change a key."""
         self._bytes = 0
-        """What their records take."""
+        """Bytes that their records take."""
         for one in sets:
             self.append(one)
 

@@ -104,7 +104,7 @@ class BlockingDatabase:
             cursor.execute("UPDATE aifs.map SET value = %s WHERE key = %s", (value, key))
 
     def values(self, start: bytes, end: bytes) -> dict[bytes, bytes]:
-        """What the map has in [start, end). There is a store."""
+        """The records of the map in [start, end). There is a store."""
         with self.transaction() as cursor:
             cursor.execute(
                 "SELECT key, value FROM aifs.map WHERE key >= %s AND key < %s", (start, end)
@@ -140,15 +140,15 @@ class BlockingDatabase:
             return _one(cursor)
 
     def map_bytes(self) -> int:
-        """What the map takes. There is a store."""
+        """The bytes that the map takes. There is a store."""
         with self.transaction() as cursor:
             cursor.execute("SELECT pg_total_relation_size('aifs.map')")
             return _one(cursor)
 
 
 class Numbering(NamedTuple):
-    """What was numbered last. A store that comes to a database anew goes on behind it: replicas,
-    and hosts that hang, may know those numbers.
+    """The last number that was given. A store that comes to a database anew goes on behind it:
+    replicas, and hosts that hang, may know those numbers.
     """
 
     session: int = 0

@@ -22,7 +22,7 @@ from aifs.core.errors import StoreError, Unavailable
 log = logging.getLogger(__name__)
 
 DONE, CONFLICT, LAPSED, ENDED, RECOVERING, TRIMMED, TAKEN = range(7)
-"""What functions of the schema answer."""
+"""Answers of functions of the schema."""
 
 SCHEMA_VERSION = 2
 NO_STORE = "holds no store; make one with aifs format"
@@ -94,9 +94,9 @@ class Row(NamedTuple):
     absolute: int
     """How many keys, the first ones, were put or deleted; the others were added to or patched."""
     keys: list[bytes | None]
-    """What is changed."""
+    """The keys that are changed."""
     values: list[bytes | None]
-    """What these keys are now; None: deleted."""
+    """The values of these keys now; None: deleted."""
 
 
 class Statement(NamedTuple):

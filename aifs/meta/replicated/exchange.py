@@ -1,4 +1,5 @@
-"""What the engines of hosts tell one another: rows that were committed, and what has been shown.
+"""The messages that the engines of hosts exchange: rows that were committed, and what has been
+shown.
 
 All of it makes things fast, and may be lost: rows are in the database, which is asked for what is
 missing, and what a host has shown is in its beats.

@@ -1,5 +1,5 @@
-"""What a replica holds beside the map: its *cursor*, up to where it has the feed. Views of a
-replica and transactions on it leave the record of the cursor out.
+"""The records that a replica holds beside the map: its *cursor*, up to where it has the feed. Views
+of a replica and transactions on it leave the record of the cursor out.
 """
 
 import struct

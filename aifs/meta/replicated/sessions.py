@@ -302,7 +302,7 @@ class Session:
 
 
 def taken(name: str, address: str, lease_left_s: float) -> str:
-    """What to tell a second host of that name."""
+    """The message for a second host of that name."""
     return (
         f"a host named {name} has the store mounted ({address}). If it is dead, try again in "
         f"{max(0.0, lease_left_s):.0f} s, when its lease is over; if it is another host, give one "
