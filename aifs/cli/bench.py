@@ -151,11 +151,11 @@ class _Place:
 
 def _daemon_of(path: str) -> int:
     """Its pid, or 0 if the path lies in no mount of ours."""
-    from aifs.cli import hints
+    from aifs.cli import door
     from aifs.core.mountinfo import first_aifs
 
     mount, _ = first_aifs(path)
-    return hints.read(mount.mountpoint, hints.STATUS)["pid"] if mount is not None else 0
+    return door.read(mount.mountpoint, "status")["pid"] if mount is not None else 0
 
 
 # --- the works: each gets its directory, bytes, index of files; returns how much it has done ---

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Report, Table, command, group
 from aifs.cli.door import require_inside
 from aifs.cli.output import print_error, when
@@ -131,7 +131,7 @@ def _snapshots(directory: str) -> list[dict[str, Any]]:
 def _is_snapshot(path: str) -> bool:
     """Whether a directory is a snapshot: in .snapshots anybody who may write there can make other
     ones. Raises PermissionError unless the caller may read it."""
-    return bool(hints.read(path, hints.INFO, follow=False).get("snapshot"))
+    return bool(door.read(path, "info", follow=False).get("snapshot"))
 
 
 @snapshot_command.command("rm", examples=_EXAMPLES)

@@ -2,7 +2,7 @@
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Report, Table, group
 from aifs.cli.door import aifs_at, require_aifs
 from aifs.core.errors import ConfigError, MountError
@@ -96,7 +96,7 @@ def set_command(mountpoint: str, key: str, value: str) -> Report:
     path = require_aifs(mountpoint)
     before = _known(read_in_force(path), key)
     try:
-        hints.put(path, hints.CONFIG, f"{key}={value}")
+        door.put(path, "config", f"{key}={value}")
     except OSError as error:
         raise ConfigError(error.strerror or str(error)) from None
     now = read_in_force(path)[key]["value"]
@@ -109,7 +109,7 @@ def read_in_force(mountpoint: str) -> dict[str, dict[str, str]]:
     """By key, the "value" that the mount has in force, its "from" and "can_change". Raises
     MountError."""
     try:
-        return hints.read(mountpoint, hints.CONFIG)
+        return door.read(mountpoint, "config")
     except PermissionError:
         raise MountError(
             f"{mountpoint}: only root and the user who has mounted may see its configuration"

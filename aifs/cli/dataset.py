@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli import dataset_plot
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Pairs, Report, Table, group, number
 from aifs.cli.output import count, describe_error, duration, print_error, progress, size
 from aifs.core.errors import DatasetError
 
 if TYPE_CHECKING:
     from aifs.client.data import Dataset
+    from aifs.datasets.sequence import EpochOrder
 
 _SHUFFLES = {"none": "in file order", "blocks": "shuffled (blocks)", "rows": "row by row, random"}
 _THREADS = 8
@@ -83,7 +84,7 @@ def show_command(path: str, plot: str | None, seed: int | None, **options: Any) 
         "seconds": round(seconds, 3),
     }
     if plot is not None:
-        dataset_plot.plot(dataset, seed, plot)
+        _plot(dataset, seed, plot)
     shown = {"bytes": "-" if bytes_ is None else size(bytes_), "seconds": f"{seconds:.3f}"}
     return Report(told, Pairs((told | shown).items()))
 
@@ -215,3 +216,78 @@ def _rate(dataset: "Dataset", shuffle: str, seconds: float) -> float:
         while time.monotonic() - begun < seconds and (some := sum(1 for _ in islice(rows, 64))):
             given += some
     return given / (time.monotonic() - begun)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+_READ, _THERE, _AT = "#0072B2", "#E69F00", "#D55E00"
+
+
+def _plot(dataset: "Dataset", seed: int | None, path: str) -> None:
+    """A point for each piece of a block, in the order of ``seed``; None: in that of the epoch that
+    is read now and has got furthest, if the mount tells of any, else of seed 0. Raises OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    from aifs.datasets.arrays import ArrayArithmetic
+    from aifs.datasets.sequence import Epoch
+
+    followed = _followed(dataset, seed)
+    order = _order(followed, seed)
+    epoch = Epoch(dataset.index, order, ArrayArithmetic())
+    positions, places = [], []
+    for share in range(order.shares):
+        row = 0
+        for piece in epoch.pieces(share):
+            positions.append(row * order.shares + share)
+            places.append(dataset.index.file_of(piece.block))
+            row += piece.rows
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(positions, places, linestyle="none", marker=".", markersize=3, color=_READ)
+    if there := _in_burst_tier(dataset):
+        label = f"in the burst tier: {len(there)} of {len(dataset.index.paths)} files"
+        axes.barh(there, len(dataset), 1, color=_THERE, alpha=0.35, zorder=0, label=label)
+    if followed is not None:
+        axes.axvline(followed["done_rows"], color=_AT, label="its readers are here")
+    if there or followed is not None:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("row of the epoch")
+    axes.set_ylabel("file, in the order of paths")
+    axes.set_title(f"{dataset.path}: what epoch {order.epoch} of seed {order.seed} reads")
+    figure.savefig(path)
+
+
+def _followed(dataset: "Dataset", seed: int | None) -> dict[str, Any] | None:
+    """The state of the epoch of this seed that is read on the mount; None: there is none."""
+    try:
+        told = door.read(dataset.path, "order")["epochs"]
+    except OSError:  # there is no epoch, or no mount
+        return None
+    fitting = [one for one in told if seed in (None, one["seed"])]
+    return max(fitting, key=lambda one: one["done_rows"], default=None)
+
+
+def _order(followed: dict[str, Any] | None, seed: int | None) -> "EpochOrder":
+    from aifs.datasets.sequence import EpochOrder
+
+    if followed is None:
+        return EpochOrder(seed or 0)
+    told = {name: followed[name] for name in ("seed", "epoch", "shares", "window")}
+    return EpochOrder(**told)
+
+
+def _in_burst_tier(dataset: "Dataset") -> list[int]:
+    """Numbers of the files that have a copy there."""
+    found = []
+    for index, name in enumerate(dataset.index.paths):
+        path = os.path.join(dataset.path, os.fsdecode(name)) if name else dataset.path
+        try:
+            state = door.read(path, "state")
+        except OSError:  # no mount, or gone meanwhile
+            continue
+        found += [index] if state.get("copy") else []
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import MOUNTPOINT, PATH, Column, Report, Table, command, number
 from aifs.cli.door import daemon_of, mount_of, require_inside
 from aifs.cli.output import count, describe_error, duration, print_error, size
@@ -100,7 +100,7 @@ def why_command(what: str, mountpoint: str | None) -> Report:
 def _of_path(path: str) -> dict[str, Any]:
     def ask() -> dict[str, Any]:
         require_inside(path)
-        return hints.read(path, hints.WHY) | {"undrained": _undrained(path)}
+        return door.read(path, "why") | {"undrained": _undrained(path)}
 
     try:
         return within(_ASK_S, ask)
@@ -109,25 +109,25 @@ def _of_path(path: str) -> dict[str, Any]:
         if mount is None:
             raise MountError(f"{path}: does not lie in an AIFS mount") from None
         print_error(f"{path} cannot be looked up now; this is of all of {mount.mountpoint}")
-        return hints.read(mount.mountpoint, hints.WHY)
+        return door.read(mount.mountpoint, "why")
 
 
 def _undrained(path: str) -> dict[str, Any]:
     with suppress(PermissionError):
-        return hints.read(path, hints.DRAIN)
+        return door.read(path, "drain")
     return {}
 
 
 def _of_process(pid: int, mountpoint: str | None) -> dict[str, Any]:
-    name = f"{hints.WHY}.{pid}"
+    name = f"why.{pid}"
     if mountpoint is not None:
         place = mount_of(mountpoint)
-        return {place: hints.read(place, name)}
+        return {place: door.read(place, name)}
     found = {}
     for mount in all_mounts():
         if mount.fstype == FSTYPE:
             try:
-                found[mount.mountpoint] = within(_ASK_S, hints.read, mount.mountpoint, name)
+                found[mount.mountpoint] = within(_ASK_S, door.read, mount.mountpoint, name)
             except OSError as error:
                 print_error(f"{mount.mountpoint} does not tell: {describe_error(error)}")
     return found
@@ -224,10 +224,10 @@ def debug_command(mountpoint: str, output: str | None) -> Report:
         raise MountError(f"{path}: only root and the user who has mounted may see all of it")
     pid = daemon_of(mount)
     asked: dict[str, Callable[[], str]] = {
-        "status.json": lambda: _hint(path, hints.STATUS),
-        "servers.json": lambda: _hint(path, hints.SERVERS),
-        "config.json": lambda: _hint(path, hints.CONFIG),
-        "why.json": lambda: _hint(path, hints.WHY),
+        "status.json": lambda: _hint(path, "status"),
+        "servers.json": lambda: _hint(path, "servers"),
+        "config.json": lambda: _hint(path, "config"),
+        "why.json": lambda: _hint(path, "why"),
         "metrics.txt": lambda: _metrics(path),
         "doctor.json": lambda: _doctor(path),
     }
@@ -276,7 +276,7 @@ def _read(path: str) -> str:
 
 
 def _hint(mountpoint: str, name: str) -> str:
-    return _json(within(_ANSWER_S, hints.read, mountpoint, name))
+    return _json(within(_ANSWER_S, door.read, mountpoint, name))
 
 
 def _about() -> dict[str, Any]:
@@ -304,7 +304,7 @@ def _about() -> dict[str, Any]:
 def _metrics(mountpoint: str) -> str:
     from aifs.watch.figures import expose
 
-    return expose(within(_ANSWER_S, hints.read, mountpoint, hints.STATUS))
+    return expose(within(_ANSWER_S, door.read, mountpoint, "status"))
 
 
 def _doctor(mountpoint: str) -> str:
@@ -332,7 +332,7 @@ def _log(mountpoint: str, source: str, pid: int | None) -> str:
     from aifs.core import config
 
     try:
-        known = json.loads(_hint(mountpoint, hints.CONFIG))
+        known = json.loads(_hint(mountpoint, "config"))
         file_name = known["log.file"]["value"]
     except OSError:  # it does not answer: perhaps it was mounted without another name for it
         file_name = config.load(source, {}).log.file

@@ -4,6 +4,7 @@ Commands ask about each path that they are given, so little is imported here.
 """
 
 import errno
+import json
 import os
 import socket
 import stat
@@ -11,15 +12,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from aifs.cli import hints
 from aifs.core import connections
 from aifs.core.errors import MountError, StoreBusy, UserError
 from aifs.core.limits import within
 from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
+from aifs.core.refusals import explained
 
 if TYPE_CHECKING:
     from aifs.core.config import Config
     from aifs.store.owner import Owner
+
+PREFIX = "user.aifs."
 
 WAITS_S = (1.0, 7.0, 22.0)
 """After each of these an owner file is looked at: in 8 s a daemon has noticed that its database is
@@ -72,7 +75,7 @@ def is_dead(path: str) -> bool:
     """
     for limit_s in WAITS_S:
         try:
-            within(limit_s, os.getxattr, path, hints.NONE)
+            within(limit_s, os.getxattr, path, "user.aifs")
         except TimeoutError:
             _require_database(path)
         except OSError as error:
@@ -171,7 +174,7 @@ def read_status(mountpoint: str) -> dict[str, Any]:
     """The status that the daemon reports. Raises MountError if it is dead or stuck."""
     require_answer(mountpoint)
     try:
-        return within(ANSWER_S, hints.read, mountpoint, hints.STATUS)
+        return within(ANSWER_S, read, mountpoint, "status")
     except OSError as error:
         if is_dead(mountpoint):
             raise MountError(
@@ -181,6 +184,34 @@ def read_status(mountpoint: str) -> dict[str, Any]:
         raise MountError(
             f"{mountpoint}: the mount does not tell its status: {error.strerror}"
         ) from None
+
+
+# --- attributes (aifs/files/asks.py has their meaning) --------------------------------------------
+
+
+def read(path: str, name: str, follow: bool = True) -> dict[str, Any]:
+    """The value of the attribute user.aifs.``name``. Raises OSError."""
+    return json.loads(os.getxattr(path, f"{PREFIX}{name}", follow_symlinks=follow))
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether it says that there is no such attribute."""
+    return error.errno == errno.ENODATA
+
+
+def put(path: str, name: str, value: str = "") -> None:
+    """Set the attribute. Raises OSError with the reason of the mount."""
+    with explained(path, f"{PREFIX}{name}"):
+        os.setxattr(path, f"{PREFIX}{name}", os.fsencode(value))
+
+
+def remove(path: str, name: str) -> None:
+    """Take the attribute back. Raises OSError, as ``put``."""
+    with explained(path, f"{PREFIX}{name}"):
+        os.removexattr(path, f"{PREFIX}{name}")
+
+
+# --- files below ----------------------------------------------------------------------------------
 
 
 def require_files(paths: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, SIZE, Column, Pairs, Report, Table, command, group
 from aifs.cli.output import describe_error, print_error, progress, rate, size, when
 from aifs.core.errors import AifsError, MountError
@@ -188,14 +188,14 @@ async def _run(place: str, order: str, wait: bool) -> dict[str, Any]:
 def _at_mount(mountpoint: str, order: str, wait: bool) -> dict[str, Any]:
     try:
         if order:
-            hints.put(mountpoint, hints.SCRUB, order)
-        status = hints.read(mountpoint, hints.SCRUB)
+            door.put(mountpoint, "scrub", order)
+        status = door.read(mountpoint, "scrub")
         if wait and status["running"]:
             with progress("scrubbing") as show:
                 while status["running"]:
                     _show(show, status)
                     time.sleep(_PAUSE_S)
-                    status = hints.read(mountpoint, hints.SCRUB)
+                    status = door.read(mountpoint, "scrub")
     except PermissionError:
         raise MountError(f"{mountpoint}: only root may scrub a mount") from None
     return status
@@ -209,7 +209,7 @@ async def _by_ourselves(fs: Any, order: str) -> dict[str, Any]:
 
     await fs.scrub.load()
     if order:
-        await fs.setxattr(ROOT_INO, hints.SCRUB.encode(), order.encode(), caller=ROOT)
+        await fs.setxattr(ROOT_INO, b"user.aifs.scrub", order.encode(), caller=ROOT)
     if order.startswith("start"):
         with progress("scrubbing") as show:
             while fs.scrub.status()["running"] or not fs.rebuild.idle:
@@ -217,7 +217,7 @@ async def _by_ourselves(fs: Any, order: str) -> dict[str, Any]:
                 with trio.move_on_after(_PAUSE_S):
                     await fs.scrub.wait()
                     await trio.sleep(_PAUSE_S / 10)
-    return json.loads(await fs.getxattr(ROOT_INO, hints.SCRUB.encode()))
+    return json.loads(await fs.getxattr(ROOT_INO, b"user.aifs.scrub"))
 
 
 def _show(show: Any, status: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Report, Table, group
 from aifs.cli.door import require_inside
 
@@ -36,7 +36,7 @@ def ls_command(path: str) -> Report:
     without a value has not been set."""
     require_inside(path)
     found = {}
-    for row in hints.read(path, hints.HINTS)["hints"]:
+    for row in door.read(path, "hints")["hints"]:
         name = row["name"].partition("[")[0]
         if row["get"] and row["where"] != "root" and name not in _ELSEWHERE:
             is_walk = row["is_costly"] and os.path.isdir(path)
@@ -59,7 +59,7 @@ def ls_command(path: str) -> Report:
 def show_command(path: str, key: str) -> Report:
     """Print the value of the hint KEY of PATH."""
     require_inside(path)
-    value = _parsed(os.getxattr(path, _name_of(key)))
+    value = _parsed(os.getxattr(path, door.PREFIX + _stem_of(key)))
     return Report(value, value if isinstance(value, str) else json.dumps(value, indent=2))
 
 
@@ -78,7 +78,7 @@ def set_command(path: str, settings: tuple[str, ...]) -> None:
         key, equals, value = setting.partition("=")
         if not equals:
             raise click.UsageError(f"{setting} is not KEY=VALUE")
-        hints.put(path, _name_of(key), value)
+        door.put(path, _stem_of(key), value)
 
 
 @hint_command.command(
@@ -90,11 +90,12 @@ def rm_command(path: str, keys: tuple[str, ...]) -> None:
     """Take the hints KEY of PATH back."""
     require_inside(path)
     for key in keys:
-        hints.remove(path, _name_of(key))
+        door.remove(path, _stem_of(key))
 
 
-def _name_of(key: str) -> str:
-    return f"user.aifs.{key.removeprefix('user.aifs.')}"
+def _stem_of(key: str) -> str:
+    """The name without user.aifs., which may be given."""
+    return key.removeprefix(door.PREFIX)
 
 
 def _parsed(value: bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Pairs, Report, Table, command, group, number
 from aifs.cli.door import require_inside
 from aifs.cli.output import count, duration, size
@@ -89,9 +89,9 @@ def _read_info(path: str, tree: bool) -> dict[str, Any]:
     kind = _TYPES.get(stat.S_IFMT(found.st_mode))
     if kind:  # the kernel lets nobody ask user.* attributes of these
         return {"inode": found.st_ino, "type": kind, "size": found.st_size, "links": found.st_nlink}
-    info = hints.read(path, hints.INFO, follow=False)
+    info = door.read(path, "info", follow=False)
     if tree or not stat.S_ISDIR(found.st_mode):
-        info |= hints.read(path, hints.SHARING, follow=False)
+        info |= door.read(path, "sharing", follow=False)
     return info
 
 
@@ -141,7 +141,7 @@ def set_layout_command(path: str, layout: str) -> Report:
     For its owner, and for root.
     """
     before = _read(path)
-    hints.put(path, hints.LAYOUT, layout)
+    door.put(path, "layout", layout)
     return _changed(path, before)
 
 
@@ -152,7 +152,7 @@ def rm_layout_command(path: str) -> Report:
     are."""
     before = _read(path)
     if before != _DEFAULT:
-        hints.remove(path, hints.LAYOUT)
+        door.remove(path, "layout")
     return _changed(path, before)
 
 
@@ -182,9 +182,9 @@ _DEFAULT = "count=0"
 def _read(path: str) -> str:
     require_inside(path)
     try:
-        return os.fsdecode(os.getxattr(path, hints.LAYOUT))
+        return os.fsdecode(os.getxattr(path, "user.aifs.layout"))
     except OSError as error:
-        if hints.is_missing(error):
+        if door.is_missing(error):
             return _DEFAULT
         raise
 
@@ -258,9 +258,9 @@ def show_group_command(path: str) -> Report:
     """
     require_inside(path)
     try:
-        told = hints.read(path, hints.GROUP)
+        told = door.read(path, "group")
     except OSError as error:
-        if not hints.is_missing(error):
+        if not door.is_missing(error):
             raise
         raise UserError(
             f"{path} has no group, and lies below none; setfattr -n user.aifs.group begins one"

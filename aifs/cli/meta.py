@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Report, Table, group, number
 from aifs.cli.door import aifs_at, holder_of, is_dead, read_status, require_answer
 from aifs.cli.output import duration, print_error, progress, size, when
@@ -75,7 +75,7 @@ def _ask(mountpoint: str, directory: str) -> None:
     """Have the mount make one, and wait for it."""
     require_answer(mountpoint)
     token = f"{os.getpid()}-{time.time_ns()}"
-    hints.put(mountpoint, hints.BACKUP, f"{token}:{directory}")
+    door.put(mountpoint, "backup", f"{token}:{directory}")
     while (error := read_status(mountpoint)["backup"]["answers"].get(token)) is None:
         time.sleep(_PAUSE_S)
     if error:

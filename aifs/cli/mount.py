@@ -172,7 +172,7 @@ def _remount(mountpoint: str, options: "MountOptions") -> None:
     read-only cannot become writable. Raises MountError; then nothing has changed, or access times
     alone.
     """
-    from aifs.cli import hints
+    from aifs.cli import door
     from aifs.cli.door import read_status, require_aifs
 
     path = require_aifs(mountpoint)
@@ -182,11 +182,11 @@ def _remount(mountpoint: str, options: "MountOptions") -> None:
         )
     if options.read_only:
         if not os.statvfs(path).f_flag & os.ST_RDONLY:
-            hints.put(path, hints.ATIME, "noatime")
+            door.put(path, "atime", "noatime")
         _change_flags(path, ["ro", *options.fuse_options])
     else:
         _change_flags(path, ["rw", *options.fuse_options])
-        hints.put(path, hints.ATIME, options.atime)
+        door.put(path, "atime", options.atime)
 
 
 def _change_flags(path: str, flags: list[str]) -> None:
@@ -204,9 +204,9 @@ def _change_flags(path: str, flags: list[str]) -> None:
 
 def _name_missing_servers(mountpoint: str) -> None:
     """Print the servers that the mount does without, which else only the log has."""
-    from aifs.cli import hints
+    from aifs.cli import door
 
-    for server in hints.read(mountpoint, hints.STATUS)["servers"]:
+    for server in door.read(mountpoint, "status")["servers"]:
         if server["state"] == "gone":
             print_error(f"warning: mounted without it: {server['last_error']}")
 

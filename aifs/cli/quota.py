@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import COUNT, PATH, SIZE, Column, Report, Table, group, number
 from aifs.cli.door import mount_of, require_inside
 from aifs.cli.output import size as size_in_words
@@ -64,10 +64,10 @@ def set_command(directory: str, size: str | None, files: str | None, no_wait: bo
         for name, value, kind in (("size", size, SIZE), ("files", files, COUNT))
         if value is not None
     ]
-    hints.put(directory, hints.QUOTA, ",".join(limits))
-    while not no_wait and hints.read(directory, hints.QUOTA)["state"] == "counting":
+    door.put(directory, "quota", ",".join(limits))
+    while not no_wait and door.read(directory, "quota")["state"] == "counting":
         time.sleep(_PAUSE_S)
-    found = [{"path": directory, **hints.read(directory, hints.QUOTA)}]
+    found = [{"path": directory, **door.read(directory, "quota")}]
     return Report(found, Table(_QUOTAS, found))
 
 
@@ -83,7 +83,7 @@ def ls_command(mountpoint: str) -> Report:
     directories that they may read."""
     path, found, after = mount_of(mountpoint), list[dict[str, Any]](), 0
     while True:
-        page = hints.read(path, f"{hints.QUOTAS}.{after}")
+        page = door.read(path, f"quotas.{after}")
         found += page["quotas"]
         after = page["next"]
         if not after:
@@ -129,14 +129,14 @@ def rm_command(directory: str) -> None:
     require_inside(directory)
     if _read(directory)["directory"] != os.stat(directory).st_ino:
         raise UserError(f"{directory}: it has no quota of its own")
-    hints.remove(directory, hints.QUOTA)
+    door.remove(directory, "quota")
 
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        return hints.read(path, hints.QUOTA)
+        return door.read(path, "quota")
     except OSError as error:
-        if hints.is_missing(error):
+        if door.is_missing(error):
             raise UserError(f"{path}: no quota counts it") from None
         raise
 

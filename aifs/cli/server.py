@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import DURATION, PATH, Column, Report, Table, group, number
 from aifs.cli.door import aifs_at, holder_of, mount_of, read_status
 from aifs.cli.output import count, duration, print_error, progress, rate, size
@@ -143,7 +143,7 @@ def add_command(burst: bool, domain: str, storage_class: str, place: str, direct
             fields = {"path": directory, "role": "burst" if burst else "data", "domain": domain}
             if storage_class:
                 fields["class"] = storage_class
-            await door.order(hints.SERVER_ADD, **fields)
+            await door.order("server-add", **fields)
             return _find(await door.state(), path=directory)
 
     server = trio.run(add)
@@ -188,7 +188,7 @@ def drain_command(
 
     async def drain() -> bool:
         async with opened(place) as door:
-            await door.order(hints.SERVER_DRAIN, **which, undo=undo)
+            await door.order("server-drain", **which, undo=undo)
             if undo or not (wait or isinstance(door, OpenDoor)):
                 return False
             await wait_for_order(door, which, timeout_s)
@@ -265,7 +265,7 @@ def replace_command(
 
     async def replace() -> tuple[dict[str, Any], bool]:
         async with opened(place, adding=directory) as door:
-            await door.order(hints.SERVER_REPLACE, id=server, path=directory)
+            await door.order("server-replace", id=server, path=directory)
             new = _find(await door.state(), path=directory)
             waited = wait or isinstance(door, OpenDoor)
             if waited:
@@ -360,7 +360,7 @@ async def _removal(
     """Ask for it; how it ends."""
     import trio
 
-    await door.order(hints.SERVER_REMOVE, **which, lost=lost, lose_files=lose_files)
+    await door.order("server-remove", **which, lost=lost, lose_files=lose_files)
     pause_s = _PAUSE_MIN_S
     while True:
         state = await door.state()
@@ -418,7 +418,7 @@ def ls_hosts_command(mountpoint: str) -> Report:
     except for the mirrors of them that other hosts keep; the mirrors of a host are of the bytes of
     others. The host with the role does the background work of the whole store.
     """
-    state = hints.read(_cluster_at(mountpoint), hints.HOSTS)
+    state = door.read(_cluster_at(mountpoint), "hosts")
     return Report(state, Table(_HOSTS, state["hosts"]))
 
 
@@ -435,7 +435,7 @@ def fence_command(mountpoint: str, name: str) -> Report:
     A host that is fenced changes nothing any more, wherever it hangs: its mount ends as soon as it
     notices. Its undrained bytes are there again when it mounts the store again.
     """
-    hints.put(_cluster_at(mountpoint), hints.FENCE, name)
+    door.put(_cluster_at(mountpoint), "fence", name)
     return Report({"fenced": name}, f"the session of host {name} has ended")
 
 
@@ -479,7 +479,7 @@ class MountDoor:
 
     async def order(self, name: str, **fields: Any) -> None:
         try:
-            hints.put(self.where, name, json.dumps(fields))
+            door.put(self.where, name, json.dumps(fields))
         except PermissionError:
             raise StoreError(f"{self.where}: only root may change the servers of a mount") from None
         except OSError as error:
@@ -488,7 +488,7 @@ class MountDoor:
 
     async def state(self) -> dict[str, Any]:
         try:
-            return hints.read(self.where, hints.SERVERS)
+            return door.read(self.where, "servers")
         except OSError as error:
             raise MountError(
                 f"{self.where}: the mount does not tell its servers: {error.strerror}"
@@ -508,7 +508,7 @@ class OpenDoor:
 
         try:
             await self.fs.setxattr(
-                ROOT_INO, name.encode(), os.fsencode(json.dumps(fields)), caller=ROOT
+                ROOT_INO, f"user.aifs.{name}".encode(), os.fsencode(json.dumps(fields)), caller=ROOT
             )
         except FsError as error:
             raise StoreError(str(error)) from None
@@ -516,7 +516,7 @@ class OpenDoor:
     async def state(self) -> dict[str, Any]:
         from aifs.meta.keys import ROOT_INO
 
-        return json.loads(await self.fs.getxattr(ROOT_INO, hints.SERVERS.encode()))
+        return json.loads(await self.fs.getxattr(ROOT_INO, b"user.aifs.servers"))
 
 
 @asynccontextmanager

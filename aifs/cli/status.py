@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import (
     DURATION,
     MOUNTPOINT,
@@ -78,7 +78,7 @@ def status_command(mountpoint: str) -> Report:
 def _undrained_of_hosts(path: str) -> str:
     """Which host has how much in its burst tier alone; the database is asked."""
     try:
-        hosts = within(ANSWER_S, hints.read, path, hints.HOSTS)["hosts"]
+        hosts = within(ANSWER_S, door.read, path, "hosts")["hosts"]
     except OSError as error:
         return f"not known: {error.strerror}"
     sizes = [(host["name"], host["undrained_bytes"]) for host in hosts]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, command, number
 from aifs.cli.door import require_files, walk
 from aifs.cli.output import count, print_error, progress, rate, size
@@ -77,7 +77,7 @@ def left(paths: Sequence[str], before_ns: int | None = None) -> Left:
     """The undrained files of ``paths``. With ``before_ns`` there are none once all that was
     undrained at that time (epoch) is drained.
     """
-    answers = [hints.read(path, hints.DRAIN) for path in paths]
+    answers = [door.read(path, "drain") for path in paths]
     if before_ns is not None:
         answers = [
             answer
@@ -107,7 +107,7 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
     begin_ns, begin = time.time_ns(), time.monotonic()
     first = remaining = left(paths, begin_ns)  # before it is asked for: a little is drained at once
     for path in paths:
-        hints.put(path, hints.DRAIN)
+        door.put(path, "drain")
     said = ""
     try:
         with progress("draining") as show:
@@ -174,9 +174,9 @@ def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Repo
     """
     require_files(paths)
     if check:
-        states = {path: hints.read(path, hints.STATE) for path in paths}
+        states = {path: door.read(path, "state") for path in paths}
         return Report(states, Table(_STAGES, [_stage_of(*each) for each in states.items()]))
-    total = sum(hints.read(path, hints.STATE)["bytes"]["clean"] for path in paths)
+    total = sum(door.read(path, "state")["bytes"]["clean"] for path in paths)
     staged = stage((file for path in paths for file in walk(path)), total, limit)
     return staged.report("staged")
 
@@ -258,14 +258,14 @@ def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged) -> None:
 def _state(path: str) -> dict[str, Any] | None:
     """None if the file is gone."""
     try:
-        return hints.read(path, hints.STATE)
+        return door.read(path, "state")
     except FileNotFoundError:
         return None
 
 
 def _ask(path: str, staged: Staged) -> bool:
     try:
-        hints.put(path, hints.STAGE)
+        door.put(path, "stage")
         return True
     except FileNotFoundError:
         return False
@@ -328,10 +328,10 @@ def evict_command(paths: tuple[str, ...]) -> Report:
     kept = Counter[str]()
     for path in (file for path in paths for file in walk(path)):
         try:
-            state = hints.read(path, hints.STATE)
+            state = door.read(path, "state")
             if not state["copy"]:
                 continue
-            hints.put(path, hints.EVICT)
+            door.put(path, "evict")
         except FileNotFoundError:  # it is gone
             continue
         except OSError as error:
@@ -348,7 +348,7 @@ def evict_command(paths: tuple[str, ...]) -> Report:
 
 
 def _reason(path: str) -> str:
-    state = hints.read(path, hints.STATE)
+    state = door.read(path, "state")
     if state["state"] in ("dirty", "draining"):
         return "dirty"
     if state["pinned"]:
@@ -399,8 +399,8 @@ def _set_tier(paths: tuple[str, ...], tier: str) -> int:
     require_files(paths)
     for path in (item for path in paths for item in walk(path, directories=True)):
         try:
-            if os.getxattr(path, hints.TIER) != tier.encode():
-                hints.put(path, hints.TIER, tier)
+            if os.getxattr(path, "user.aifs.tier") != tier.encode():
+                door.put(path, "tier", tier)
         except FileNotFoundError:  # it is gone
             continue
-    return sum(hints.read(path, hints.STATE)["bytes"]["clean"] for path in paths)
+    return sum(door.read(path, "state")["bytes"]["clean"] for path in paths)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import DURATION, PATH, Column, Report, Table, command, number
 from aifs.cli.door import mount_of
 from aifs.cli.output import count, duration, fold, print_error, rate, size
@@ -105,7 +105,7 @@ def follow(mountpoint: str, limit_s: float | None) -> Iterator[Batch]:
     """The requests that a mount answers from now on (vfs/operation_log.py), for ``limit_s``; now
     and then none. Raises MountError if the caller may not trace, OSError."""
     try:
-        number = hints.read(mountpoint, hints.TRACE)["next"]
+        number = door.read(mountpoint, "trace")["next"]
     except PermissionError:
         raise MountError(
             f"{mountpoint}: only root and the user who has mounted may trace: it shows the "
@@ -117,7 +117,7 @@ def follow(mountpoint: str, limit_s: float | None) -> Iterator[Batch]:
 def _batches(mountpoint: str, number: int, limit_s: float | None) -> Iterator[Batch]:
     end_s = None if limit_s is None else time.monotonic() + limit_s
     while end_s is None or time.monotonic() < end_s:
-        answer = hints.read(mountpoint, f"{hints.TRACE}.{number}")
+        answer = door.read(mountpoint, f"trace.{number}")
         yield answer["lost"], answer["records"]
         number = answer["next"]
         if not answer["records"]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from aifs.cli import hints
+from aifs.cli import door
 from aifs.cli.command import PATH, Column, Report, Table, command, group, number
 from aifs.cli.door import require_inside
 from aifs.cli.output import describe_error, print_error, size, when
@@ -92,7 +92,7 @@ def remove_tree(parent: str, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTTY, errno.EACCES):
             raise
-        hints.put(parent, hints.REMOVE, name)
+        door.put(parent, "remove", name)
         _look_up_anew(os.path.join(parent, name))
 
 
@@ -276,7 +276,7 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
     top = os.path.join(place, rest).rstrip("/")
     cursor = ""
     while cursor is not None:
-        page = hints.read(mount.mountpoint, f"{hints.TRASHED}.{cursor}".rstrip("."))
+        page = door.read(mount.mountpoint, f"trashed.{cursor}".rstrip("."))
         for one in page["entries"]:
             if one["path"] is not None:
                 one["path"] = mount.mountpoint.rstrip("/") + one["path"]

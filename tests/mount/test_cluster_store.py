@@ -264,7 +264,7 @@ def test_a_cluster_is_not_restored_nor_erased_behind_its_hosts(
     local.write_text(f"meta: {{directory: {scratch}/meta}}\nservers: {servers}\n")
     before = everything_in(scratch / "servers")
     for source in (local, alpha):
-        for command in ("restore", "list"):
+        for command in ("restore", "ls"):
             said = refused("meta", command, source)
             assert "the metadata of this store are in postgresql://" in said
     assert "which hosts share by postgresql://" in refused("format", local, "--force")

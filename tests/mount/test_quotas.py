@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import hints
+from aifs.cli import door
 from tests.support.hosts import Both, until
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 from tests.support.users import errno_of, in_process
@@ -134,13 +134,13 @@ def test_a_normal_user(shared: Mounted, team: Path) -> None:
 
     assert in_process(full, ALICE) == errno.EDQUOT
     for order in (
-        lambda: hints.put(str(team), hints.QUOTA, "size=1TiB"),
-        lambda: hints.remove(str(team), hints.QUOTA),
+        lambda: door.put(str(team), "quota", "size=1TiB"),
+        lambda: door.remove(str(team), "quota"),
     ):
         assert in_process(lambda order=order: errno_of(order), ALICE) == errno.EPERM
-    told = in_process(lambda: hints.read(str(team), hints.QUOTA), ALICE)
+    told = in_process(lambda: door.read(str(team), "quota"), ALICE)
     assert (told["used_files"], told["files"]) == (4, 4)
-    seen = in_process(lambda: hints.read(str(shared.path), hints.QUOTAS), ALICE)
+    seen = in_process(lambda: door.read(str(shared.path), "quotas"), ALICE)
     assert [quota["path"] for quota in seen["quotas"]] == [f"/{team.name}"]
     paths = [q["path"] for q in json.loads(aifs("quota", "ls", shared.path, "--json").stdout)]
     assert sorted(paths) == [str(team), str(hidden)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aifs.cli import hints
+from aifs.cli import door
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
 
@@ -23,13 +23,13 @@ class Trace:
 
     def __init__(self, mount: Mounted) -> None:
         self._path = mount.path
-        self._next = hints.read(mount.path, hints.TRACE)["next"]
+        self._next = door.read(mount.path, "trace")["next"]
 
     def records(self) -> list[dict]:
         """What has been answered since the last time."""
         found = []
         while True:
-            told = hints.read(self._path, f"{hints.TRACE}.{self._next}")
+            told = door.read(self._path, f"trace.{self._next}")
             assert told["lost"] == 0
             found += told["records"]
             self._next = told["next"]
@@ -75,13 +75,15 @@ def test_reads_and_writes_by_way_of_the_daemon(module_mount: Mounted, here: Path
 
 def test_it_is_for_root_and_who_has_mounted(module_mount: Mounted) -> None:
     def read() -> int:
-        return errno_of(os.getxattr, module_mount.path, hints.TRACE)
+        return errno_of(os.getxattr, module_mount.path, "user.aifs.trace")
 
     assert in_process(read, uid=NOBODY) == errno.EACCES
     assert read() == 0
-    assert errno_of(os.getxattr, module_mount.path, f"{hints.TRACE}.{1 << 40}") == errno.EINVAL
+    assert errno_of(os.getxattr, module_mount.path, f"user.aifs.trace.{1 << 40}") == errno.EINVAL
     (module_mount.path / "somewhere").mkdir(exist_ok=True)
-    assert errno_of(os.getxattr, module_mount.path / "somewhere", hints.TRACE) == errno.ENODATA
+    assert (
+        errno_of(os.getxattr, module_mount.path / "somewhere", "user.aifs.trace") == errno.ENODATA
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import door, hints, trash  # noqa: F401 - a child of another user cannot import
+from aifs.cli import door, trash  # noqa: F401 - a child of another user cannot import
 from aifs.cli.output import describe_error
 from aifs.client import checkpoint
 from aifs.core import ioctl
@@ -272,10 +272,10 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     shared = here / "shared"
     shared.mkdir()
     owned(shared, ALICE, ALICE, 0o777)
-    assert attempt(ALICE, lambda: hints.put(str(shared), hints.TIER, "fast")) == errno.EINVAL
-    told = in_process(lambda: hints.read(str(shared), "user.aifs.refused"), ALICE)
-    assert told["request"] == hints.TIER and "'fast' is unknown" in told["reason"]
-    assert attempt(BOB, lambda: hints.read(str(shared), "user.aifs.refused")) == errno.ENODATA
+    assert attempt(ALICE, lambda: door.put(str(shared), "tier", "fast")) == errno.EINVAL
+    told = in_process(lambda: door.read(str(shared), "refused"), ALICE)
+    assert told["request"] == "user.aifs.tier" and "'fast' is unknown" in told["reason"]
+    assert attempt(BOB, lambda: door.read(str(shared), "refused")) == errno.ENODATA
 
     def message(act: Callable[[], object]) -> str:
         try:
@@ -287,13 +287,13 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     def of_bob(act: Callable[[], object]) -> str:
         return in_process(lambda: message(act), BOB)
 
-    assert of_bob(lambda: hints.put(str(shared), hints.TIER, "burst")) == (
+    assert of_bob(lambda: door.put(str(shared), "tier", "burst")) == (
         f"{shared}: only its owner and root may do this"
     )
     owned(
         shared, ALICE, ALICE, 0o755
     )  # the kernel refuses by itself: what was said before does not count
-    assert of_bob(lambda: hints.put(str(shared), hints.DRAIN)) == f"{shared}: Permission denied"
+    assert of_bob(lambda: door.put(str(shared), "drain")) == f"{shared}: Permission denied"
     (shared / "tree").mkdir()
     owned(shared / "tree", ALICE, ALICE, 0o755)
     owned(shared, ALICE, ALICE, 0o777)

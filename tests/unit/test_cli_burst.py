@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli import door, hints, output, tiers, umount
+from aifs.cli import door, output, tiers, umount
 from aifs.cli.doctor import burst_checks, drain_checks
 from aifs.cli.main import main
 from aifs.cli.status import SHOWS
@@ -50,7 +50,7 @@ class Played:
 
     def read(self, path: str, name: str, follow: bool = True) -> dict:
         files = [item for item in self.states if item == path or item.startswith(f"{path}/")]
-        if name == hints.DRAIN:
+        if name == "drain":
             dirty = [item for item in files if self.states[item] == "dirty"]
             oldest = self.since_ns if dirty else None
             sizes, writers = (
@@ -65,7 +65,7 @@ class Played:
                 "error": self.error,
                 "hosts": {},
             }
-        assert name == hints.STATE
+        assert name == "state"
         sizes, counts = (
             dict.fromkeys(("dirty", "draining", "clean", "cached"), 0) for _ in range(2)
         )
@@ -88,16 +88,16 @@ class Played:
 
     def put(self, path: str, name: str, value: str = "") -> None:
         state = self.states.get(path)
-        if name == hints.DRAIN:
+        if name == "drain":
             self.draining = True
-        elif name == hints.TIER:
+        elif name == "tier":
             self.tiers[os.path.relpath(path, self.root)] = value
         elif path in self.foreign:
             raise PermissionError(errno.EPERM, "Operation not permitted", path)
-        elif name == hints.STAGE and state == "clean":
+        elif name == "stage" and state == "clean":
             self.staging.append(path)
             self.most_staging = max(self.most_staging, len(self.staging))
-        elif name == hints.EVICT:
+        elif name == "evict":
             if state == "dirty" or path in self.pinned | self.opened | self.needed:
                 raise OSError(errno.EBUSY, "Device or resource busy", path)
             self.states[path] = "clean"
@@ -120,8 +120,8 @@ class Played:
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played(tmp_path)
-    monkeypatch.setattr(hints, "read", played.read)
-    monkeypatch.setattr(hints, "put", played.put)
+    monkeypatch.setattr(door, "read", played.read)
+    monkeypatch.setattr(door, "put", played.put)
     monkeypatch.setattr(door, "require_inside", os.stat)
     monkeypatch.setattr(time, "sleep", played.step)
     return played
@@ -137,7 +137,7 @@ def test_a_mount_that_cannot_tell_what_is_undrained_is_unmounted_all_the_same(mo
     def fail(path: str, name: str) -> dict:
         raise OSError(errno.EIO, "Input/output error", path)
 
-    monkeypatch.setattr(hints, "read", fail)
+    monkeypatch.setattr(door, "read", fail)
     assert umount.find_undrained("/mnt/s").files == 0
 
 
@@ -170,7 +170,7 @@ def test_what_is_drained_as_soon_as_it_is_asked_for_counts(capsys, mount: Played
         put(*arguments)
         mount.states[str(path)] = "cached"
 
-    monkeypatch.setattr(hints, "put", put_and_drain)
+    monkeypatch.setattr(door, "put", put_and_drain)
     assert run(capsys, "drain", path)[1].startswith("drained 1 file (1.00 MiB), ")
 
 
@@ -232,7 +232,7 @@ def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> No
         "",
     )
     assert mount.most_staging == 8
-    assert mount.read(str(mount.root), hints.STATE)["files"]["clean"] == 0
+    assert mount.read(str(mount.root), "state")["files"]["clean"] == 0
 
 
 def test_warm_keeps_to_its_limit(capsys, mount: Played) -> None:
@@ -280,7 +280,7 @@ def test_warm_passes_over_what_is_removed_meanwhile(capsys, mount: Played, monke
     def put(*args: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
-    monkeypatch.setattr(hints, "put", put)
+    monkeypatch.setattr(door, "put", put)
     assert run(capsys, "warm", path) == (0, "staged 0 files, 0 B; there already: 0\n", "")
 
 
@@ -290,7 +290,7 @@ def test_warm_without_a_burst_tier(capsys, mount: Played, monkeypatch) -> None:
     def put(*args: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
 
-    monkeypatch.setattr(hints, "put", put)
+    monkeypatch.setattr(door, "put", put)
     code, _, err = run(capsys, "warm", path)
     assert code == 4 and "the store has no burst tier" in err
 
@@ -339,7 +339,7 @@ def test_pin_sets_the_tier_of_all_and_stages(capsys, mount: Played, monkeypatch)
     mount.file("tree/b", "cached")
 
     def getxattr(path: str, name: str) -> bytes:
-        assert name == hints.TIER
+        assert name == "user.aifs.tier"
         return mount.tiers.get(os.path.relpath(path, mount.root), "default").encode()
 
     monkeypatch.setattr(os, "getxattr", getxattr)
