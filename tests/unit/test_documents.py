@@ -131,3 +131,21 @@ def test_the_functions_of_the_trips_are_where_the_map_says() -> None:
         if name not in {getattr(node, "name", "") for node in places}:
             lost.append(f"{class_name}.{name} in {path}")
     assert not lost, "\n".join(lost)
+
+
+_VERSIONS = r'^(?:\w+, )?_?(?:\w+_)?(?:FORMAT|VERSION) = (?:b"\w+", )?"?([\w ]+?)"?$'
+
+
+def test_the_page_of_formats_has_their_versions() -> None:
+    """Of each row that names a module which has a version, as a cell of its own."""
+    page = (ROOT / "docs/design/formats.md").read_text()
+    seen = 0
+    for row in re.findall(r"^\|.*\|$", page, re.MULTILINE):
+        for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|sql))`", row):
+            module = ROOT / "aifs" / name
+            assert module.exists(), row
+            versions = re.findall(_VERSIONS, module.read_text(), re.MULTILINE)
+            if versions and name not in ("meta/lmdb_pages.py", "core/log.py"):
+                seen += 1
+                assert any(re.search(rf"[`| ]{v}[`| ,(]", row) for v in versions), row
+    assert seen > 10
