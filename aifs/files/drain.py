@@ -11,20 +11,17 @@ import trio
 from aifs.burst.queue import Queue, Rank
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
-from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep, Work
+from aifs.core.upkeep import Work
 from aifs.core.waiting import DRAIN, Ended, doing, waits_for
-from aifs.data.servers import Servers
-from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.draining import Drainer, Draining, DrainOutcome
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.services import Services
 from aifs.files.waiter import Waiter
 from aifs.meta.records import Inode
-from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
 
@@ -53,31 +50,27 @@ class Drain:
 
     def __init__(
         self,
-        config: Config,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
-        ids: IdAllocator,
-        collector: Collector,
         containers: Containers,
         handles: Handles,
-        upkeep: Upkeep,
         ended: Ended,
     ) -> None:
         """``ended`` is told of drains."""
-        burst = config.burst
-        self._servers = servers
+        burst = services.config.burst
+        self._servers = services.servers
         self._ended = ended
         self._tier = tier
         self._handles = handles
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self.workers = burst.drain_workers
         """How many tasks drain at a time."""
         self.limiter = Limiter(burst.drain_bandwidth, self._is_late)
         """Of all drains."""
         self.movers = io.sets.movers(
             Mover(
-                servers.budget,
+                services.servers.budget,
                 self.limiter,
                 burst.ioprio,
                 self._is_in_the_way,
@@ -85,7 +78,15 @@ class Drain:
             )
         )
         """Who carries drains out."""
-        self.drainer = Drainer(config, io, ids, collector, containers, self.movers, self._give_way)
+        self.drainer = Drainer(
+            services.config,
+            io,
+            services.ids,
+            services.collector,
+            containers,
+            self.movers,
+            self._give_way,
+        )
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)

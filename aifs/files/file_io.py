@@ -15,16 +15,13 @@ from aifs.burst.pool import Pool
 from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
-from aifs.core.config import Config
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep, Work
+from aifs.core.upkeep import Work
 from aifs.data.checking.digests import HASHED
-from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
 from aifs.files.by_home import ByHome
 from aifs.files.capacity_io import CapacityIO
-from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.handles import Handles
@@ -33,16 +30,14 @@ from aifs.files.object_sets import ObjectSets
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.open_table import OpenTable
-from aifs.files.quotas import Quotas
+from aifs.files.services import Services
 from aifs.files.settled import SettledReads
 from aifs.files.stage import Stager
 from aifs.files.together import Together
 from aifs.files.transitions import Transitions
 from aifs.files.types import SIZE_MAX
 from aifs.meta import forms
-from aifs.meta.kv import Engine
 from aifs.peers.transport import FilePart
-from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
 
@@ -58,79 +53,71 @@ class FileIO:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
         containers: Containers,
-        ids: IdAllocator,
-        collector: Collector,
         damage: Damage,
         needs: Needs,
         handles: Handles,
-        upkeep: Upkeep,
         pool: Pool,
-        homes: Homes,
-        mirrors: Mirrors,
-        together: Together | None,
-        quotas: Quotas,
     ) -> None:
-        """Makes the parts that it uses, from the lowest to the highest. ``together``: None where
-        the store has one host."""
+        """Makes the parts that it uses, from the lowest to the highest."""
+        config, engine, servers = services.config, services.engine, services.servers
+        peers = services.peers
         self._engine = engine
         self._servers = servers
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self._tier = tier
-        self._quotas = quotas
+        self._quotas = services.quotas
         self._inline_limit = config.layout.inline_limit
         self._find_room = servers.descriptors.find_room
-        self.mirrors = mirrors
+        self.containers = containers
+        self.homes = homes = Homes(engine, servers, peers, config.host.home_wait_s)
+        """Other hosts, as homes of files."""
+        self.mirrors = Mirrors(engine, peers)
         """The copies of undrained files on other hosts."""
-        self.table = OpenTable(engine, handles, collector)
+        self.table = OpenTable(engine, handles, services.collector)
         """Which files are open."""
+        self.together = None if peers is None else Together(servers.cache, peers)
+        """Reads that hosts share; None: the store has one host."""
         verify = config.data.verify == "read"
         self.sets = ObjectSets(
-            engine, servers, containers, self.table, damage, pool, verify, together
+            engine, servers, containers, self.table, damage, pool, verify, self.together
         )
         """What holds bytes on the capacity tier."""
-        self.transitions = Transitions(engine, tier, collector, damage, self.sets.objects_of, homes)
+        self.transitions = Transitions(
+            engine, tier, services.collector, damage, self.sets.objects_of, homes
+        )
         """Changes of forms."""
         urgent = Mover(servers.budget, Limiter(0), "none", is_urgent=_always)
         self.waited_for = self.sets.movers(urgent)
         """Who carries out what somebody waits for."""
         self.capacity = CapacityIO(
-            config, engine, servers, ids, containers, self.transitions, self.waited_for
+            config, engine, servers, services.ids, containers, self.transitions, self.waited_for
         )
         """Changes on the capacity tier."""
         self.burst = BurstIO(config, engine, tier, self.transitions, needs)
         """Changes in the burst tier."""
         self.inodes = OpenInodes(
-            config,
-            engine,
-            servers,
+            services,
             tier,
             self.table,
             self.sets,
             self.transitions,
             self.capacity,
             self.burst,
-            handles,
-            collector,
             homes,
-            upkeep,
         )
         """What is in core."""
         self.by_home = ByHome(engine, homes, self.transitions, self.table, self.inodes)
         """Files whose home is another host."""
         staging = Mover(servers.budget, Limiter(0), config.burst.ioprio, is_urgent=_always)
         self.stager = Stager(
-            config,
-            servers,
+            services,
             tier,
             self.transitions,
             self.capacity,
             self.sets.movers(staging),
-            upkeep,
             self.inodes,
             self.by_home,
         )

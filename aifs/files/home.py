@@ -20,16 +20,15 @@ from aifs.burst.remote import (
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Stale
 from aifs.data.server import DataServer, MissingObject
-from aifs.data.servers import Servers
 from aifs.files import ranges
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.services import Services
 from aifs.files.transitions import alone
 from aifs.files.writeback import WriteBack
 from aifs.meta import keys, namespace
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, FilePart, Peer
@@ -60,27 +59,25 @@ class Home:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
         writeback: WriteBack,
         drain: Drain,
         close: Callable[[OpenInode, bool], Awaitable[None]],
-        kernel: Kernel,
         peers: Peers,
     ) -> None:
         """``close``: what follows when a file that was acquired is needed no more, and whether it
         may have been changed.
         """
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = services.servers
         self._tier = tier
         self._io = io
         self._writeback = writeback
         self._drain = drain
         self._close = close
-        self._kernel = kernel
+        self._kernel = services.kernel
         self._peers = peers
         self._joined: dict[tuple[int, int], _Joined] = {}
         """By session and inode number, what other hosts write to by way of this one."""

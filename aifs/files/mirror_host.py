@@ -9,20 +9,17 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.mirrors import KEEP
-from aifs.burst.remote import Homes, RemoteCopy
+from aifs.burst.remote import RemoteCopy
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.role import Role
 from aifs.core.tasks import run_all
-from aifs.data.servers import Servers
-from aifs.files.collector import Collector
 from aifs.files.drain import Drain, Undrained
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
+from aifs.files.services import Services
 from aifs.meta import mirrors
-from aifs.meta.kv import Engine
 from aifs.meta.mirrors import Mirrored
 from aifs.meta.records import Copy, MirrorOf
 from aifs.peers.peers import Peers
@@ -47,25 +44,21 @@ class MirrorHost:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
-        homes: Homes,
-        collector: Collector,
         io: FileIO,
         drain: Drain,
-        kernel: Kernel,
         role: Role,
         peers: Peers,
     ) -> None:
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = services.servers
         self._tier = tier
-        self._homes = homes
-        self._collector = collector
+        self._homes = io.homes
+        self._collector = services.collector
         self._io = io
         self._drain = drain
-        self._kernel = kernel
+        self._kernel = services.kernel
         self._role = role
         peers.serve(KEEP, self._keep)
 

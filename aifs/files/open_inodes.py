@@ -11,24 +11,20 @@ import trio
 from aifs.burst.copy import BurstCopy
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
-from aifs.core.config import Config
 from aifs.core.errors import FsError, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep, Work
+from aifs.core.upkeep import Work
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.patience import giving_up
-from aifs.data.servers import Servers
 from aifs.files.burst_io import BurstIO
 from aifs.files.capacity_io import CapacityIO, count_blocks
-from aifs.files.collector import Collector
 from aifs.files.forecast import Forecast, Kin
-from aifs.files.handles import Handles
 from aifs.files.object_sets import ObjectSets
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_table import OpenTable
+from aifs.files.services import Services
 from aifs.files.transitions import Transitions
 from aifs.meta import forms, moves, namespace
-from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 
 _log = logger(__name__)
@@ -44,43 +40,40 @@ class OpenInodes:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
         table: OpenTable,
         sets: ObjectSets,
         transitions: Transitions,
         capacity: CapacityIO,
         burst: BurstIO,
-        handles: Handles,
-        collector: Collector,
         homes: Homes,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = services.servers
         self._tier = tier
         self._table = table
         self._sets = sets
         self._transitions = transitions
         self._capacity = capacity
         self._burst = burst
-        self._handles = handles
-        self._collector = collector
+        self._handles = table.handles
+        self._collector = services.collector
         self._homes = homes
-        self._upkeep = upkeep
-        self._inline_limit = config.layout.inline_limit
-        self.commit_interval_s = config.meta.commit_interval_s
+        self._upkeep = services.upkeep
+        self._inline_limit = services.config.layout.inline_limit
+        self.commit_interval_s = services.config.meta.commit_interval_s
         """How often in-core attributes are saved while files are open."""
         self.forecast = Forecast(self._inline_limit)
         """Which new files need no burst copy."""
         self.is_resting = True
         """Write-back has found no open file, and none has been opened since."""
-        self.find_room = servers.descriptors.find_room
+        self.find_room = services.servers.descriptors.find_room
         """Waits, before something is opened, until there are descriptors for it."""
-        servers.descriptors.add_users(table.open.values)
-        servers.tell_of_burst(handles.recall_all)  # files there are read elsewhere, or not any more
+        services.servers.descriptors.add_users(table.open.values)
+        services.servers.tell_of_burst(
+            table.handles.recall_all
+        )  # files there are read elsewhere, or not any more
 
     # --- into core, and out of it ---
 

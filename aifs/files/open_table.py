@@ -22,7 +22,7 @@ class OpenTable:
 
     def __init__(self, engine: Engine, handles: Handles, collector: Collector) -> None:
         self._engine = engine
-        self._handles = handles
+        self.handles = handles
         self._collector = collector
         self.open: dict[int, OpenInode] = {}
         """By inode number, the files that are open."""
@@ -58,7 +58,7 @@ class OpenTable:
 
     def recall(self, ino: int) -> bool:
         """As ``is_open``, also of an inode that is lent. If it is not open, it is lent no more."""
-        return self.is_open(ino) or self._handles.recall(ino)
+        return self.is_open(ino) or self.handles.recall(ino)
 
     def opening(self, *inos: int, lent: bool = False) -> "_Claims":
         """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
@@ -101,7 +101,7 @@ class OpenTable:
             file.forgotten = True
         elif ino in self.claims:
             self.claims[ino].forgotten = True
-        elif self._handles.recall(ino):
+        elif self.handles.recall(ino):
             self.forgotten.add(ino)
         else:
             self.lost.pop(ino, None)
@@ -109,17 +109,17 @@ class OpenTable:
 
     def close_unseen(self, ino: int) -> None:
         """A handle of an inode that is lent is closed, which cannot be brought into core."""
-        if not self._handles.close_unseen(ino) and ino in self.forgotten:
+        if not self.handles.close_unseen(ino) and ino in self.forgotten:
             self.forgotten.discard(ino)
             self._collector.add_orphan(ino)
 
     def recall_all(self) -> None:
         """What is lent was lent by rules that have changed."""
-        self._handles.recall_all()
+        self.handles.recall_all()
 
     def programs_have_open(self) -> list[int]:
         """The numbers of the inodes that programs have open. Takes some milliseconds."""
-        return [ino for ino, file in self.open.items() if file.users] + self._handles.lent_open()
+        return [ino for ino, file in self.open.items() if file.users] + self.handles.lent_open()
 
     def changes_unseen(self, ino: int) -> bool:
         """Whether a file may change without the kernel's knowing, which is to keep none of its
@@ -140,7 +140,7 @@ class OpenTable:
         None."""
         file = self.open.get(ino)
         if file is None:
-            return self._handles.lent_size(ino)
+            return self.handles.lent_size(ino)
         return file.inode.size if file.cached else None
 
     def overtake(self, ino: int) -> None:

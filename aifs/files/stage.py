@@ -15,16 +15,15 @@ from aifs.burst.making import Made, Making
 from aifs.burst.movers import Movers
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
-from aifs.core.config import Config
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.data.checking.checks import Untold
-from aifs.data.servers import Servers
 from aifs.files.by_home import ByHome
 from aifs.files.capacity_io import CapacityIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
+from aifs.files.services import Services
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta.records import Inode
@@ -51,23 +50,21 @@ class Stager:
 
     def __init__(
         self,
-        config: Config,
-        servers: Servers,
+        services: Services,
         tier: BurstTier,
         transitions: Transitions,
         capacity: CapacityIO,
         movers: Movers,
-        upkeep: Upkeep,
         inodes: OpenInodes,
         by_home: ByHome,
     ) -> None:
-        self.on_read = config.burst.stage_on_read
-        self.for_write = config.burst.stage_for_write
-        self._remembered = servers.budget.total // _REMEMBERED_SHARE
+        self.on_read = services.config.burst.stage_on_read
+        self.for_write = services.config.burst.stage_for_write
+        self._remembered = services.servers.budget.total // _REMEMBERED_SHARE
         """Bytes of files that are followed at most."""
         self._tier = tier
         self._transitions = transitions
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self._inodes = inodes
         self._by_home = by_home
         self._capacity = capacity

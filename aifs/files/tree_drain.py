@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import trio
 
-from aifs.burst.remote import Homes
 from aifs.core.tasks import run_all
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.services import Services
 from aifs.meta import keys, namespace
 from aifs.meta.below import is_below
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode, decode_burst
 from aifs.meta.slices import read_slice
 
@@ -31,11 +31,16 @@ class Undrained(NamedTuple):
 class TreeDrain:
     """Used from one trio thread."""
 
-    def __init__(self, engine: Engine, io: FileIO, drain: Drain, homes: Homes) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        services: Services,
+        io: FileIO,
+        drain: Drain,
+    ) -> None:
+        self._engine = services.engine
         self._io = io
         self._drain = drain
-        self._homes = homes
+        self._homes = io.homes
 
     async def undrained_below(self, top: Inode) -> list[Undrained]:
         """Files with names whose newest bytes are in the burst tier alone: ``top``, as it is now,

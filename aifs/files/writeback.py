@@ -16,11 +16,10 @@ from aifs.core.tasks import run_all
 from aifs.core.upkeep import NEVER_S
 from aifs.data.health import ObjectFails
 from aifs.data.server import MissingObject
-from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import LostBytes
+from aifs.files.services import Services
 from aifs.meta import forms, namespace
-from aifs.meta.kv import Engine
 
 _log = logger(__name__)
 
@@ -36,17 +35,15 @@ class WriteBack:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
-        servers: Servers,
-        interval_s: float,
     ) -> None:
-        self._engine = engine
+        self._engine = services.engine
         self._tier = tier
         self._io = io
-        self._servers = servers
-        self._interval_s = interval_s
+        self._servers = services.servers
+        self._interval_s = services.config.data.writeback_interval_s
         self._next_sync_s = 0.0  # by trio's clock
         self._is_idle = True
 

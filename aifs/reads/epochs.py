@@ -22,7 +22,7 @@ import trio
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, FsError, Invalid, NotADirectory, NotFound, NotSupported
 from aifs.core.log import logger
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.datasets.ahead import FileNeed, parse
 from aifs.datasets.index import INDEX_NAME
 from aifs.datasets.sequence import EpochOrder
@@ -30,10 +30,11 @@ from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import asker_of
+from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.reads.followed import FollowedEpoch
 from aifs.upkeep.evict import Evictor
 
@@ -55,13 +56,17 @@ class Epochs:
     """Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, io: FileIO, tier: BurstTier, evictor: Evictor, upkeep: Upkeep
+        self,
+        services: Services,
+        io: FileIO,
+        tier: BurstTier,
+        evictor: Evictor,
     ) -> None:
-        self._engine = engine
+        self._engine = services.engine
         self._io = io
         self._tier = tier
         self._evictor = evictor
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self._epochs: dict[_Key, FollowedEpoch] = {}
         """Whoever has had a file brought is the last."""
         self._choosing = trio.Lock()

@@ -22,16 +22,16 @@ import trio
 from aifs.core.errors import AccessDenied, Busy, FsError, Invalid, NotADirectory, NotFound
 from aifs.core.log import logger
 from aifs.core.start_record import KEPT, STORED_MAX, SUFFIX, StartRecord, decode, encode
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
 from aifs.files.permissions import READ, asker_of, require_may
+from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.askers import Asker
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode
 from aifs.reads.recording import StartRecording, StartRecordings
@@ -85,19 +85,17 @@ class Starts:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         io: FileIO,
-        upkeep: Upkeep,
-        kernel: Kernel,
         put: Put,
         unlink: Callable[[int, bytes], Awaitable[None]],
         recordings: StartRecordings,
     ) -> None:
         """``unlink``: the name of a file in a directory."""
-        self._engine = engine
+        self._engine = services.engine
         self._io = io
-        self._upkeep = upkeep
-        self._kernel = kernel
+        self._upkeep = services.upkeep
+        self._kernel = services.kernel
         self._put = put
         self._unlink = unlink
         self._recordings = recordings

@@ -8,19 +8,18 @@ from typing import Any
 
 import trio
 
-from aifs.burst.remote import SYNC, Homes
+from aifs.burst.remote import SYNC
 from aifs.core.errors import Unavailable
 from aifs.core.role import Role
 from aifs.core.tasks import run_all
 from aifs.core.waiting import HOST, waits_for
 from aifs.data.patience import giving_up
-from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
+from aifs.files.services import Services
 from aifs.files.writeback import WriteBack
 from aifs.meta import below, hosts, keys, namespace, paths
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Dentry, decode_burst
-from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 
 _DIRECTORY = stat.S_IFDIR >> 12
@@ -36,23 +35,19 @@ class Barrier:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
         writeback: WriteBack,
-        homes: Homes,
         role: Role,
-        peers: Peers | None,
     ) -> None:
-        """``peers``: None where the store has one host."""
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = services.servers
         self._io = io
         self._writeback = writeback
-        self._homes = homes
+        self._homes = io.homes
         self._role = role
-        if peers is not None:
-            peers.serve(SYNC, self._serve)
+        if services.peers is not None:
+            services.peers.serve(SYNC, self._serve)
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
         """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it; those

@@ -13,9 +13,10 @@ from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.role import Role
 from aifs.files.drain import Drain, Undrained
+from aifs.files.services import Services
 from aifs.meta import groups, hosts, namespace
 from aifs.meta.groups import GroupMember
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.saves.course import Course, Publish
 from aifs.saves.group import DirectoryGroup, File
@@ -35,7 +36,7 @@ class Life:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         drain: Drain,
         table: GroupTable,
         members: Members,
@@ -43,10 +44,9 @@ class Life:
         course: Course,
         living: Living,
         role: Role,
-        deadline_s: float,
     ) -> None:
         """``deadline_s``: how long files are withheld from the usual drain at most."""
-        self._engine = engine
+        self._engine = services.engine
         self._drain = drain
         self._table = table
         self._members = members
@@ -54,7 +54,7 @@ class Life:
         self._course = course
         self._living = living
         self._role = role
-        self._deadline_s = deadline_s
+        self._deadline_s = services.config.burst.drain_deadline_s
 
     async def load(self, undrained: list[Undrained]) -> None:
         """What an earlier mount has left; the drain knows of the files already."""

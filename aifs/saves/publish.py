@@ -18,25 +18,17 @@ from aifs.files import permissions, rights, virtual
 from aifs.files.asks import DIRECTORY, Ask, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.heirlooms import Heirlooms
-from aifs.files.kernel import Kernel
-from aifs.files.looked_up import LookedUp, Name, if_looked_up
-from aifs.files.refusals import Refusals
-from aifs.files.serve_options import ServeOptions
-from aifs.files.tree_drain import TreeDrain
+from aifs.files.looked_up import Name, if_looked_up
+from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
-from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import forms, keys, namespace, publishing
-from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
 from aifs.meta.trash import Remover
-from aifs.saves.barrier import Barrier
-from aifs.saves.naming import Naming
+from aifs.saves.ready import Readiness
 from aifs.saves.retention import Retention
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
-from aifs.upkeep.trash_rules import TrashRules
 
 _DURABLE = faults.declare(
     "vfs.publish.durable", "all below a tree is durable, it has not got its new name yet"
@@ -88,41 +80,30 @@ class Publishing:
 
     def __init__(
         self,
-        engine: Engine,
-        ids: IdAllocator,
+        services: Services,
         io: FileIO,
-        barrier: Barrier,
+        ready: Readiness,
         drain: Drain,
-        naming: Naming,
         doomed: DoomedTrees,
-        rules: TrashRules,
         retention: Retention,
-        kernel: Kernel,
-        heirlooms: Heirlooms,
-        trees: TreeDrain,
-        refusals: Refusals,
-        options: ServeOptions,
-        looked_up: LookedUp,
         unlinked: Callable[[Inode], None],
         forget: Callable[[list[int]], None],
     ) -> None:
         """``unlinked``: a transaction has taken a name of this inode away; ``forget``: the kernel
         has dropped these inodes."""
-        self._engine = engine
-        self._ids = ids
+        self._engine = services.engine
+        self._ids = services.ids
         self._io = io
-        self._barrier = barrier
+        self._ready = ready
         self._drain = drain
-        self._naming = naming
+        self._naming = ready.naming
         self._doomed = doomed
-        self._rules = rules
+        self._rules = doomed.rules
         self._retention = retention
-        self._kernel = kernel
-        self._heirlooms = heirlooms
-        self._trees = trees
-        self._refusals = refusals
-        self._options = options
-        self._looked_up = looked_up
+        self._kernel = services.kernel
+        self._refusals = services.refusals
+        self._options = services.options
+        self._looked_up = services.looked_up
         self._unlinked = unlinked
         self._forget = forget
         self.published = 0
@@ -196,10 +177,10 @@ class Publishing:
         """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
         elsewhere meanwhile; Stale if one of those that are ``known`` does."""
         named = [moving]
-        synced = await self._make_durable(moving, new_parent)
+        synced = await self._ready.make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
             named.append(await self._engine.view(namespace.get_dentry, new_parent, new_name))
-            synced |= await self._make_durable(named[1], parent)
+            synced |= await self._ready.make_durable(named[1], parent)
         directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
         cookies = (await self._ids.take(), await self._ids.take())
@@ -247,7 +228,7 @@ class Publishing:
         what.check()
         await self._engine.view(require_may_publish, what, caller)
         published = Dentry(what.ino, 0, _DIRECTORY)
-        synced = await self._make_durable(published, what.parent, strict=True)
+        synced = await self._ready.make_durable(published, what.parent, strict=True)
         faults.reach(_DURABLE)
         final = what.parent, what.name
         old = await self._engine.view(_place_of, what.ino)
@@ -305,24 +286,6 @@ class Publishing:
             # Only now, for until here the kernel opened them by the names that it knew. Of those
             # that it has never looked up it does not say that it forgets them.
             self._forget([inode.ino for inode in done.unlinked])
-
-    async def _make_durable(
-        self, dentry: Dentry, new_parent: int, strict: bool = False
-    ) -> dict[int, object | None]:
-        """All that ``dentry`` names is where the policy of the new directory wants it before it
-        shows, and its group lets it get a name. Returns the files that had to be synced here, as
-        OpenTable.forgetting wants them. ``strict``: see Barrier.sync_below."""
-        if dentry.type == _DIRECTORY:
-            await self._naming.require_complete(dentry.ino)
-        synced = await self._barrier.sync_below(dentry, strict)
-        policy = (await self._heirlooms.of(new_parent)).policy or DEFAULT_POLICY
-        lacking = self._io.mirrors.lacking and await self._io.mirrors.find_lacking()
-        if policy.publish == "capacity" or lacking:  # what has no mirror has to be somewhere else
-            inode = await self._engine.view(namespace.get_inode, dentry.ino)
-            await self._trees.wait(self._io.inodes.current(inode), strict=True)
-        if dentry.type == _DIRECTORY:
-            await self._naming.check_files(dentry.ino)
-        return synced
 
 
 def _publish(

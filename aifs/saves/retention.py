@@ -17,19 +17,18 @@ import trio
 
 from aifs.core import clock, retention
 from aifs.core.clock import careful_clock
-from aifs.core.config import Config
 from aifs.core.errors import AccessDenied, FsError, Invalid, NotFound, NotPermitted, Unavailable
 from aifs.core.log import logger
 from aifs.core.retention import Keep, ListedCheckpoint
-from aifs.core.upkeep import Upkeep, Work
+from aifs.core.upkeep import Work
 from aifs.files import permissions, rights
 from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
+from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import dooming, groups, keys, namespace, paths, publishing
 from aifs.meta.askers import Asker
-from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode, decode_entry
@@ -50,24 +49,21 @@ class Retention:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
+        services: Services,
         io: FileIO,
         doomed: DoomedTrees,
         rules: TrashRules,
-        upkeep: Upkeep,
-        kernel: Kernel,
     ) -> None:
-        self._abandoned_after_s = config.publish.abandoned_after_s
-        self._engine = engine
+        self._abandoned_after_s = services.config.publish.abandoned_after_s
+        self._engine = services.engine
         self._io = io
         self._doomed = doomed
         self._rules = rules
         self.kept: set[int] = set()  # directories that have, or had, a policy
         self._due: set[int] = set()
         self._everything_at_s = -math.inf  # by trio's clock
-        self._upkeep = upkeep
-        self._kernel = kernel
+        self._upkeep = services.upkeep
+        self._kernel = services.kernel
         self.now_ns = careful_clock()
         """The time of day by which things are old."""
 

@@ -75,7 +75,7 @@ class DoomedTrees:
         self._removed_inodes = 0
         """Since the mount."""
         self._upkeep = upkeep
-        self._rules = rules
+        self.rules = rules
         self._on_gone = on_gone
         self._kernel = kernel
         self.emptying = trio.Lock()
@@ -102,7 +102,7 @@ class DoomedTrees:
         NotPermitted.
         """
         inode = await self._engine.transact(
-            _doom, parent, name, caller, clock.kernel_ns(), self._rules.remover(caller)
+            _doom, parent, name, caller, clock.kernel_ns(), self.rules.remover(caller)
         )
         self.take(inode)
         return inode

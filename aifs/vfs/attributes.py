@@ -5,20 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from aifs.core.names import NAME_MAX
-from aifs.core.upkeep import Upkeep, Work
-from aifs.data.servers import Servers
+from aifs.core.upkeep import Work
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint
 from aifs.files.file_io import FileIO
-from aifs.files.heirlooms import Heirlooms
-from aifs.files.quotas import Quotas
+from aifs.files.services import Services
 from aifs.files.types import BLOCK_SIZE, CallerLike, SetAttr, StatFs
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.virtual import require_on_record
 from aifs.meta import keys, namespace
-from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
-from aifs.reads.virtual.files import VirtualFiles
 from aifs.vfs import attribute_changes
 from aifs.vfs.open_files import OpenFiles
 
@@ -28,23 +25,18 @@ class Attributes:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
         files: OpenFiles,
-        virtual: VirtualFiles,
-        quotas: Quotas,
-        upkeep: Upkeep,
-        heirlooms: Heirlooms,
     ) -> None:
-        self._engine = engine
-        self._upkeep = upkeep
-        self._quotas = quotas
-        self._virtual = virtual
-        self._servers = servers
+        self._engine = services.engine
+        self._upkeep = services.upkeep
+        self._quotas = services.quotas
+        self._virtual = files.virtual
+        self._servers = services.servers
         self._io = io
         self._files = files
-        self._heirlooms = heirlooms
+        self._heirlooms = services.heirlooms
 
     async def getattr(self, ino: int) -> Inode:
         """The inode as it is now: in core, if it is open, else on record. Raises NotFound."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.burst.remote import EVICT, Homes
+from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut
 from aifs.files import rights
@@ -21,14 +21,13 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
-from aifs.files.stage import Stager
+from aifs.files.services import Services
 from aifs.files.tree_drain import TreeDrain
 from aifs.files.types import CallerLike
 from aifs.meta import keys, sharing
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
-from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 from aifs.upkeep.evict import Evictor
 from aifs.vfs.attributes import Attributes
@@ -63,31 +62,27 @@ class BurstHints:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
         drain: Drain,
-        stager: Stager,
         needs: Needs,
         evictor: Evictor,
         attributes: Attributes,
-        homes: Homes,
         trees: TreeDrain,
-        peers: Peers | None,
     ) -> None:
-        """``peers``: None where the store has one host."""
-        self._engine = engine
+        self._engine = services.engine
         self._tier = tier
         self._io = io
         self._drain = drain
-        self._stager = stager
+        self._stager = io.stager
         self._needs = needs
         self._evictor = evictor
         self._attributes = attributes
-        self._homes = homes
+        self._homes = io.homes
         self._trees = trees
-        if peers:
-            peers.serve(EVICT, self._serve_evict)
+        if services.peers:
+            services.peers.serve(EVICT, self._serve_evict)
 
     # --- where the bytes are ---
 

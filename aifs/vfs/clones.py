@@ -26,17 +26,14 @@ from aifs.files import permissions, ranges, rights, virtual
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.quotas import Quotas
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.transitions import alone
 from aifs.files.types import CallerLike
 from aifs.meta import clones, dooming, namespace
 from aifs.meta.clones import Terms, Unshared
-from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Result, Transaction, grows
 from aifs.meta.records import Inode
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.open_files import OpenFiles
 
@@ -54,25 +51,21 @@ class Clones:
 
     def __init__(
         self,
-        engine: Engine,
-        ids: IdAllocator,
+        services: Services,
         io: FileIO,
         drain: Drain,
         doomed: DoomedTrees,
-        kernel: Kernel,
         files: OpenFiles,
-        options: ServeOptions,
-        quotas: Quotas,
     ) -> None:
-        self._engine = engine
-        self._quotas = quotas
-        self._ids = ids
+        self._engine = services.engine
+        self._quotas = services.quotas
+        self._ids = services.ids
         self._io = io
         self._drain = drain
         self._doomed = doomed
-        self._kernel = kernel
+        self._kernel = services.kernel
         self._files = files
-        self._options = options
+        self._options = services.options
 
     async def clone(
         self,

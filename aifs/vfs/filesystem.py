@@ -4,9 +4,7 @@ operations.
 
 from functools import partial
 
-from aifs.burst.mirrors import Mirrors
 from aifs.burst.pool import Pool
-from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import RELAX_EVERY_S
@@ -32,30 +30,19 @@ from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.quotas import Quotas
 from aifs.files.refusals import Refusals
 from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.stage import WORKERS as STAGERS
-from aifs.files.together import Together
 from aifs.files.tree_drain import TreeDrain
 from aifs.files.writeback import WriteBack
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
-from aifs.reads.recording import StartRecordings
 from aifs.reads.starts import Starts
 from aifs.reads.virtual.files import VirtualFiles
 from aifs.saves.barrier import Barrier
-from aifs.saves.closing import Closing
-from aifs.saves.course import Course
-from aifs.saves.group_drain import GroupDrain
-from aifs.saves.joint import Joint
-from aifs.saves.life import Life
-from aifs.saves.living import Living
-from aifs.saves.members import Members
-from aifs.saves.naming import Naming
-from aifs.saves.part_host import PartHost
-from aifs.saves.parts import Parts
-from aifs.saves.protocol import Groups
 from aifs.saves.publish import Publishing
+from aifs.saves.ranks import RankGroups
+from aifs.saves.ready import Readiness
 from aifs.saves.retention import Retention
-from aifs.saves.table import GroupTable
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.store.store import Store
@@ -123,26 +110,44 @@ class Filesystem:
     ) -> None:
         """``hosts``: whom to share locks with, if not with those that the store has."""
         config, engine, servers = store.config, store.engine, store.servers
-        self.store, self.kernel, self.options = store, kernel, options
+        self.store, self.kernel, self.options, self._share = store, kernel, options, share
         self.role: Role = store.role
-        self.recovered = recovered = Recovered()
-        self.refusals = refusals = Refusals()
-        self.operation_log = operation_log = OperationLog(kernel.see_all)
-        self.served = served = AllServed()
+        self.recovered = Recovered()
+        self.operation_log = OperationLog(kernel.see_all)
+        self.served = AllServed()
         self.upkeep = upkeep = Upkeep(share)
         self.damage = damage = Damage(upkeep)
         self.findings = findings = Findings()
+        self.slow_request_s = config.kernel.slow_request_s
+        """After how long a request is logged; 0: never."""
 
-        # What keeps the bytes of files, and gives up what nobody refers to.
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
-        self.quotas = quotas = Quotas(engine)
-        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0, quotas)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
-        homes = Homes(engine, servers, store.peers, config.host.home_wait_s)
-        self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep, self.role)
-        self.pool = pool = Pool(
+        self.quotas = quotas = Quotas(engine)
+        self.services = services = Services(
+            config,
+            engine,
+            servers,
+            ids,
+            collector,
+            upkeep,
+            kernel,
+            options,
+            quotas,
+            Heirlooms(engine),
+            LookedUp(engine, kernel),
+            Refusals(),
+            store.table,
+            store.peers,
+        )
+        self.refusals, self.heirlooms = services.refusals, services.heirlooms
+
+        # The bytes of files.
+        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0, quotas)
+        self.needs = needs = Needs(engine, servers, findings.wrong_objects)
+        self.pool = Pool(
             config.data.movers,
             servers,
             store.uuid,
@@ -160,310 +165,227 @@ class Filesystem:
             damage.report,
             config.data.min_spare,
         )
-        peers = store.peers
-        together = None if peers is None else Together(servers.cache, peers)
-        self.io = io = FileIO(
-            config,
-            engine,
-            servers,
-            tier,
-            containers,
-            ids,
-            collector,
-            damage,
-            needs,
-            handles,
-            upkeep,
-            pool,
-            homes,
-            Mirrors(engine, peers),
-            together,
-            quotas,
-        )
-        self.writeback = writeback = WriteBack(
-            engine, tier, io, servers, config.data.writeback_interval_s
-        )
-        self.stager = stager = io.stager
-        ended = operation_log.ended
-        self.drain = drain = Drain(
-            config, servers, tier, io, ids, collector, containers, handles, upkeep, ended
-        )
+        self.io = io = FileIO(services, tier, containers, damage, needs, handles, self.pool)
+        self.writeback = WriteBack(services, tier, io)
+        self.stager = io.stager
+        ended = self.operation_log.ended
+        self.drain = drain = Drain(services, tier, io, containers, handles, ended)
 
         # Groups of ranks.
-        self.group_drain = group_drain = GroupDrain(
-            config, engine, servers, io, ids, collector, containers, drain.movers
+        barrier = Barrier(services, io, self.writeback, self.role)
+        self.ranks = ranks = RankGroups(
+            services, tier, io, self.writeback, drain, barrier, self.role, ended
         )
-        members = Members(engine, tier, io, writeback, drain, group_drain)
-        barrier = Barrier(engine, servers, io, writeback, homes, self.role, store.peers)
-        parts = Parts(engine, barrier, self.role, servers, store.peers)
-        joint = Joint(engine, parts, members, group_drain.storing, config.host.bandwidth)
-        self.group_table = table = GroupTable(engine, upkeep)
-        part_host = PartHost(engine, table, members, drain, parts, joint, store.peers)
-        course = Course(engine, table, members, parts, joint, part_host, ended)
-        closing = Closing(engine, io, writeback, drain, table, members, parts, course)
-        naming = Naming(engine, io, table)
-        living = Living(engine, table, parts, course)
-        self.groups = groups = Groups(engine, io, barrier, ids, table, parts, course, living)
-        self.group_life = group_life = Life(
-            engine,
-            drain,
-            table,
-            members,
-            parts,
-            course,
-            living,
-            self.role,
-            config.burst.drain_deadline_s,
-        )
+        self.group_drain, self.group_table = ranks.drain, ranks.table
+        self.groups, self.group_life = ranks.groups, ranks.life
 
-        # What looks after the store.
-        self.trash_rules = rules = TrashRules(engine, upkeep, config.trash.keep_s)
-        self.doomed = doomed = DoomedTrees(
-            engine, io, drain, collector, upkeep, rules, closing.gone, kernel
+        self._make_keepers()
+        virtual = VirtualFiles(engine, io, servers, services.refusals)
+        self.files = OpenFiles(
+            services, tier, handles, io, self.writeback, drain, ranks.closing, virtual
         )
-        self.trash = trash = Trash(engine, servers, drain, collector, doomed, rules, upkeep)
-        self.retention = retention = Retention(config, engine, io, doomed, rules, upkeep, kernel)
-        self.evictor = evictor = Evictor(engine, tier, io, collector, needs)
-        self.compaction = compaction = Compaction(
+        self.attributes = Attributes(services, io, self.files)
+        self._serve_hosts(hosts)
+        self._make_names(barrier)
+        self._make_hints()
+        self._set_operations()
+
+    def _make_keepers(self) -> None:
+        """What looks after the store."""
+        services, io, drain, tier = self.services, self.io, self.drain, self.tier
+        config, engine, servers = services.config, services.engine, services.servers
+        ids, collector, upkeep = services.ids, services.collector, services.upkeep
+        containers, handles, needs = self.containers, self.handles, self.needs
+        self.trash_rules = rules = TrashRules(engine, upkeep, config.trash.keep_s)
+        gone = self.ranks.closing.gone
+        self.doomed = DoomedTrees(engine, io, drain, collector, upkeep, rules, gone, self.kernel)
+        self.trash = Trash(engine, servers, drain, collector, self.doomed, rules, upkeep)
+        self.retention = Retention(services, io, self.doomed, rules)
+        self.evictor = Evictor(engine, tier, io, collector, needs)
+        self.compaction = Compaction(
             engine,
             servers,
             containers,
             collector,
             io.sets.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
-            share,
+            self._share,
             config.layout.compact_above,
             config.layout.container_size // _DEAD_WHILE_OPEN,
         )
-        self.from_copies = from_copies = FromCopies(
-            engine, servers, io, containers, drain, needs, findings
-        )
-        self.rebuild = rebuild = Rebuild(
+        self.from_copies = FromCopies(engine, servers, io, containers, drain, needs, self.findings)
+        self.rebuild = Rebuild(
             config,
             engine,
             servers,
             io,
             ids,
             containers,
-            compaction,
+            self.compaction,
             handles,
-            backup,
-            from_copies,
-            damage,
+            self.backup,
+            self.from_copies,
+            self.damage,
             upkeep,
         )
-        self.aging = aging = Aging(config, engine, servers, io, ids, containers, collector, upkeep)
-        self.scrub = scrub = Scrub(
-            config, engine, servers, io, rebuild, from_copies, evictor, handles, findings, upkeep
+        self.aging = Aging(config, engine, servers, io, ids, containers, collector, upkeep)
+        self.scrub = Scrub(
+            config,
+            engine,
+            servers,
+            io,
+            self.rebuild,
+            self.from_copies,
+            self.evictor,
+            handles,
+            self.findings,
+            upkeep,
         )
-        self.server_admin = server_admin = ServerAdmin(
-            store,
+        self.server_admin = ServerAdmin(
+            self.store,
             tier,
             io,
             drain,
             collector,
-            backup,
-            evictor,
-            rebuild,
-            from_copies,
+            self.backup,
+            self.evictor,
+            self.rebuild,
+            self.from_copies,
             upkeep,
         )
 
-        # What programs ask for.
-        virtual = VirtualFiles(engine, io, servers, refusals)
-        recordings = StartRecordings(stager, handles)
-        self.files = files = OpenFiles(
-            engine,
-            tier,
-            handles,
-            io,
-            writeback,
-            drain,
-            config.burst.drain_on_fsync,
-            closing,
-            kernel,
-            options,
-            virtual,
-            recordings,
-            quotas,
-        )
+    def _serve_hosts(self, hosts: LockHosts | None) -> None:
+        """What is done here for other hosts, and the locks that they share."""
+        services, tier, io, drain = self.services, self.tier, self.io, self.drain
         self.home: Home | None = None
         """What is done here for other hosts."""
         self.mirror_host: MirrorHost | None = None
         """The same, with mirrors."""
-        if store.peers is not None:
-            self.home = Home(
-                engine, servers, tier, io, writeback, drain, files.give_up, kernel, store.peers
-            )
-            self.mirror_host = MirrorHost(
-                engine, servers, tier, homes, collector, io, drain, kernel, self.role, store.peers
-            )
-            hosts = PeerHosts(store.peers)
+        peers = services.peers
+        if peers is not None:
+            close = self.files.give_up
+            self.home = Home(services, tier, io, self.writeback, drain, close, peers)
+            self.mirror_host = MirrorHost(services, tier, io, drain, self.role, peers)
+            hosts = PeerHosts(peers)
         self.has_locks = hosts is not None
         """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
-        self.locks = locks = Locks(engine, hosts or Alone())
-        if store.peers is not None:
-            store.peers.serve(SERVICE, locks.answer)
-        self.heirlooms = heirlooms = Heirlooms(engine)
-        self.attributes = attributes = Attributes(
-            engine, servers, io, files, virtual, quotas, upkeep, heirlooms
-        )
-        self.quota_trees = quota_trees = QuotaTrees(
-            engine, io, attributes, heirlooms, quotas, upkeep
-        )
-        looked_up = LookedUp(engine, kernel)
-        self.names = names = Names(
-            engine,
-            ids,
-            tier,
-            io,
-            drain,
-            closing,
-            doomed,
-            rules,
-            kernel,
-            files,
-            heirlooms,
-            options,
-            virtual,
-            looked_up,
-            recordings,
-            quotas,
-        )
-        trees = TreeDrain(engine, io, drain, homes)
-        burst_hints = BurstHints(
-            engine, tier, io, drain, stager, needs, evictor, attributes, homes, trees, store.peers
-        )
+        self.locks = Locks(services.engine, hosts or Alone())
+        if peers is not None:
+            peers.serve(SERVICE, self.locks.answer)
+
+    def _make_names(self, barrier: Barrier) -> None:
+        """What programs do with names, and what follows from them."""
+        services, io, tier, drain = self.services, self.io, self.tier, self.drain
+        engine, doomed, files, ranks = services.engine, self.doomed, self.files, self.ranks
+        self.names = names = Names(services, tier, io, drain, ranks.closing, doomed, files)
+        self.trees = TreeDrain(services, io, drain)
+        ready = Readiness(services, io, barrier, ranks.naming, self.trees)
         self.publishing = publishing = Publishing(
-            engine,
-            ids,
-            io,
-            barrier,
-            drain,
-            naming,
-            doomed,
-            rules,
-            retention,
-            kernel,
-            heirlooms,
-            trees,
-            refusals,
-            options,
-            looked_up,
-            names.unlinked,
-            names.forget,
+            services, io, ready, drain, doomed, self.retention, names.unlinked, names.forget
         )
-        whole_files = WholeFiles(io, kernel, files, names, publishing)
-        policies = PolicyHints(servers, tier, attributes)
+        whole_files = WholeFiles(io, self.kernel, files, names, publishing)
+        self._policies = PolicyHints(services.servers, tier, self.attributes)
         self.group_publishing = GroupPublishing(
-            engine, io, whole_files, names, policies, publishing
+            engine, io, whole_files, names, self._policies, publishing
         )
-        self.starts = starts = Starts(
-            engine, io, upkeep, kernel, whole_files.put, names.unlink, recordings
+        self.starts = Starts(services, io, whole_files.put, names.unlink, files.recordings)
+        self.epochs = Epochs(services, io, tier, self.evictor)
+        self.clones = Clones(services, io, drain, doomed, files)
+        self.quota_trees = QuotaTrees(services, io, self.attributes)
+        self.trash_requests = TrashRequests(services, self.trash, names, self.quota_trees)
+        self.following = Following(
+            services,
+            io,
+            self.findings,
+            doomed,
+            self.retention,
+            ranks.course,
+            names,
+            self.quota_trees,
         )
-        self.epochs = epochs = Epochs(engine, io, tier, evictor, upkeep)
-        clones = Clones(engine, ids, io, drain, doomed, kernel, files, options, quotas)
-        self.trash_requests = trash_requests = TrashRequests(
-            engine, ids, trash, names, quota_trees, kernel, options
+
+    def _make_hints(self) -> None:
+        """What programs ask for, and are told."""
+        services, store, io, tier, drain = self.services, self.store, self.io, self.tier, self.drain
+        engine, ranks, publishing = services.engine, self.ranks, self.publishing
+        self.burst_hints = BurstHints(
+            services, tier, io, drain, self.needs, self.evictor, self.attributes, self.trees
         )
         cluster = Cluster(engine, store.hosts, drain.status, tier)
+        reports = {
+            "recovered": lambda: str(self.recovered),
+            "requests": self.served.status,
+            "waits": self.operation_log.waited.status,
+            "journal": engine.status,
+            "publishes": lambda: {"count": publishing.published},
+            "background": self._share.status,
+            "doomed": self.doomed.status,
+            "aging": self.aging.status,
+            "backup": self.backup.status,
+            "burst": tier.status,
+            "drain": drain.status,
+            "groups": lambda: {**ranks.life.status(), **ranks.drain.status()},
+            "stage": io.stager.status,
+            "epochs": self.epochs.status,
+            "movers": self.pool.status,
+            "locks": self.locks.status,
+            "cluster": cluster.status,
+            "evict": lambda: {**self.evictor.status(), **self.from_copies.status()},
+        }
+        if io.together is not None:
+            reports["together"] = io.together.status
         self.status = MountStatus(
-            store,
-            io,
-            attributes,
-            collector,
-            kernel,
-            options,
-            recovered,
-            scrub,
-            rebuild,
-            trash,
-            {
-                "requests": served.status,
-                "waits": operation_log.waited.status,
-                "journal": engine.status,
-                "publishes": lambda: {"count": publishing.published},
-                "background": share.status,
-                "doomed": doomed.status,
-                "aging": aging.status,
-                "backup": backup.status,
-                "burst": tier.status,
-                "drain": drain.status,
-                "groups": lambda: {**group_life.status(), **group_drain.status()},
-                "stage": stager.status,
-                "epochs": epochs.status,
-                "movers": pool.status,
-                "locks": locks.status,
-                "cluster": cluster.status,
-                "evict": lambda: {**evictor.status(), **from_copies.status()},
-            }
-            | ({} if together is None else {"together": together.status}),
+            services, store, io, self.attributes, self.scrub, self.rebuild, self.trash, reports
         )
-        self.following = Following(
-            engine,
-            store.table,
-            io,
-            containers,
-            collector,
-            findings,
-            doomed,
-            rules,
-            retention,
-            course,
-            heirlooms,
-            names,
-            kernel,
-            looked_up,
-            quota_trees,
-        )
-        self.slow_request_s = config.kernel.slow_request_s
-        """After how long a request is logged; 0: never."""
         settings = Settings(
-            config,
-            servers,
+            services.config,
+            services.servers,
             {
                 "burst.drain_bandwidth": drain.limiter.set_rate,
                 "burst.drain_delay": drain.set_delay,
-                "burst.drain_on_fsync": partial(setattr, files, "drain_on_fsync"),
-                "burst.stage_on_read": partial(setattr, stager, "on_read"),
-                "burst.stage_for_write": partial(setattr, stager, "for_write"),
+                "burst.drain_on_fsync": partial(setattr, self.files, "drain_on_fsync"),
+                "burst.stage_on_read": partial(setattr, io.stager, "on_read"),
+                "burst.stage_for_write": partial(setattr, io.stager, "for_write"),
                 "rebuild.bandwidth": self._set_rebuild_bandwidth,
-                "scrub.bandwidth": scrub.set_bandwidth,
+                "scrub.bandwidth": self.scrub.set_bandwidth,
                 "kernel.slow_request": partial(setattr, self, "slow_request_s"),
                 "log.level": set_log_level,
             },
         )
-        self.hints = hints = Hints(
+        self.hints = Hints(
             engine,
-            attributes,
-            refusals,
-            options,
+            self.attributes,
+            services.refusals,
+            self.options,
             [
-                aging,
-                attributes,
-                burst_hints,
-                clones,
+                self.aging,
+                self.attributes,
+                self.burst_hints,
+                self.clones,
                 cluster,
-                epochs,
-                files,
-                GroupHints(engine, table, groups, closing, refusals, attributes, options),
-                names,
-                policies,
+                self.epochs,
+                self.files,
+                GroupHints(services, ranks.table, ranks.groups, ranks.closing, self.attributes),
+                self.names,
+                self._policies,
                 publishing,
-                quota_trees,
-                refusals,
-                retention,
-                rules,
-                ServerOrders(server_admin, scrub, backup, options),
+                self.quota_trees,
+                services.refusals,
+                self.retention,
+                self.trash_rules,
+                ServerOrders(self.server_admin, self.scrub, self.backup, self.options),
                 settings,
-                starts,
+                self.starts,
                 self.status,
-                trash_requests,
-                Why(operation_log, engine),
+                self.trash_requests,
+                Why(self.operation_log, engine),
             ],
         )
-        xattrs = ExtendedAttributes(engine, io, attributes, hints)
 
-        # The table of operations.
+    def _set_operations(self) -> None:
+        """The table of operations."""
+        names, publishing, attributes = self.names, self.publishing, self.attributes
+        files, io = self.files, self.io
+        xattrs = ExtendedAttributes(self.services.engine, io, attributes, self.hints)
         self.lookup = names.lookup
         self.create = names.create
         self.mknod = names.mknod
@@ -478,7 +400,7 @@ class Filesystem:
         self.fsyncdir = names.fsyncdir
         self.forget = names.forget
         self.remove_tree = names.remove_tree
-        self.clone = clones.clone
+        self.clone = self.clones.clone
         self.rename = publishing.rename
         self.publish = publishing.publish
         self.keeps_name = publishing.keeps_name
@@ -505,10 +427,10 @@ class Filesystem:
         self.told_size = io.table.told.size
         self.sync = files.sync
         self.statfs = attributes.statfs
-        self.call = hints.call
-        self.wait_drained = burst_hints.wait_drained
-        self.restore = trash_requests.restore
-        self.empty_trash = trash_requests.empty
+        self.call = self.hints.call
+        self.wait_drained = self.burst_hints.wait_drained
+        self.restore = self.trash_requests.restore
+        self.empty_trash = self.trash_requests.empty
 
     def _set_rebuild_bandwidth(self, bandwidth: int) -> None:
         self.rebuild.limiter.set_rate(bandwidth)

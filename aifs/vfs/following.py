@@ -14,26 +14,19 @@ import trio
 
 from aifs.core.errors import FsError
 from aifs.core.log import logger
-from aifs.files.collector import Collector
-from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
-from aifs.files.heirlooms import Heirlooms
-from aifs.files.kernel import Kernel
-from aifs.files.looked_up import LookedUp
+from aifs.files.services import Services
 from aifs.files.told_sizes import Hold
 from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
-from aifs.meta.kv import Engine
 from aifs.meta.records import Inode, decode_dentry, decode_inode
 from aifs.meta.trash import UNKNOWN, decode_entry, decode_rule
 from aifs.saves.course import Course
 from aifs.saves.retention import Retention
-from aifs.store.server_table import ServerTable
 from aifs.upkeep import scrub_state
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.scrub_state import Findings
-from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.names import Names
 from aifs.vfs.quotas import QuotaTrees
 
@@ -72,36 +65,29 @@ class Following:
 
     def __init__(
         self,
-        engine: Engine,
-        table: ServerTable,
+        services: Services,
         io: FileIO,
-        containers: Containers,
-        collector: Collector,
         findings: Findings,
         doomed: DoomedTrees,
-        rules: TrashRules,
         retention: Retention,
         course: Course,
-        heirlooms: Heirlooms,
         names: Names,
-        kernel: Kernel,
-        looked_up: LookedUp,
         quotas: QuotaTrees,
     ) -> None:
-        self._engine = engine
-        self._table = table
+        self._engine = services.engine
+        self._table = services.table
         self._io = io
-        self._containers = containers
-        self._collector = collector
+        self._containers = io.containers
+        self._collector = services.collector
         self._findings = findings
         self._doomed = doomed
-        self._rules = rules
+        self._rules = doomed.rules
         self._retention = retention
         self._course = course
-        self._heirlooms = heirlooms
+        self._heirlooms = services.heirlooms
         self._names = names
-        self._kernel = kernel
-        self._looked_up = looked_up
+        self._kernel = services.kernel
+        self._looked_up = services.looked_up
         self._takers: dict[int, Callable[[bytes, bytes | None, _Unshown], None]] = {
             ord("i"): self._take_inode,
             ord("d"): self._take_name,
@@ -132,7 +118,7 @@ class Following:
         """Servers whose record has changed."""
         self._moved = trio.Event()
         """There are some of either, or ``io.table.overtaken`` has some."""
-        engine.follow(self._take)
+        services.engine.follow(self._take)
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -15,12 +15,11 @@ from aifs.core.errors import Invalid
 from aifs.core.json_text import parse_object
 from aifs.files import permissions, rights
 from aifs.files.asks import ANY, BOTH, DIRECTORY, Ask, Hint, HintCall
-from aifs.files.refusals import Refusals
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.types import SIZE_MAX, CallerLike
 from aifs.meta import namespace, paths
 from aifs.meta.hosts import read_hosts
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.saves.closing import Closing
 from aifs.saves.group import DirectoryGroup, File, describe_ranks
 from aifs.saves.group_text import TAKES, Wanted, parse_group, parse_pending, wanted
@@ -177,21 +176,19 @@ class GroupHints:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         table: GroupTable,
         groups: Groups,
         closing: Closing,
-        refusals: Refusals,
         attributes: Attributes,
-        options: ServeOptions,
     ) -> None:
-        self._engine = engine
+        self._engine = services.engine
         self._table = table
         self.groups = groups
         self._closing = closing
-        self._refusals = refusals
+        self._refusals = services.refusals
         self._attributes = attributes
-        self._options = options
+        self._options = services.options
 
     # --- calls ---
 

@@ -15,22 +15,14 @@ from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.forecast import kin_of
-from aifs.files.heirlooms import Heirlooms
-from aifs.files.kernel import Kernel
-from aifs.files.looked_up import LookedUp, if_looked_up
-from aifs.files.quotas import Quotas
-from aifs.files.serve_options import ServeOptions
+from aifs.files.looked_up import if_looked_up
+from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike, Opened
 from aifs.meta import namespace
-from aifs.meta.kv import Engine
 from aifs.meta.listing import Listing, list_directory
 from aifs.meta.records import Copy, Inode, decode_inode
-from aifs.reads.recording import StartRecordings
-from aifs.reads.virtual.files import VirtualFiles
 from aifs.saves.closing import Closing
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.doomed import DoomedTrees
-from aifs.upkeep.trash_rules import TrashRules
 from aifs.vfs.open_files import OpenFiles
 
 _READDIR_BATCH = 32  # where nobody says how many a reply holds
@@ -42,39 +34,30 @@ class Names:
 
     def __init__(
         self,
-        engine: Engine,
-        ids: IdAllocator,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
         drain: Drain,
         closing: Closing,
         doomed: DoomedTrees,
-        rules: TrashRules,
-        kernel: Kernel,
         files: OpenFiles,
-        heirlooms: Heirlooms,
-        options: ServeOptions,
-        virtual: VirtualFiles,
-        looked_up: LookedUp,
-        recordings: StartRecordings,
-        quotas: Quotas,
     ) -> None:
-        self._engine = engine
-        self._quotas = quotas
-        self._virtual = virtual
-        self._recordings = recordings
-        self._ids = ids
+        self._engine = services.engine
+        self._quotas = services.quotas
+        self._virtual = files.virtual
+        self._recordings = files.recordings
+        self._ids = services.ids
         self._tier = tier
         self._io = io
         self._drain = drain
         self._closing = closing
         self._doomed = doomed
-        self._rules = rules
-        self._kernel = kernel
+        self._rules = doomed.rules
+        self._kernel = services.kernel
         self._files = files
-        self._heirlooms = heirlooms
-        self._options = options
-        self._looked_up = looked_up
+        self._heirlooms = services.heirlooms
+        self._options = services.options
+        self._looked_up = services.looked_up
         self._nameless: set[int] = set()
         """Those orphans that may still get a name."""
         self._ahead: dict[tuple[int, int, int], Listing] = {}

@@ -19,15 +19,12 @@ from aifs.files.asks import Hint
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
-from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
-from aifs.files.quotas import Quotas
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
-from aifs.meta.kv import Engine
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.reads.recording import StartRecordings
 from aifs.reads.virtual.files import VirtualFiles
@@ -48,33 +45,29 @@ class OpenFiles:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         tier: BurstTier,
         handles: Handles,
         io: FileIO,
         writeback: WriteBack,
         drain: Drain,
-        drain_on_fsync: bool,
         closing: Closing,
-        kernel: Kernel,
-        options: ServeOptions,
         virtual: VirtualFiles,
-        recordings: StartRecordings,
-        quotas: Quotas,
     ) -> None:
-        self._engine = engine
-        self._quotas = quotas
-        self._virtual = virtual
-        self._recordings = recordings
+        self._engine = services.engine
+        self._quotas = services.quotas
+        self.virtual = virtual
+        self.recordings = StartRecordings(io.stager, handles)
+        """Starts of jobs that are being recorded."""
         self._tier = tier
         self._handles = handles
         self._io = io
         self._writeback = writeback
         self._drain = drain
-        self.drain_on_fsync = drain_on_fsync
+        self.drain_on_fsync = services.config.burst.drain_on_fsync
         self._closing = closing
-        self._kernel = kernel
-        self._options = options
+        self._kernel = services.kernel
+        self._options = services.options
 
     # --- open and close ---
 
@@ -86,7 +79,7 @@ class OpenFiles:
         Opening for writing ends file capabilities, since a write that is passed through could not.
         """
         if ino >= FIRST_VIRTUAL:
-            return await self._virtual.open(ino, flags, caller)
+            return await self.virtual.open(ino, flags, caller)
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
@@ -123,8 +116,8 @@ class OpenFiles:
             if reads and self._accessed(file.inode):
                 file.unsaved = True
                 self._kernel.drop_attributes(ino)
-            if self._recordings.is_on and not writing:
-                await self._recordings.opened(file, caller.uid, ahead=bool(flags & AHEAD))
+            if self.recordings.is_on and not writing:
+                await self.recordings.opened(file, caller.uid, ahead=bool(flags & AHEAD))
             opened = await self.add_handle(file, flags)
             file.opening -= opening
             return opened
@@ -208,8 +201,8 @@ class OpenFiles:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of ``handle`` is closed."""
-        if self._virtual.has(handle):
-            self._virtual.release(handle)
+        if self.virtual.has(handle):
+            self.virtual.release(handle)
             return
         try:
             await self._take_back(handle)
@@ -249,12 +242,12 @@ class OpenFiles:
         """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
         dropped.
         """
-        if self._virtual.has(handle):
-            return await self._virtual.read(handle, offset, length)
+        if self.virtual.has(handle):
+            return await self.virtual.read(handle, offset, length)
         await self._take_back(handle)
         file = self._handles.readable(handle)
-        if self._recordings.is_on:
-            self._recordings.read(file.inode.ino, offset, length)
+        if self.recordings.is_on:
+            self.recordings.read(file.inode.ino, offset, length)
         return await self._io.read(file, offset, length)
 
     async def write(
@@ -334,8 +327,8 @@ class OpenFiles:
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
-        if self._virtual.has(handle):
-            return self._virtual.seek(handle, offset, whence)
+        if self.virtual.has(handle):
+            return self.virtual.seek(handle, offset, whence)
         await self._take_back(handle)
         return await ranges.seek(self._io, self._handles[handle].file, offset, whence)
 
@@ -351,7 +344,7 @@ class OpenFiles:
         """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
         ``fallocate``. Raises NotSupported for a virtual source, which the kernel then reads.
         """
-        if self._virtual.has(handle_in):
+        if self.virtual.has(handle_in):
             raise NotSupported("it is no file on record")
         await self._take_back(handle_in)
         source, target = self._handles.readable(handle_in), self._handles.writable(handle_out)
@@ -400,7 +393,7 @@ class OpenFiles:
         Unavailable, NoSpace; QuotaExceeded, though they are, if what was written past us is too
         much.
         """
-        if self._virtual.has(handle):
+        if self.virtual.has(handle):
             return
         await self._take_back(handle)
         file = self._handles[handle].file

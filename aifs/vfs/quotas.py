@@ -11,16 +11,16 @@ from aifs.core import faults
 from aifs.core.errors import AccessDenied, Invalid
 from aifs.core.pairs import parse_pairs
 from aifs.core.units import parse_count, parse_size
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.files import rights
 from aifs.files.asks import BOTH, ROOT, Hint
 from aifs.files.file_io import FileIO
-from aifs.files.heirlooms import Heirlooms
 from aifs.files.permissions import READ, may_find, require_may
-from aifs.files.quotas import QuotaRoom, Quotas
+from aifs.files.quotas import QuotaRoom
+from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, paths, quotas
-from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.quotas import COMPLETE, REMOVED, UNLIMITED
 from aifs.meta.records import Inode
 from aifs.vfs.attributes import Attributes
@@ -43,19 +43,16 @@ class QuotaTrees:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         io: FileIO,
         attributes: Attributes,
-        heirlooms: Heirlooms,
-        rooms: Quotas,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = engine
+        self._engine = services.engine
         self._io = io
         self._attributes = attributes
-        self._heirlooms = heirlooms
-        self._rooms = rooms
-        self._upkeep = upkeep
+        self._heirlooms = services.heirlooms
+        self._rooms = services.quotas
+        self._upkeep = services.upkeep
         self._working = trio.Lock()
         """Held by who gives projects in the order in which quotas were set."""
 

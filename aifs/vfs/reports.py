@@ -13,12 +13,10 @@ from aifs.core import files
 from aifs.data.servers import Servers
 from aifs.files import asks, rights
 from aifs.files.asks import ANY, DIRECTORY, Hint
-from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.rights import without_paths, without_reason
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE, BURST_FIRST
@@ -35,7 +33,6 @@ from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.trash import Trash
 from aifs.vfs import burst_hints
 from aifs.vfs.attributes import Attributes
-from aifs.vfs.recovery import Recovered
 
 _TYPES = {
     stat.S_IFREG: "file",
@@ -190,26 +187,22 @@ class MountStatus:
 
     def __init__(
         self,
+        services: Services,
         store: Store,
         io: FileIO,
         attributes: Attributes,
-        collector: Collector,
-        kernel: Kernel,
-        options: ServeOptions,
-        recovered: Recovered,
         scrub: Scrub,
         rebuild: Rebuild,
         trash: Trash,
-        parts: Mapping[str, Callable[[], dict[str, Any]]],
+        parts: Mapping[str, Callable[[], Any]],
     ) -> None:
         """``parts``: the reports of other parts, by their names in the answer."""
         self._store = store
         self._io = io
         self._attributes = attributes
-        self._collector = collector
-        self._kernel = kernel
-        self._options = options
-        self._recovered = recovered
+        self._collector = services.collector
+        self._kernel = services.kernel
+        self._options = services.options
         self._scrub = scrub
         self._rebuild = rebuild
         self._trash = trash
@@ -245,7 +238,6 @@ class MountStatus:
             "trash": await self._trash.status(),
             "rebuild": without_paths(self._rebuild.status(), caller),
             "scrub": without_paths(self._scrub.status(wrong_bytes=4096), caller),
-            "recovered": str(self._recovered),
             "servers": [server for server in servers if server["role"] == "data"],
             **{name: status() for name, status in self._parts.items()},
             "memory": store.servers.budget.status(),

@@ -16,16 +16,14 @@ from aifs.core import clock, faults
 from aifs.core.errors import AccessDenied, Busy, Exists, Invalid, NotFound, NotPermitted
 from aifs.files import permissions, rights
 from aifs.files.asks import DIRECTORY, ROOT, Ask, Hint, HintCall
-from aifs.files.kernel import Kernel
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import keys, namespace, quotas, restoring
-from aifs.meta.kv import Engine, ReadTransaction, Transaction
+from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.quotas import inherited
 from aifs.meta.records import Inode
 from aifs.meta.restoring import Turns
 from aifs.meta.trash import UNKNOWN, Entry
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.trash import AT_ONCE, Trash
 from aifs.vfs.names import Names
 from aifs.vfs.quotas import QuotaTrees
@@ -71,21 +69,18 @@ class TrashRequests:
 
     def __init__(
         self,
-        engine: Engine,
-        ids: IdAllocator,
+        services: Services,
         trash: Trash,
         names: Names,
         quotas: QuotaTrees,
-        kernel: Kernel,
-        options: ServeOptions,
     ) -> None:
         self._quotas = quotas
-        self._engine = engine
-        self._ids = ids
+        self._engine = services.engine
+        self._ids = services.ids
         self._trash = trash
         self._names = names
-        self._kernel = kernel
-        self._options = options
+        self._kernel = services.kernel
+        self._options = services.options
 
     # --- what is there ---
 

@@ -219,6 +219,35 @@ def test_folders_import_each_other_in_no_circle() -> None:
     assert not [folder for folder in below if folder in reached(folder, set())]
 
 
+SERVICES = {
+    "collector",
+    "config",
+    "engine",
+    "heirlooms",
+    "ids",
+    "kernel",
+    "looked_up",
+    "options",
+    "peers",
+    "quotas",
+    "refusals",
+    "servers",
+    "table",
+    "upkeep",
+}
+
+
+def test_services_are_leaves() -> None:
+    """The record that is handed to all parts has these fields, and no service takes the record."""
+    named = dict[str, str]()
+    for node in nodes(PACKAGE / "files/services.py"):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            named[node.target.id] = ast.unparse(node.annotation).split(" | ")[0]
+    assert named.keys() == SERVICES
+    takers = {node.name for _, node in classes() if "services: Services" in ast.unparse(node)}
+    assert takers and not takers.intersection(named.values())
+
+
 def test_pyfuse3_is_known_to_the_edge_alone() -> None:
     users = users_of("pyfuse3")
     assert users and all(name.startswith("fuse/") for name in users)
