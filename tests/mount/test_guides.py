@@ -219,6 +219,24 @@ def test_every_block_works(scratch: Path) -> None:
                 one.run(block)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S)
+def test_the_first_steps_work_in_a_clean_clone_and_environment(scratch: Path) -> None:
+    """Word by word, except that the packages of the system are there."""
+    clone = scratch / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    (steps,) = (block.text for block in blocks("README.md") if "format" in block.text)
+    lines = [INSTEAD[line][0] if "apt-get" in line else line for line in steps.splitlines()]
+    script = re.sub(r"(?<![\w.])/(srv|mnt|opt)/", rf"{scratch}/\1-", "\n".join(lines))
+    try:
+        done = subprocess.run(
+            ["bash", "-ec", script], check=False, capture_output=True, text=True, cwd=clone
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        subprocess.run(["umount", "-l", f"{scratch}/mnt-aifs"], check=False, capture_output=True)
+
+
 def test_all_exceptions_stand_in_a_page() -> None:
     there = [block for page in PAGES for block in all_blocks(page)]
     assert {line for block in there for line in block.text.splitlines()} >= INSTEAD.keys()
