@@ -163,7 +163,7 @@ class KernelCache(Kernel):
             done = self._start(entries)
         while not done.is_set() and kept:
             until_ns = max(each.until_ns for each in kept.values())
-            with trio.move_on_after((until_ns - time.monotonic_ns()) / 1e9):
+            with trio.move_on_after(max(until_ns - time.monotonic_ns(), 0) / 1e9):
                 await done.wait()
             is_known = bridge is not None and bridge.keeps_account
             kept = self._kept(names) if is_known else {}  # a name may have been being made

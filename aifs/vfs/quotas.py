@@ -13,7 +13,7 @@ from aifs.core.pairs import parse_pairs
 from aifs.core.units import parse_count, parse_size
 from aifs.core.upkeep import NEVER_S, Work
 from aifs.files import rights
-from aifs.files.asks import BOTH, ROOT, Hint
+from aifs.files.asks import ANY, ROOT, Hint
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, may_find, require_may
 from aifs.files.quotas import QuotaRoom
@@ -150,7 +150,7 @@ class QuotaTrees:
     HINTS = (
         Hint(
             "quota",
-            BOTH,
+            ANY,
             "how much may lie below, and does (aifs quota): size=1TiB,files=1M",
             rights.reader,
             rights.root,

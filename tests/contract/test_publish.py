@@ -503,7 +503,7 @@ async def test_fsck_takes_marks_away_that_cannot_be_true(directory: Path) -> Non
             keys.group(damaged): "unreadable-record",
             keys.group_member(good, 0): "unreadable-record",
             keys.retention(damaged): "unreadable-record",
-            keys.group_member(ROOT, 3): "stray-record",
+            keys.group_member(ROOT, 3): "unreadable-record",
         }
 
         def plant(tx: Transaction) -> None:
