@@ -255,13 +255,13 @@ async def _make_column(
         closing(Columns(servers, layout, ino, oid, background=priority)) as source,
         closing(Columns(servers, there, ino, oid, background=priority)) as sink,
     ):
-        about = (servers, mover.buffers, source, layout)
+        about = (servers, mover.buffers, source)
         reader: ColumnSource | ContainerColumn
         if ino:
             load = _loaded(digests)
             reader = ColumnSource(*about, making.size, column, unread, load, target)
         else:
-            reader = ContainerColumn(*about, oid, making.size, column, unread, load_live)
+            reader = ContainerColumn(*about, making.size, column, unread, load_live)
         # What is not written to a new object is a hole; containers have none.
         sparse = await mover.begin_column(sink, column) and ino != 0
         if isinstance(reader, ColumnSource) and not digests:

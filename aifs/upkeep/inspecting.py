@@ -15,6 +15,7 @@ from aifs.data.checking.checks import ContainerCheck, FileCheck
 from aifs.data.checking.digests import HASHED
 from aifs.data.inspecting.inspection import STEP, Inspection
 from aifs.data.inspecting.window import Span
+from aifs.data.objects.columns import Columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import STRIPE
@@ -74,9 +75,8 @@ def inspection_of(
     """As scrubs use it, so that a second look sees the same windows. To be closed."""
     ino, oid, layout, size = objects
     step = STEP if ino else 2 * STRIPE
-    return Inspection(
-        servers, buffers, layout, ino, oid, size, unread=unread, step=step, background=_PRIORITY
-    )
+    columns = Columns(servers, layout, ino, oid, background=_PRIORITY)
+    return Inspection(servers, buffers, columns, size, unread=unread, step=step)
 
 
 async def inspect(

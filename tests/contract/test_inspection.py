@@ -16,6 +16,7 @@ from aifs.data.checking.checks import FileCheck
 from aifs.data.checking.digests import HASHED, digests_of
 from aifs.data.inspecting.inspection import Inspection
 from aifs.data.inspecting.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
+from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
@@ -68,8 +69,9 @@ def path_of(servers: Servers, layout: Striped, column: int) -> Path:
 async def inspect(
     servers: Servers, layout: Striped, digests: bytes, size: int = SIZE, unread: int = 0
 ) -> tuple[list[Flaw], list[Loss]]:
+    columns = Columns(servers, layout, INO, OID)
     inspection = Inspection(
-        servers, BudgetedBuffers(Budget(64 * MIB)), layout, INO, OID, size, unread=unread
+        servers, BudgetedBuffers(Budget(64 * MIB)), columns, size, unread=unread
     )
     flaws, losses, at = await inspection.excess(), [], 0
     try:

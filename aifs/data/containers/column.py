@@ -21,7 +21,6 @@ from aifs.data.objects.columns import Columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import STRIPE
-from aifs.layout.striped import Striped
 
 LoadLive = Callable[[], Awaitable[Sequence[tuple[int, int]]]]
 """Start and end of all chunks of a container that files need."""
@@ -47,8 +46,6 @@ class ContainerColumn:
         servers: Servers,
         buffers: BudgetedBuffers,
         columns: Columns,
-        layout: Striped,
-        container: int,
         size: int,
         column: int,
         unread: int,
@@ -61,16 +58,15 @@ class ContainerColumn:
         """Other columns that turned out to have wrong bytes."""
         self._columns = columns
         self._buffers = buffers
-        self._layout = layout
-        self._container = container
+        self._layout = layout = columns.layout
+        self._container = columns.key[1]
+        """Its id."""
         self._size = size
         self._column = column
         self._load_live = load_live
         self._is_copied = layout.parity > 0 and not unread >> column & 1
         """Whether the column is told by its own bytes, as long as they are right."""
-        self._inspection = Inspection(
-            servers, buffers, layout, 0, container, size, unread=unread, step=_STEP, columns=columns
-        )
+        self._inspection = Inspection(servers, buffers, columns, size, unread=unread, step=_STEP)
         self._spare = self._not_needed(unread)
         """Mask of columns that are read only where others are not enough."""
         self._check: ContainerCheck | _Dead = self._new_check()

@@ -174,7 +174,7 @@ class ContainerFiles:
         async def is_right() -> bool:
             return not await self._work(layout, _what_is_wrong, check, target)
 
-        found = Wrong(columns, layout, unread, length, offset, where, self._on_damage)
+        found = Wrong(columns, unread, length, offset, where, self._on_damage)
         try:
             if await put_right(found, target, is_right):
                 return

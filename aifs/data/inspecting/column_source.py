@@ -20,7 +20,6 @@ from aifs.data.patience import Hanging
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
-from aifs.layout.striped import Striped
 
 _PIECE = 4 << 20
 
@@ -35,7 +34,6 @@ class ColumnSource:
         servers: Servers,
         buffers: BudgetedBuffers,
         columns: Columns,
-        layout: Striped,
         size: int,
         column: int,
         unread: int,
@@ -48,7 +46,7 @@ class ColumnSource:
         self._servers = servers
         self._buffers = buffers
         self._columns = columns
-        self._layout = layout
+        self._layout = layout = columns.layout
         self._size = size
         self._column = column
         self._unread = unread

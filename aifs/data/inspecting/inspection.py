@@ -31,7 +31,6 @@ from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import pieces_with_data
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.layout.striped import Striped
 
 STEP = 4 << 20
 """Bytes of a file in a window, about."""
@@ -46,22 +45,18 @@ class Inspection:
         self,
         servers: Servers,
         buffers: BudgetedBuffers,
-        layout: Striped,
-        ino: int,
-        oid: int,
+        columns: Columns,
         size: int,
         *,
         unread: int = 0,
         step: int = STEP,
-        background: str = "",
-        columns: Columns | None = None,
     ) -> None:
         """``unread``: mask of columns that are not to be read, nor told about. ``step``: more than
-        what one check covers. ``columns``: those of the object set, if there are any already."""
-        self.columns = columns or Columns(servers, layout, ino, oid, background=background)
+        what one check covers. ``columns``: closed with this."""
+        self.columns = columns
         self._servers = servers
         self._buffers = buffers
-        self._layout = layout
+        self._layout = layout = columns.layout
         self._size = size
         self._unread = unread
         self.failed: set[int] = set()

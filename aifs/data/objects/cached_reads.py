@@ -22,7 +22,6 @@ from aifs.data.reading.patterns import AccessPattern
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
-from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
 """A smaller request, which the kernel has not read ahead of, fetches only what it asks for until a
@@ -117,7 +116,6 @@ class CachedReads:
     def __init__(
         self,
         servers: Servers,
-        layout: Striped,
         columns: Columns,
         block: int = BLOCK,
         window: int = 0,
@@ -129,8 +127,8 @@ class CachedReads:
         self.block = block
         self._cache = cache = servers.cache
         self._buffers = servers.buffers
+        self._layout = layout = columns.layout
         self._own = range(layout.width)
-        self._layout = layout
         self._is_one = layout.width == 1
         self._columns = columns
         self._window = window or cache.window_max

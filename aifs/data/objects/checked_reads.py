@@ -21,7 +21,6 @@ from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.server import name_of
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
-from aifs.layout.striped import Striped
 
 _log = logger(__name__)
 
@@ -41,7 +40,6 @@ class CheckedReads:
     def __init__(
         self,
         servers: Servers,
-        layout: Striped,
         columns: Columns,
         below: Stage,
         load: LoadDigests,
@@ -50,7 +48,7 @@ class CheckedReads:
     ) -> None:
         """``unread``: mask of columns that must not be read."""
         self._servers = servers
-        self._layout = layout
+        self._layout = layout = columns.layout
         self._columns = columns
         self._below = below
         self.read_now, self.find = below.read_now, below.find
@@ -146,7 +144,7 @@ class CheckedReads:
             return await self._digest_of(part) == expected
 
         what = f"inode {ino}"
-        wrong = Wrong(self._columns, layout, self._unread, size, offset, what, self._on_damage)
+        wrong = Wrong(self._columns, self._unread, size, offset, what, self._on_damage)
         if await put_right(wrong, part, is_right):
             return
         where = " or ".join(
@@ -166,7 +164,6 @@ class Wrong(NamedTuple):
     """Bytes of a file, or a container, that do not have their checksum."""
 
     columns: Columns
-    layout: Striped
     unread: int
     """Mask of columns that must not be read."""
     size: int
@@ -184,11 +181,12 @@ async def put_right(
     """Fill ``part`` with bytes that ``is_right``, told without columns that may be wrong, by trying
     which; and report these. False: whichever are left out, the bytes are wrong, or cannot be told.
     """
-    columns, layout, unread, size, offset, what, on_damage = wrong
+    columns, unread, size, offset, what, on_damage = wrong
+    layout = columns.layout
     touched = {extent.column for extent in layout.extents(offset, len(part))}
     for without in suspect_sets(layout, touched, unread):
         try:
-            await _read_without(columns, layout, without, offset, part, size)
+            await _read_without(columns, without, offset, part, size)
         except FsError:
             continue
         if not await is_right():
@@ -206,7 +204,6 @@ async def put_right(
 
 async def _read_without(
     columns: Columns,
-    layout: Striped,
     unread: int,
     offset: int,
     part: memoryview,
@@ -215,6 +212,7 @@ async def _read_without(
     """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not
     in the mask ``unread``. Raises Unavailable.
     """
+    layout = columns.layout
     for index, object_offset, file_offset, length in layout.extents(offset, len(part)):
         target = part[file_offset - offset : file_offset - offset + length]
         source = source_of(layout, index, unread)

@@ -98,7 +98,7 @@ class Columns:
         self.unsynced = Unsynced[int]()
         """Columns whose objects have changed, by us, and may not be durable."""
         self._servers = servers
-        self._layout = layout
+        self.layout = layout
         self._new = new
         self._on_short = on_short
         self._background = background
@@ -117,12 +117,12 @@ class Columns:
         """Raises Unavailable."""
         server = self._used[column]
         if server is None:
-            server = self._used[column] = self._servers[self._layout.servers[column]]
+            server = self._used[column] = self._servers[self.layout.servers[column]]
         return server
 
     def is_good(self, column: int) -> bool:
         """Whether the column's server can be expected to answer reads soon."""
-        server = self._servers.find(self._layout.servers[column])
+        server = self._servers.find(self.layout.servers[column])
         if server is None or server.absent or server.hangs or server.latency.is_late:
             return False
         return not server.health.failing & _READS or server.health.usable
@@ -203,7 +203,7 @@ class Columns:
         slow only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable,
         which names what lacks.
         """
-        layout = self._layout
+        layout = self.layout
         length = min(length, layout.object_length(column, size) - offset)
         if length <= 0:
             return memoryview(b"")
@@ -237,7 +237,7 @@ class Columns:
         """``length`` bytes of a coded column, from as many others as there are data columns, which
         have the same range of theirs; shorter ones count as if zeros followed."""
         target = self._servers.buffers.take(length)
-        code = code_of(self._layout.width, self._layout.parity)
+        code = code_of(self.layout.width, self.layout.parity)
         answered = max(units, key=lambda other: (len(units[other]) > 0, self.is_good(other)))
         await self._run(answered, code.reconstruct, dict(sorted(units.items())), column, target)
         return target
@@ -266,9 +266,9 @@ class Columns:
         """Raises Unavailable if an object of ``length`` bytes ends before ``end``, and has fewer
         than it must have where the file has ``size``.
         """
-        end = min(end, self._layout.object_length(column, size))
+        end = min(end, self.layout.object_length(column, size))
         if length < end:
-            server, expected = self.server(column), self._layout.object_length(column, size)
+            server, expected = self.server(column), self.layout.object_length(column, size)
             path = server.where(self.key)
             if self._fds[column] is None:
                 raise Unavailable(f"{server.name}: {path} is missing")
@@ -288,8 +288,8 @@ class Columns:
             found = dict(zip(columns, await self.attempt(calls, waits=not strict), strict=True))
             failed = {c: answer for c, answer in found.items() if isinstance(answer, FsError)}
             if not failed:
-                return first_range(self._layout, found, offset, size)
-            if not self._layout.is_protected:
+                return first_range(self.layout, found, offset, size)
+            if not self.layout.is_protected:
                 raise next(iter(failed.values()))
             unread |= sum(1 << column for column in failed)
         return offset, size
@@ -299,11 +299,11 @@ class Columns:
         calls = [(column, self._find_data, (column, offset, size, False)) for column in columns]
         found = zip(columns, await self.attempt(calls), strict=True)
         read = {column: part for column, part in found if not isinstance(part, FsError)}
-        return first_range(self._layout, read, offset, size)
+        return first_range(self.layout, read, offset, size)
 
     def _telling(self, unread: int) -> Sequence[int]:
         """Columns that together tell where there is data; none if too few are left."""
-        layout = self._layout
+        layout = self.layout
         if not layout.is_protected:
             return range(layout.width)
         usable = [c for c in range(len(layout.servers)) if not unread >> c & 1 and self.is_good(c)]
@@ -321,10 +321,10 @@ class Columns:
     ) -> tuple[int, int] | None:
         fd, server = self.descriptor_now(column), self.server(column)
         length = 0 if fd is None else server.stat(self.key, fd).length
-        end = self._layout.object_length(column, size)
+        end = self.layout.object_length(column, size)
         if strict:  # what lacks is no hole
             self.require(column, length, end, size)
-        return find_data(server, self.key, fd, self._layout, column, offset, min(end, length))
+        return find_data(server, self.key, fd, self.layout, column, offset, min(end, length))
 
     # --- changing ---
 

@@ -128,24 +128,24 @@ class ObjectSet:
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
         )
-        self._cached = CachedReads(servers, layout, columns, block, window, whole_from)
+        self._cached = CachedReads(servers, columns, block, window, whole_from)
         top: Stage = self._cached
         self._recovery = None
         """How a protected set is read; None: it is not protected."""
         if layout.is_protected:
-            top = self._recovery = Recovery(servers, layout, columns, self._cached, unread)
+            top = self._recovery = Recovery(servers, columns, self._cached, unread)
         past = top
         self._checked = None
         """The stage that compares bytes with their checksums; None: they have none, or the reader
         does not ask for it."""
         load = digests or (shared and shared.load)
         if load is not None:
-            checked = CheckedReads(servers, layout, columns, top, load, on_damage, unread)
+            checked = CheckedReads(servers, columns, top, load, on_damage, unread)
             if digests is not None:
                 past = self._checked = checked
                 top = checked if verify else top
             if shared is not None:
-                top = TogetherReads(servers, layout, columns, top, checked, shared.join)
+                top = TogetherReads(servers, columns, top, checked, shared.join)
         self._top = top
         """The stage by which the file is read."""
         self._verify = verify and digests is not None

@@ -50,12 +50,10 @@ class Hedges:
     coded file are there, or will be asked for next. So a hedge costs the parity of a block, and not
     what tells it."""
 
-    def __init__(
-        self, servers: Servers, layout: Striped, columns: Columns, cached: CachedReads
-    ) -> None:
+    def __init__(self, servers: Servers, columns: Columns, cached: CachedReads) -> None:
         self._cache = servers.cache
         self._servers = servers
-        self._layout = layout
+        self._layout = columns.layout
         self._columns = columns
         self._source = cached.source
         self._block = cached.block
@@ -168,7 +166,6 @@ class Recovery:
     def __init__(
         self,
         servers: Servers,
-        layout: Striped,
         columns: Columns,
         cached: CachedReads,
         unread: int,
@@ -176,11 +173,11 @@ class Recovery:
         self.unread = unread
         """The mask of columns that must not be read; it may change at any time."""
         self._servers = servers
-        self._layout = layout
+        self._layout = layout = columns.layout
         self._key = columns.key
         self._columns = columns
         self._cached = cached
-        self._hedges = Hedges(servers, layout, columns, cached)
+        self._hedges = Hedges(servers, columns, cached)
         block = layout.row * max(BLOCK_MAX // layout.row, 1)
         self._rows = FileBlocks(
             servers, layout, _rows_name(self._key), block, self._read_row, columns.in_use

@@ -17,7 +17,6 @@ from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
-from aifs.layout.striped import Striped
 
 TOGETHER_FROM = 8 << 20
 """Bytes of a file; other hosts do not hear of readers of smaller ones."""
@@ -69,7 +68,6 @@ class TogetherReads:
     def __init__(
         self,
         servers: Servers,
-        layout: Striped,
         columns: Columns,
         below: Stage,
         checked: CheckedReads,
@@ -84,7 +82,7 @@ class TogetherReads:
         self._checked = checked
         self._join = join
         name = name_of_checked(columns.key)
-        self._blocks = FileBlocks(servers, layout, name, HASHED, self._fill, columns.in_use)
+        self._blocks = FileBlocks(servers, columns.layout, name, HASHED, self._fill, columns.in_use)
         self._others: Others | None = None
         """Those that read the file; None: they have not been told that it is read here."""
         self._size = 0
