@@ -139,8 +139,8 @@ class _Place:
             yield _Timed(amount / taken_s, limit if taken_s > _TELLING_S else "")
 
     def _daemon_s(self) -> float:
-        """Seconds of processors that the mount's daemon has used; 0 elsewhere, and for who may not
-        know."""
+        """Seconds of processors that the mount's daemon has used; 0 elsewhere, and where that is
+        not shown to the caller."""
         try:
             with open(f"/proc/{self._daemon}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()

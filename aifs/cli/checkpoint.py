@@ -102,7 +102,9 @@ def latest_command(path: str, in_place: bool) -> Report | int:
     return Report({"path": str(newest)}, str(newest))
 
 
-@checkpoint_command.command("verify", examples="aifs checkpoint verify /mnt/store/run/step-100")
+@checkpoint_command.command(
+    "verify", examples="aifs checkpoint verify /mnt/store/run/step-100", sizes=True
+)
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--all", "all_below", is_flag=True, help="All checkpoints in the directories PATH.")
 def verify_command(paths: tuple[str, ...], all_below: bool) -> Report:

@@ -112,7 +112,6 @@ def scrub_command() -> None:
 
 @scrub_command.command(
     "start",
-    short_help="Begin a scrub.",
     examples="aifs scrub start /mnt/store --wait\naifs scrub start /mnt/store --bandwidth 1GiB\n"
     "aifs scrub start /srv/store --no-repair --json",
     sizes=True,
@@ -147,7 +146,6 @@ def show_command(place: str) -> Report:
 
 @scrub_command.command(
     "stop",
-    short_help="End the scrub that runs.",
     examples="aifs scrub stop /mnt/store",
     sizes=True,
 )

@@ -51,7 +51,6 @@ def ls_command(path: str) -> Report:
 
 @hint_command.command(
     "show",
-    short_help="Print the value of one hint.",
     examples="aifs hint show /mnt/store/model.pt state",
 )
 @click.argument("path", type=PATH)
@@ -65,7 +64,6 @@ def show_command(path: str, key: str) -> Report:
 
 @hint_command.command(
     "set",
-    short_help="Set hints.",
     examples="aifs hint set /mnt/store/datasets tier=capacity\n"
     "aifs hint set /mnt/store/run trash=7d keep=last=3",
 )

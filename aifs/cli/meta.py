@@ -36,7 +36,7 @@ _STATES = (
 )
 
 
-@group("meta", short_help="Back up, restore, move and serve the metadata of stores.")
+@group("meta")
 def meta_command() -> None:
     """Back up, restore, move and serve the metadata of stores.
 

@@ -146,6 +146,7 @@ aifs start prefetch llama
 aifs start prefetch llama+64gpu --dir /mnt/store/start
 """,
     short_help="Prefetch what a job will touch, and wait.",
+    sizes=True,
 )
 @click.argument("job")
 @_DIR

@@ -193,7 +193,7 @@ def find_undrained(mountpoint: str) -> Left:
 def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
     """Raises MountError if the daemon that gave ``status`` has not closed its store in order.
 
-    Then the store's owner file still names it. That file may be out of reach for who is not root.
+    Then the store's owner file still names it. That file may be out of reach except for root.
     """
     from aifs.core import config
     from aifs.store.owner import IN_ORDER
@@ -260,8 +260,8 @@ def unmount(
     mountpoint: str, lazy: bool = False, limit_s: float | None = None, answers: bool = True
 ) -> bool:
     """Take the mount away; ``lazy``: now, though its users may go on until they are done. Without
-    ``answers`` who is only seen to wait for one, such as a command that was given up, goes on, too.
-    MountError.
+    ``answers`` processes that are only seen to wait for one, such as a command that was given up,
+    go on, too. Raises MountError.
 
     By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not
     root. False if the system is still busy with it after ``limit_s``: it first hands over what

@@ -127,7 +127,7 @@ class TimedOut(FsError):
 
 
 class OutOfMemory(FsError):
-    """The daemon lacks memory, or descriptors: neither is the fault of who asks, or of a data
+    """The daemon has no memory, or descriptors: neither is the fault of the caller, or of a data
     server.
     """
 

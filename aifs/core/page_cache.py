@@ -40,7 +40,7 @@ def resident(fd: int, size: int, step: int) -> list[int] | None:
 
 def is_dirty(fd: int) -> bool:
     """Whether a page of the file may be in memory and not on its device: all those of which it was
-    have been written back, and who writes to one by a mapping changes the file's mtime once more.
+    have been written back, and a write by a mapping changes the file's mtime once more.
     Takes 1 us for a small file, 100 us for 1 GiB that is cached. Raises OSError.
     """
     answer = _ask(fd, 0, 0)

@@ -11,8 +11,8 @@ _SIGKILL_BIT = 1 << signal.SIGKILL - 1
 
 
 def process_of(thread: int) -> int:
-    """The process of a thread: FUSE tells who asks by the number of the thread. The same number if
-    it has ended, or is not to be seen from here."""
+    """The process of a thread: FUSE names a caller by the number of its thread. The same number if
+    it has ended, or cannot be seen from here."""
     try:
         with open(f"/proc/{thread}/status", "rb") as file:
             for line in file:

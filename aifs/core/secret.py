@@ -1,5 +1,5 @@
 """Secrets: that of a cluster, the password of its database, which its hosts also know each other
-by; and that of who may ask a mount for its metrics.
+by; and that of clients that may ask a mount for its metrics.
 
 Each is a file with one line of text, that nobody may read but its owner.
 """

@@ -1,4 +1,4 @@
-"""Background work: one task decides what runs next, by due time and by who has asked for it.
+"""Background work: one task decides which step runs next, by due time and by requests.
 
 Each part of a store that has work to do in the background has a *step*: it does what is due, and
 says in how many seconds it wants to run again unless it is asked for earlier. A kind of work that

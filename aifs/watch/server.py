@@ -9,9 +9,9 @@ ADDRESS:PORT gets the answer for any user, or, with the secret, the one for root
 
     GET /              the page: page.html
     GET /metrics       Prometheus's text format
-    GET /status.json   what ``aifs status --json`` prints
-    GET /top.json      who uses the mount, for whom the trace is: by=process, user, path, operation;
-                       since=N, the ``next`` of the answer before, else from now on
+    GET /status.json   the output of ``aifs status --json``
+    GET /top.json      the users of the mount, for those who may trace: by=process, user, path,
+                       operation; since=N, the ``next`` of the answer before, else from now on
     GET /healthz       200 and "ok", or 503 and a line for each thing that is wrong
 """
 
@@ -141,7 +141,7 @@ class WatchServer:
                 with trio.move_on_after(TIMEOUT_S):
                     await self._converse(stream, asker)
         except (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError):
-            pass  # who asked has gone, or does not speak HTTP
+            pass  # the client has gone, or does not speak HTTP
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
