@@ -7,7 +7,7 @@ counter ends in ``_total``. A value that is not known is left out.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -245,9 +245,10 @@ class Part(NamedTuple):
     """Conditions and words."""
 
 
-def _read_table() -> tuple[list[Figure], list[Part]]:
+def read_table(table: str) -> tuple[list[Figure], list[Part]]:
+    """The figures and parts that a table declares."""
     figures, parts = list[Figure](), list[Part]()
-    for row in re.split(r"\n(?! {6})", _TABLE.strip()):
+    for row in re.split(r"\n(?! {6})", table.strip()):
         text = " ".join(row.split())
         if row[0] != " ":
             key, title, condition = re.findall(r'(\w+)(?: "(\w+)")?(?: if (\S+))?:', text)[0]
@@ -265,16 +266,18 @@ def _read_table() -> tuple[list[Figure], list[Part]]:
     return figures, parts
 
 
-FIGURES, _PARTS = _read_table()
+FIGURES, PARTS = read_table(_TABLE)
 
 
 def describe(
-    status: dict[str, Any], shows: Mapping[str, Callable[[Any], str]]
+    status: dict[str, Any],
+    shows: Mapping[str, Callable[[Any], str]],
+    parts: Sequence[Part] = PARTS,
 ) -> list[tuple[str, str]]:
     """A title and a line for each part of the mount. ``shows``: how a ``size``, ``rate``,
     ``duration`` and time (``when``) are printed."""
     lines = []
-    for part in _PARTS:
+    for part in parts:
         own = status.get(part.key)
         if (
             own is None
@@ -325,10 +328,10 @@ _BOUNDS = [(UNIT_NS << bucket) / 1e9 for bucket in range(1, BUCKETS - 1, 2)]
 """Every second bucket is told: 16 us, 64 us, ... 17 s."""
 
 
-def expose(status: dict[str, Any]) -> str:
-    """All metrics of a mount, from what it says of itself."""
+def expose(status: dict[str, Any], declared: Sequence[Figure] = FIGURES) -> str:
+    """All metrics of a mount, from its status."""
     lines: list[str] = []
-    for figure in FIGURES:
+    for figure in declared:
         lines.append(f"# HELP {figure.name} {figure.help}")
         lines.append(f"# TYPE {figure.name} {figure.kind}")
         for key, value in _values(status, figure.where):

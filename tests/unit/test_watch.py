@@ -72,6 +72,19 @@ def test_names_follow_the_conventions() -> None:
         assert metric.name.endswith("_total") == (metric.kind == figures.COUNTER)
 
 
+def test_a_figure_is_one_row() -> None:
+    """It is in Prometheus, and in the words of aifs status."""
+    table = (
+        'trash "bin" if on:\n  left gauge aifs_left_files: Files left.\n  > left: {left:entry}\n'
+    )
+    declared, parts = figures.read_table(table)
+    told = {"on": 1, "trash": {"left": 3}}
+    text = "# HELP aifs_left_files Files left.\n# TYPE aifs_left_files gauge\naifs_left_files 3\n"
+    assert figures.expose(told, declared) == text
+    assert figures.describe(told, {}, parts) == [("bin", "3 entries")]
+    assert figures.describe(told | {"on": 0}, {}, parts) == []
+
+
 def test_problems_are_said_in_words() -> None:
     assert figures.problems(status()) == []
     gone = {"id": 3, "path": "/s", "state": "failing", "last_error": "Input/output error"}
