@@ -15,6 +15,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from grouped import RANKS, measure, rows
@@ -86,10 +87,11 @@ def tables(found: dict[str, Any]) -> str:
     readers.
     """
     lines = [
-        (
+        fill(
             f"{found['ranks']} ranks save {found['mib']} MiB each, the same in all; medians of "
             f"{found['rounds']} on {found['machine']['processors']} processors, everything in "
-            "memory. Bytes are parts of those saved."
+            "memory. Bytes are parts of those saved.",
+            100,
         ),
         "",
         "| | | AIFS | target |",
