@@ -1,4 +1,4 @@
-"""Who carries out work on the bytes of the store: reading, hashing, coding, writing, syncing them.
+"""Processes for work on the bytes of the store: reading, hashing, coding, writing, syncing them.
 
 What is to be done is a plain value, and a function of a module that does it: so it can be done
 anywhere, in the daemon or in a mover process (pool.py). The daemon decides what has to be done, and
@@ -27,7 +27,7 @@ class Movers:
     """Carries out one kind of work: under the limits of its tools. Used from one trio thread."""
 
     def __init__(self, tools: MakingTools, pool: Pool | None = None) -> None:
-        """``pool``: who does it; None: this process."""
+        """``pool``: processes that do it; None: this one."""
         self.tools = tools
         """Of this process."""
         self._pool = pool

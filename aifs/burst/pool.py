@@ -129,8 +129,8 @@ class Pool:
 
     @property
     def is_open(self) -> bool:
-        """Whether the current task may have work done here. Who does not give up calls to servers
-        waits itself for those that hang."""
+        """Whether the current task may have work done here. A task that does not give up calls to
+        servers waits itself for those that hang."""
         if not self.is_running or trio.current_time() < self._retry_at_s:
             return False
         return gives_up() or not any(server.hangs for server in self._servers.values())
@@ -243,7 +243,7 @@ class Pool:
                 self._awake = trio.Event()
 
     def _give_back(self, size: int) -> None:
-        """Somebody waits for memory: who is idle ends; the others do when their work is done, where
+        """Work waits for memory: idle processes end; the others do when their work is done, where
         there will never be enough besides theirs. Else they end soon by themselves."""
         budget = self._servers.budget
         if not budget.short:

@@ -64,7 +64,8 @@ class ByHome:
 
     async def _take_from_cache(self, file: OpenInode, is_emptied: bool) -> None:
         """Another host has a clean copy, to which its kernel may pass programs through: what it
-        does not give up stays with it, which is its home then. Who cannot be asked is done without.
+        does not give up stays with it, which is its home then. A host that cannot be asked is
+        passed over.
         """
         host, file.cached_at, ino = file.cached_at, 0, file.inode.ino
         try:

@@ -1,7 +1,8 @@
-"""Draining in the background: which files wait for it, who waits for them, and what is said of
-it.
+"""Draining in the background: the files that wait for it, the tasks that wait for them, and its
+status.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import trio
 from aifs.burst.queue import Queue, Rank
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
-from aifs.core.errors import FsError, NoSpace
+from aifs.core.errors import Busy, FsError, NoSpace
 from aifs.core.log import logger
 from aifs.core.upkeep import Work
 from aifs.core.waiting import DRAIN, Ended, doing, waits_for
@@ -20,7 +21,6 @@ from aifs.files.draining import Drainer, Draining, DrainOutcome
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.services import Services
-from aifs.files.waiter import Waiter
 from aifs.meta.records import Inode
 
 _log = logger(__name__)
@@ -31,6 +31,10 @@ _REST, _REST_MAX_S = (
     1.0,
 )  # how long a worker rests while somebody writes, of the time that it has worked
 
+GRACE_S = 5.0
+"""How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) may
+reach us late."""
+
 
 class Undrained(NamedTuple):
     """A file that has to be drained: inode number, since when, size."""
@@ -38,6 +42,51 @@ class Undrained(NamedTuple):
     ino: int
     since_ns: int
     size: int
+
+
+class Waiter:
+    """Somebody who waits for some files, by inode number.
+
+    ``strict``: the wait ends with the error of a drain that fails, and with Busy where somebody may
+    write to a file.
+    """
+
+    def __init__(self, inos: set[int], strict: bool) -> None:
+        self._inos = inos
+        self._strict = strict
+        self._blocked: dict[int, float] = {}  # since when
+        self._error: FsError | None = None
+        self._event = trio.Event()
+
+    async def wait(self) -> None:
+        """Until all are drained, or gone."""
+        while self._inos:
+            ino, since = min(self._blocked.items(), key=lambda item: item[1], default=(0, math.inf))
+            with trio.move_on_at(since + GRACE_S) as scope:
+                await self._event.wait()
+            if self._error is not None:
+                raise self._error
+            if scope.cancelled_caught:
+                raise Busy(f"inode {ino} is open for writing, so it cannot be drained")
+            self._event = trio.Event()
+
+    def done(self, ino: int) -> None:
+        self._blocked.pop(ino, None)
+        self._inos.discard(ino)
+        if not self._inos:
+            self._event.set()
+
+    def failed(self, ino: int, error: FsError) -> None:
+        """A drain of the file has failed; it will be tried again."""
+        if self._strict and ino in self._inos:
+            self._error = error
+            self._event.set()
+
+    def blocked(self, ino: int) -> None:
+        """The file cannot be drained before somebody closes it."""
+        if self._strict and ino in self._inos and ino not in self._blocked:
+            self._blocked[ino] = trio.current_time()
+            self._event.set()
 
 
 class Drain:
@@ -77,7 +126,7 @@ class Drain:
                 is_urgent=self._is_waited_for,
             )
         )
-        """Who carries drains out."""
+        """Processes that carry drains out."""
         self.drainer = Drainer(
             services.config,
             io,
@@ -93,7 +142,7 @@ class Drain:
         self._requested: set[int] = set()
         """Inodes of files that somebody has asked for, and that are not drained."""
         self._waiters: list[Waiter] = []
-        """Who waits for files to be drained."""
+        """Tasks that wait for files to be drained."""
         self._failing: dict[int, str] = {}
         """By inode, why the last drain of files has failed that are tried again."""
         self._last_error = ""
@@ -109,7 +158,7 @@ class Drain:
         return self._queue.late(trio.current_time())
 
     def _is_in_the_way(self) -> bool:
-        """Whether somebody writes to the burst tier, who needs processor and memory more than a
+        """Whether a program writes to the burst tier: it needs processor and memory more than a
         drain that is in time.
         """
         return not self._is_urgent() and (
@@ -197,7 +246,7 @@ class Drain:
             self._upkeep.at(Work.DRAIN, self._queue.give_back(ino, now))
 
     def drained(self, ino: int, size: int) -> None:
-        """Who has withheld it has drained it."""
+        """The group that has withheld it has drained it."""
         self._drained_files += 1
         self._drained_bytes += size
         if self._queue.drained(ino):

@@ -91,7 +91,7 @@ class FileIO:
         """Changes of forms."""
         urgent = Mover(servers.budget, Limiter(0), "none", is_urgent=_always)
         self.waited_for = self.sets.movers(urgent)
-        """Who carries out what somebody waits for."""
+        """Processes that carry out work that a request waits for."""
         self.capacity = CapacityIO(
             config, engine, servers, services.ids, containers, self.transitions, self.waited_for
         )
@@ -380,7 +380,7 @@ class FileIO:
 
     def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:
         """Whether a change of the file, up to ``end``, needs a burst copy, which it has not. Where
-        there is no room for one, who wants to change it waits.
+        there is no room for one, a change waits.
         """
         if file.copy is not None or file.on_object:
             return False

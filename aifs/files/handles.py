@@ -20,7 +20,7 @@ from aifs.meta.records import APPEND_ONLY, Inode
 _log = logger(__name__)
 
 WATCHED_BYTES = BLOCK
-"""Who watches the opens of smaller files needs not know what is in memory of them."""
+"""A watcher of opens of smaller files need not know which of their pages are in memory."""
 
 HANDLE_MAX = (1 << 31) - 1
 """The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew.
@@ -32,8 +32,8 @@ class Handles:
 
     The kernel wants all opens of an inode to be of one kind, so the first one decides for all that
     follow until the last is closed: passed through to the burst copy, or to the object that is the
-    whole file, or read and written by way of the daemon. Who writes to such an object does it by
-    way of the daemon, beside others that are passed through.
+    whole file, or read and written by way of the daemon. Such an object is written by way of the
+    daemon, beside others that are passed through.
 
     An inode that is not in core may be *lent*: the bridge answers its opens for reading, and keeps
     its backing id. It is taken back when it comes into core, with the handles that it has then; so

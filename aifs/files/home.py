@@ -51,7 +51,8 @@ class _Joined(NamedTuple):
     file: OpenInode
     """It counts among its writers."""
     number: int
-    """Of its last join; they ascend. Who leaves by an earlier one has joined again since."""
+    """Of its last join; they ascend. A host that leaves by an earlier one has joined again
+    since."""
 
 
 class Home:
@@ -115,8 +116,8 @@ class Home:
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """A file, as [inode number, whether its bytes are not needed], is on the data servers, and
         nobody's, which is on record there, when this answers 0. Else it stays with us, as it is
-        open for writing here, or read past us, or cannot be given up: who asks has joined those who
-        write to it, by the number that is answered. Raises Stale as ``_join`` does.
+        open for writing here, or read past us, or cannot be given up: the asking host is now
+        registered as a writer, by the number in the answer. Raises Stale as ``_join`` does.
         """
         ino, is_emptied = arguments
         async with self._io.inodes.held(ino):  # or it might be read without our knowing

@@ -1,7 +1,7 @@
 """Circles of those who wait for locks of fcntl(2), over all hosts.
 
-A wait in a circle never ends by itself. So one that lasts is looked at: who holds what it waits
-for, what that owner waits for, and so on, from host to host.
+A wait in a circle never ends by itself. So one that lasts is looked at: the owner of the lock that
+it waits for, the lock that this owner waits for, and so on, from host to host.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class _Edge(NamedTuple):
 
     ino: int
     session: int
-    """Who waits, with the ticket."""
+    """The owners that wait, each with its ticket."""
     ticket: int
     blocker: LockOwner
 
@@ -79,7 +79,7 @@ class Circles:
         ]
 
     async def blockers(self, session: int, ino: int, of: int, ticket: int) -> list[LockOwner]:
-        """Who holds what a ticket of the session ``of`` waits for."""
+        """The owners of the locks that a ticket of the session ``of`` waits for."""
         inode = self._homes.known(ino)
         return inode.tables[FCNTL].blockers(of, ticket) if inode and inode.is_home else []
 

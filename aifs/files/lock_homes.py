@@ -1,4 +1,4 @@
-"""Who grants the locks of an inode, and how that changes.
+"""The host that grants the locks of an inode, and how that changes.
 
 The locks of an inode have a *home*: the host that was the first to lock it. It grants them from its
 memory, and ``L ino`` in the map names its session, so that all find it. What others are granted
@@ -117,8 +117,8 @@ class InodeLocks:
         """Set when none is being closed any more."""
         self.last_handle: dict[LockOwner, int] = {}
         """By owner of fcntl(2) locks, the handle by which it has asked for one last, until a
-        close(2) releases them. Who is left when that handle is gone is an open file description, or
-        has closed it without our being told: it holds nothing then."""
+        close(2) releases them. An owner that is left when that handle is gone is an open file
+        description, or has closed it without our knowledge: it holds nothing then."""
 
     def note_taken(self, handle: int, space: int, owner: LockOwner) -> None:
         """An owner of this host takes a lock by an open file."""
@@ -186,8 +186,8 @@ class LockHomes:
     async def ask_home(
         self, ino: int, inode: InodeLocks, operation: str, *arguments: Any
     ) -> tuple[Any, int]:
-        """What the home of the inode's locks answers, and its session: whoever that is, and however
-        long it takes to know.
+        """What the home of the inode's locks answers, and its session; waits as long as it takes to
+        find the home.
 
         When this returns, no later home has asked what we hold; so a caller that has to note the
         answer does it before it awaits anything.

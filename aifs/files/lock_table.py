@@ -2,9 +2,9 @@
 I/O, no tasks.
 
 It does what Linux does with a local file, in these points, too: a lock of flock(2) that becomes one
-of the other kind is given up first, and lost if it cannot be had; who asks without waiting gets
-what is free, whoever waits. Those who wait get what has become free in the order in which they
-came, at the moment when it becomes free. A stream of readers can keep a writer waiting: whoever let
+of the other kind is given up first, and lost if it cannot be had; a request that does not wait gets
+a free lock, even if others wait. Those that wait get one that has become free in the order in which
+they came, at the moment when it becomes free. A stream of readers can keep a writer waiting: to let
 them wait behind it could make a circle of waiters that is none, because owners are not processes.
 """
 
@@ -56,7 +56,7 @@ class Wait:
 
 
 class LockTable:
-    """Who holds what, and who waits for what. ``flock``: all locks are of the whole file."""
+    """Locks that are held, and requests that wait. ``flock``: all locks are of the whole file."""
 
     def __init__(self, flock: bool) -> None:
         self._flock = flock
@@ -133,8 +133,8 @@ class LockTable:
         self._waiting.append(wait)
 
     def cancel(self, session: int, ticket: int) -> bool:
-        """Whoever waits with this ticket does so no more. Returns whether the ticket has got its
-        lock before, which then stays."""
+        """The request with this ticket waits no more. Returns whether the ticket has got its lock
+        before, which then stays."""
         for wait in [*self._waiting]:
             if (wait.lock.owner.session, wait.ticket) == (session, ticket):
                 self._waiting.remove(wait)
@@ -146,7 +146,7 @@ class LockTable:
         self._granted.append((session, ticket))
 
     def blockers(self, session: int, ticket: int) -> list[LockOwner]:
-        """Who holds what a ticket waits for; none if it does not wait."""
+        """The owners of the locks that a ticket waits for; none if it does not wait."""
         return [
             held.owner
             for wait in self._waiting

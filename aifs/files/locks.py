@@ -138,8 +138,8 @@ class Locks:
         return self.unlock_at_once(ino, FCNTL, owner, 0, LAST)
 
     def begin_close(self, ino: int) -> None:
-        """The last descriptor of an open file is closed, and ``end_close`` follows. Who asks from
-        now on on this host finds its locks released. Does not suspend."""
+        """The last descriptor of an open file is closed, and ``end_close`` follows. Later requests
+        of this host find its locks released. Does not suspend."""
         inode = self._homes.begin_use(ino)
         if not inode.closing:
             inode.closed = trio.Event()

@@ -97,7 +97,7 @@ class ObjectSets:
         return Followed(self.set_of(layout, ino, oid, unread, checked=True))
 
     def movers(self, mover: Mover) -> Movers:
-        """Who carries out work under the limits of ``mover``."""
+        """Processes that work under the limits of ``mover``."""
         containers = self._containers.files
         tools = MakingTools(
             self._servers, mover, containers, self._verify, self._damaged, self._join

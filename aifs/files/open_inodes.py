@@ -358,8 +358,8 @@ class OpenInodes:
 
     async def lose_columns(self, ino: int, oid: int, mask: int) -> bool:
         """Columns of a file's objects were found to be wrong: from now on nobody reads them.
-        Whether that is on record (see moves.put_damaged). No gate is waited for: who reads a column
-        that turns out to be wrong may hold it.
+        Whether that is on record (see moves.put_damaged). No gate is waited for, because the reader
+        of a column that turns out to be wrong may hold it.
         """
         ino = await self._engine.view(moves.find_user, ino, oid)
         while True:

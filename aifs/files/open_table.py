@@ -39,7 +39,7 @@ class OpenTable:
         last time."""
         self.stale: dict[int, int] = {}
         """Files that another host has changed, until the kernel has none of the pages from before:
-        who opens one has it drop them. With the ``seq`` of the last change."""
+        opening one has it drop them. With the ``seq`` of the last change."""
         self.told = ToldSizes(handles.kernel)
         """The sizes that the kernel is told."""
         self.lost: dict[int, LostBytes] = {}
@@ -61,9 +61,9 @@ class OpenTable:
         return self.is_open(ino) or self.handles.recall(ino)
 
     def opening(self, *inos: int, lent: bool = False) -> "_Claims":
-        """Those of these inodes that are not open, nor being opened, are ours: whoever wants to
-        open one waits until this ends. What he finds then is in ``open``, or on record. ``lent``:
-        also those that are lent, open or not, which stays so; else they are no more.
+        """Those of these inodes that are not open, nor being opened, are ours: a request to open
+        one waits until this ends, and then finds it in ``open``, or on record. ``lent``: also those
+        that are lent, open or not, which stays so; else they are no more.
         """
         return _Claims(self, inos, lent)
 

@@ -1,5 +1,5 @@
-"""Who may change names, for requests that do it past the kernel's own checks (ioctls and extended
-attributes).
+"""Permission to change names, for requests that do it past the kernel's own checks (ioctls and
+extended attributes).
 
 The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in
 a sticky one ownership of the directory or of what is named.
@@ -55,8 +55,8 @@ def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> No
 
 
 def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) -> None:
-    """As ``require_may_remove``, of a directory with all that lies below: who owns it may, whoever
-    owns what lies below.
+    """Like ``require_may_remove``, for a whole tree: the owner of the directory may remove it, even
+    if others own files below.
     """
     require_may_remove(directory, inode, caller)
     require_owner(inode, caller)

@@ -1,4 +1,4 @@
-"""Quotas: who wants to grow asks here before, and gets EDQUOT.
+"""Quotas: a file or directory that is about to grow asks here first, and fails with EDQUOT.
 
 What is on record is counted by the transactions that change it (meta/quotas.py). What open files
 have grown by since is known here: so the *room* of a quota, which is what it has left, is what the

@@ -1,10 +1,10 @@
 """Many small files at once, none of which is brought into core.
 
-To open a small file costs the daemon several times what its bytes cost. Who reads many files that
-nobody changes has them read here: with one look at the records of all; one request for what lies
-side by side in a container; one call for each file that is an object, or a burst copy, of its own.
-What is not as simple as that is left to ``FileIO.read``: a file that is open, has a dirty mark, has
-been changed, is compressed, lies on several servers, or could not be read. So are objects where the
+To open a small file costs the daemon several times what its bytes cost. Many files that nobody
+changes are read here: with one look at the records of all; one request for what lies side by side
+in a container; one call for each file that is an object, or a burst copy, of its own. What is not
+as simple as that is left to ``FileIO.read``: a file that is open, has a dirty mark, has been
+changed, is compressed, lies on several servers, or could not be read. So are objects where the
 store has several hosts, any of which may change them in place.
 
 Bytes of two versions are never mixed. Those in a record or in a container are not changed in place,
@@ -36,7 +36,7 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_inode
 
 SMALL = CHUNK
-"""Larger files are better read one by one: who reads one in order is read ahead of."""
+"""Larger files are better read one by one: a read in order has the next bytes read ahead."""
 
 _GAP = 64 << 10
 """Bytes between two chunks of a container that are read, too, rather than asking twice."""

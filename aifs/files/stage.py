@@ -69,7 +69,7 @@ class Stager:
         self._by_home = by_home
         self._capacity = capacity
         self._movers = movers
-        """Who carries stagings out."""
+        """Processes that carry stagings out."""
         self._running: dict[int, trio.Event] = {}
         """By inode, what is set when its copy has ended."""
         self._unread: set[int] = set()

@@ -1,14 +1,14 @@
 """Which hosts read the same large file at the same time, and passing its bytes on
 (docs/design/homes.md).
 
-Who begins to read a large file asks one host of it, the file's *meeting place*, who reads it
-already, and those hear of the new one; so they know each other from then on. Each MiB has a
+A host that begins to read a large file asks one host, the file's *meeting place*, for its other
+readers, and those hear of the new one; so they know each other from then on. Each MiB has a
 *fetcher* among them: the host with the largest weight, which depends on host and MiB alone. It asks
 the servers, the others ask it. Nothing of this is waited for for long, and any message may be lost.
 
-No two hosts wait for each other. Who is asked to load a MiB asks only a host of a larger weight to
-load it. Of another one, which may have read it before they met, it takes only what is there, or
-comes from the servers.
+No two hosts wait for each other. A host that is asked to load a MiB asks only a host of a larger
+weight to load it. Of another one, which may have read it before they met, it takes only what is
+there, or comes from the servers.
 """
 
 from typing import Any
@@ -102,8 +102,8 @@ class Together:
     # --- what others tell; whatever they say, it does no harm ---
 
     async def _serve_join(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """A host reads a file that has its meeting place here, as [inode number, oid]. Who reads
-        it, too."""
+        """A host reads a file that has its meeting place here, as [inode number, oid]. Returns its
+        other readers."""
         ino, oid = arguments
         return Answer(self._joined((ino, oid), asker.name))
 
@@ -224,7 +224,8 @@ class _Reading:
         return False
 
     def _whom_to_ask(self, offset: int) -> tuple[str, bool]:
-        """Who is to have a MiB, and whether it loads it; '': we come from the servers."""
+        """The host that is to have a MiB, and whether it loads it; '': it comes from the
+        servers."""
         own, number = self._own, offset // HASHED
         host = max([own, *self.hosts], key=lambda name: weight(name, number))
         if host != own:

@@ -90,7 +90,7 @@ class ToldSizes:
         return told
 
     async def settled(self, ino: int) -> None:
-        """The kernel may be told the size as it is now; who makes the file grow later is not waited
-        for. Never awaited by a request that may hold pages, or the lock of a directory."""
+        """The kernel may be told the size as it is now; later growth is not waited for. Never
+        awaited by a request that may hold pages, or the lock of a directory."""
         for hold in tuple(self._held.get(ino, ())):
             await hold.free.wait()

@@ -12,9 +12,9 @@ these steps, whatever the change is (``change_form``):
 4. what was replaced, or made in vain, is garbage for the collector.
 
 A transaction may let other tasks run before and after its commit. So whoever changes the form, or
-the dirty mark, or needs them to stay, holds the gate; whoever writes a file's record holds
-``recording`` until core says what the record says. Who holds several gates enters them in the order
-of inode numbers; who waits for a gate holds no other one.
+the dirty mark, or needs them to stay, holds the gate; a task that writes a file's record holds
+``recording`` until core says what the record says. Several gates are entered in the order of inode
+numbers; a task that waits for a gate holds no other one.
 """
 
 from collections.abc import (
@@ -70,7 +70,8 @@ class Flip:
     """The copy that the file did not have."""
 
     def becomes(self) -> Inode:
-        """The inode as it will be. New objects are the file's own, whoever shares the old ones."""
+        """The inode as it will be. New objects are the file's own, even if the old ones are
+        shared."""
         before = self.file.inode
         after = before.but(**self.form)
         if after.layout is None or after.oid != before.oid:
@@ -280,8 +281,8 @@ class Transitions:
         bytes lie elsewhere now, or are others: then ``look_again`` is due. Neither blocks nor
         suspends.
 
-        Bytes that are in the record are not taken over here: whoever holds the gate may be making
-        something of them, and is to be refused what it makes (B11).
+        Bytes that are in the record are not taken over here: the holder of the gate may be making
+        something of them, which has to be refused (B11).
         """
         inode = file.inode
         if (inode.size, inode.mtime_ns) != (stored.size, stored.mtime_ns):
@@ -321,7 +322,7 @@ class Transitions:
         file is with its home, and has its copy, if it has one that counts here. Does not suspend.
 
         A clean copy on another host is nothing to this one: the file is read from the data servers.
-        Who changes it here asks that host before (``ByHome``), which gives that copy up.
+        Before the first change here, ``ByHome`` asks that host to drop its copy.
         """
         inode = file.inode
         home = 0 if inode.copy is None else self._homes.of(inode.copy.server)
@@ -506,7 +507,8 @@ class Transitions:
 
     async def _record(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
         """Run a transaction function that writes the file's record from what is in core. What it
-        returns has to be in core before the caller suspends: who waits to record it runs only then.
+        returns has to be in core before the caller suspends: a task that waits to record it runs
+        only then.
         """
         await file.recording.enter_alone()
         unsaved, file.unsaved = file.unsaved, False  # what changes while we wait is not saved yet

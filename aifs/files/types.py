@@ -23,7 +23,7 @@ time.
 
 
 class CallerLike(Protocol):
-    """Who asks: pyfuse3's RequestContext, or our own Caller."""
+    """The process that asks: pyfuse3's RequestContext, or our own Caller."""
 
     @property
     def uid(self) -> int: ...

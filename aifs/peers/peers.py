@@ -1,8 +1,8 @@
-"""The other hosts of a store: who they are, a connection to each, calls by name, and what is pushed
+"""The other hosts of a store: their names, a connection to each, calls by name, and what is pushed
 to all.
 
 Of two hosts the one with the younger session dials: it has found the other one in the database,
-which need not know it yet. Who has been dialed believes what the handshake proves.
+which need not know it yet. The host that has been dialed believes the proof of the handshake.
 """
 
 import logging
@@ -94,8 +94,8 @@ class Peers:
         self._listeners[name] = listener
 
     def update(self, session: int, members: Iterable[PeerAddress]) -> None:
-        """Who is there now, and our own session. Connections to who is not there any more end; who
-        is younger than all of them may not be known yet."""
+        """The hosts that are there now, and our own session. Connections to hosts that have gone
+        end; one that is younger than all of them may not be known yet."""
         self._own = self._own._replace(session=session)
         members = list(members)
         self._members = {one.name: one for one in members if one.name != self._own.name}
@@ -225,7 +225,7 @@ class Peers:
         address: str,
         stranger: Stranger | None = None,
     ) -> Peer | None:
-        """Who is at the other end; None, with the stream closed, if nobody of ours is."""
+        """The host at the other end; None, with the stream closed, if nobody of ours is."""
         peer = None
 
         def heard() -> None:

@@ -4,17 +4,17 @@ A connection is one of TCP. Both ends prove that they have the secret, and say w
 session they are of; strangers get no further. Bytes are neither encrypted nor signed afterwards:
 the network between hosts is trusted not to change them.
 
-Handshake: who dials sends a *hello*, who is dialed another one; then who dials sends its proof, and
-gets the other's. A proof is HMAC-SHA256, with the secret as its key, of one byte that tells who
-gives it and of both hellos. A hello is
+Handshake: the dialing host sends a *hello*, the dialed one another; then the dialing host sends its
+proof, and gets the other's. A proof is HMAC-SHA256, with the secret as its key, of one byte that
+tells who gives it and of both hellos. A hello is
 
     magic     8 bytes, "AIFSHOST"
     version   u16
     length    u16, of what follows: the JSON object {store, name, session, to, nonce}
 
 with ``to`` the name of the host that is dialed, and ``nonce`` 32 random bytes as hexadecimal
-digits. Who gets a wrong proof, or is not who was dialed, closes the connection; zeros instead of a
-proof say that the other one's was wrong.
+digits. A host that gets a wrong proof, or is not the one that was dialed, closes the connection;
+zeros instead of a proof say that the other one's was wrong.
 
 After it both ends send *frames*, all numbers little-endian:
 
@@ -27,9 +27,9 @@ and then head (JSON: ``[name, arguments]`` of REQUEST and PUSH, the value of ANS
 text]`` of ERROR, else empty) and body. Frames of one end arrive in the order in which it has sent
 them. What is not of this form ends the connection.
 
-Each end sends something at least each ``ALIVE_S``; who has heard nothing for ``SILENCE_S`` ends the
-connection, be the other host stopped, cut off or dead. All requests that are under way then fail
-with Unavailable: whether they have been carried out is not known. None is carried out twice.
+Each end sends something at least each ``ALIVE_S``; a host that has heard nothing for ``SILENCE_S``
+ends the connection: the other one is stopped, cut off or dead. All requests that are under way then
+fail with Unavailable: whether they have been carried out is not known. None is carried out twice.
 """
 
 import hmac
@@ -95,7 +95,7 @@ class Answer(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """Who a host is, for others."""
+    """The identity of a host, for others."""
 
     store: str
     name: str
@@ -128,9 +128,9 @@ async def shake_hands(
     dialed: str | None,
     heard: Callable[[], None] = lambda: None,
 ) -> Peer:
-    """Who is at the other end. ``dialed``: the host that we have dialed, None if we were. ``heard``
-    is called when the other end has said a hello for us, which proves nothing yet. Raises Refused,
-    and OSError or trio's errors when the connection ends.
+    """The host at the other end. ``dialed``: the host that we have dialed, None if we were.
+    ``heard`` is called when the other end has said a hello for us, which proves nothing yet. Raises
+    Refused, and OSError or trio's errors when the connection ends.
     """
     ours = _hello(own, own.name if dialed is None else dialed)
     if dialed is None:
@@ -186,7 +186,7 @@ async def _read_hello(end: trio.SocketStream) -> bytes:
 
 
 def _parse_hello(hello: bytes) -> tuple[Peer, str]:
-    """Who says hello, and to whom."""
+    """The host that says hello, and the one that hears it."""
     try:
         fields = json.loads(hello[HELLO.size :])
         store, name, session = fields["store"], fields["name"], fields["session"]

@@ -68,7 +68,7 @@ class Epochs:
         self._evictor = evictor
         self._upkeep = services.upkeep
         self._epochs: dict[_Key, FollowedEpoch] = {}
-        """Whoever has had a file brought is the last."""
+        """The user that has had a file brought last is the last."""
         self._choosing = trio.Lock()
         """Held by who looks what is next."""
         self._files = 0

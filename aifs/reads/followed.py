@@ -29,7 +29,7 @@ _AT_ONCE = 64
 
 
 _JOIN_S = 0.1
-"""How long others are waited for, who begin the same epoch, before a plan is made for all."""
+"""How long to wait for others that begin the same epoch, before a plan is made for all."""
 
 
 class _Heard(NamedTuple):

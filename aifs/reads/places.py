@@ -1,8 +1,8 @@
 """Where the files of a directory lie, for many of them at once: ``user.aifs.places.N``.
 
-Who reads a directory of small files in an order of his own reads it at the containers' speed if his
-blocks are runs of files that lie beside each other. Sizes and times are told, too, so that he needs
-no stat(2) of each file; names he has from readdir(3), with the same inode numbers.
+A program that reads a directory of small files in an order of its own does so at the containers'
+speed if its blocks are runs of files that lie beside each other. Sizes and times are in the answer,
+so that no stat(2) of each file is needed; names come from readdir(3), with the same inode numbers.
 
 Answer, little-endian: u64 cookie to go on with (the N of the next request; 0: there are no more),
 then for each regular file u64 inode, u64 size, i64 mtime (ns since the epoch), u64 container (0: it

@@ -2,9 +2,9 @@
 of them when the recording ends, and had not when they were first opened. Opens of small files that
 are lent are heard of later, in order, and cost the job nothing: one block is all that they have.
 
-Who reads ahead what a record says (AHEAD) touches nothing by that: a file that no program of the
-job opens is not recorded. What of the other files was in memory when they were opened nobody sees
-to be touched; so that is taken from the record before (starts.py).
+Reading ahead of a record (AHEAD) touches nothing: a file that no program of the job opens is not
+recorded. What of the other files was in memory when they were opened nobody sees to be touched; so
+that is taken from the record before (starts.py).
 """
 
 import os

@@ -2,7 +2,7 @@
 
     record=RUN    record what is touched until ``stop``, for WINDOW_S at most: that becomes the
                   record RUN in the directory
-    stop          end it; who has asked several times says it as often
+    stop          end it; a job that has asked several times says it as often
 
 Files that it opens are not staged in its first PUT_OFF_S, or until it is over: that takes
 processors that the job needs. Nobody waits for any of this, and nothing of it makes a job fail:

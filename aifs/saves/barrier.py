@@ -126,8 +126,8 @@ class Barrier:
             raise Unavailable(f"{path}: its newest bytes are on host {name}, which has gone")
 
     async def _live(self, wanted: Iterable[int]) -> frozenset[int]:
-        """The hosts that have a session, as far as it matters for these. Who has begun just now may
-        not have been heard of. Raises Unavailable."""
+        """The hosts that have a session, as far as it matters for these. A host that has begun just
+        now may not be known yet. Raises Unavailable."""
         live = self._role.live
         return live if live.issuperset(wanted) else await self._role.ask_live()
 

@@ -1,5 +1,5 @@
-"""Which files belong to groups: whoever closes one below a directory whose group is open adds it,
-whoever opens it for writing takes it back, whoever removes it takes it out.
+"""Which files belong to groups: closing one below a directory whose group is open adds it, opening
+it for writing takes it back, removing it takes it out.
 """
 
 import time

@@ -91,7 +91,7 @@ class Course:
     def start(
         self, work: Callable[..., Awaitable[None]], group: DirectoryGroup, *args: Any
     ) -> None:
-        """In the background; who begins ``running`` begins what is due then (``resume``)."""
+        """In the background; entering ``running`` begins what is due then (``resume``)."""
         if self._nursery is not None:
             with giving_up():  # also where somebody's commit is what begins it
                 self._nursery.start_soon(work, group, *args)

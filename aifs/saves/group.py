@@ -1,5 +1,5 @@
-"""One group: who belongs to it, what is missing, what has become of it. Pure: times are seconds of
-one clock, given by the caller; docs/design/commit.md has the states.
+"""One group: its members, those that are missing, and its state. Pure: times are seconds of one
+clock, given by the caller; docs/design/commit.md has the states.
 """
 
 import math

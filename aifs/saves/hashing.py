@@ -28,7 +28,7 @@ class Hasher:
     def __init__(self, lanes: int, movers: Movers) -> None:
         """``lanes``: for how many processors; twice as many threads read and hash, since reads wait
         for the device. Half of the lanes are used where nobody waits for the digests, and a quarter
-        while that is in the way of others, who need the processors more."""
+        while other work needs the processors more."""
         self.hashed_bytes = 0
         self._lanes = lanes
         self._waiting = trio.lowlevel.ParkingLot()
@@ -105,7 +105,7 @@ class Hasher:
                     members[member].hashed[number] = found_
 
     def hurry(self) -> None:
-        """Some members have come to be in a hurry: who hashes them is told at once."""
+        """Some members have come to be in a hurry: the tasks that hash them notice at once."""
         self._waiting.unpark_all()
 
     def _allowed(self, waited_for: bool) -> int:

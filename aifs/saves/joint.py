@@ -1,4 +1,4 @@
-"""What several hosts have of a group is stored once: who stores what, by one plan for all.
+"""What several hosts have of a group is stored once: one plan says which host stores which chunk.
 
 Each host *offers* the digests of what it has; those travel, not the bytes. What several have, and
 the store has not, is planned with the bandwidths of all their burst devices, and of their links;

@@ -183,8 +183,8 @@ class Life:
                         _log.info("group %d: %s", group.record.id, error)
 
     async def _look_after(self, group: DirectoryGroup, live: frozenset[int]) -> None:
-        """The host that has the role takes over what dead hosts have seen to; who sees to a group
-        deals with the parts of dead hosts."""
+        """The host that has the role takes over what dead hosts have seen to; the host that sees to
+        a group deals with the parts of dead hosts."""
         host = self._engine.host
         if group.record.host not in live and self._role.held and group.is_held:
             record = group.record._replace(host=host, state=group.recorded_state)

@@ -180,7 +180,7 @@ class Members:
                 del self.group_of[ino]
 
     def settle(self, group: DirectoryGroup) -> None:
-        """The group is complete: who is still writing to a file that does not count keeps it for
+        """The group is complete: a file that is still written to does not count, and is kept for
         later.
         """
         for file in list(group.files.values()):
@@ -313,7 +313,7 @@ class Members:
             self._preparers -= 1
 
     def _is_due(self, group: DirectoryGroup, file: File) -> bool:
-        """Who drains a group that is complete prepares what is left."""
+        """The drain of a complete group prepares the members that are left."""
         return (
             group.is_open and file.state is FileState.BUFFERED and group.files.get(file.ino) is file
         )

@@ -1,5 +1,5 @@
-"""The parts that hosts have of a group: who takes part is on record, and the host that sees to the
-group has each store its part.
+"""The parts that hosts have of a group: the hosts that take part are on record, and the host that
+sees to the group has each store its part.
 
 A host takes part from the moment in which a file of the group is closed there, or a rank joins. Who
 has all committed knows, by the same transaction, of all parts: none begins later.

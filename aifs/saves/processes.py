@@ -31,7 +31,7 @@ def watch(process: int) -> int | None:
 
 
 def lives(process: int) -> bool:
-    """Now; who waits for its end hears of that a little later."""
+    """Now; a task that waits for its end hears of that a little later."""
     pidfd = watch(process)
     if pidfd is None:
         return False

@@ -88,8 +88,8 @@ class Groups:
         or has files and is to keep it pending, too; its commits count. Else a new one begins, after
         what another job has left, or, if it is to begin anew, whatever there was, has been
         cancelled. Raises Invalid: another one is open, or of a job whose ranks live; Busy: it is
-        not durable yet; NotPermitted: who marks a directory owns it, or begins anew what nobody
-        goes on with; NotFound, NotADirectory."""
+        not durable yet; NotPermitted: a directory is marked by its owner, except to begin anew
+        after its processes have died; NotFound, NotADirectory."""
         asker = permissions.asker_of(caller)
         while True:
             number = await self._ids.take()
@@ -154,8 +154,8 @@ class Groups:
         return f"it was left behind: nobody of it lives, and job {job.decode()} has begun anew"
 
     async def _require_may_mark(self, ino: int, anew: bool, caller: CallerLike) -> None:
-        """The directory's owner may; and, to begin anew, whoever may write to it if no process
-        lives that has marked it, or joined its group. Raises NotPermitted, AccessDenied."""
+        """The directory's owner may; and, to begin anew, any caller with write permission if no
+        process lives that has marked it, or joined its group. Raises NotPermitted, AccessDenied."""
         inode = await self._engine.view(namespace.get_directory, ino)
         there = self._table.by_directory.get(ino)
         if not anew or there is None or there.pending is None:

@@ -137,8 +137,8 @@ class Publishing:
 
         Raises Busy for a pending directory that is not complete, and what a drain raises where the
         policy of the new directory is to publish from the capacity tier, ReadOnly for what is
-        virtual, and Stale for a directory as ``Names.rmdir`` does; then nothing is renamed.
-        Who may is the kernel's decision.
+        virtual, and Stale for a directory as ``Names.rmdir`` does; then nothing is renamed. The
+        kernel decides who may.
         """
         virtual.require_on_record(new_parent)
         self._looked_up.changed_here(parent, new_parent)
@@ -220,9 +220,9 @@ class Publishing:
         transaction.
 
         All below is durable first, the names on return. The kernel neither does nor checks it, so
-        who may is decided here: who may rename the directory, make the pointers, and remove the
-        tree that is replaced. Raises Busy (``user.aifs.refused`` says why), Exists, NotEmpty,
-        NotADirectory, NotFound, Invalid, AccessDenied, NotPermitted.
+        it is decided here: the caller must be allowed to rename the directory, make the pointers,
+        and remove the tree that is replaced. Raises Busy (``user.aifs.refused`` says why), Exists,
+        NotEmpty, NotADirectory, NotFound, Invalid, AccessDenied, NotPermitted.
         """
         self._options.require_writable()
         what.check()

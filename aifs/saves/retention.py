@@ -4,8 +4,8 @@ abandoned pending directories.
 Checkpoints are what a publish or a rename has shown as a whole (``Inode.shown_ns``). What programs
 write in place is none: nothing tells when it is complete. The decision is a pure function
 (core/retention.py); what goes is doomed as a whole, or goes to the trash, in a transaction that
-looks once more whether it is still what was decided about, and whether who has asked for it (who
-set the policy, who marked the directory) may remove it now.
+looks once more whether it is still what was decided about, and whether the user that has asked for
+it (that set the policy, or marked the directory) may remove it now.
 """
 
 import math
@@ -378,6 +378,6 @@ def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
 
 
 def _policy_setter(tx: ReadTransaction, ino: int) -> Asker | None:
-    """Who removes what the policy of a directory does not keep."""
+    """The user with whose rights checkpoints go that the policy of a directory does not keep."""
     kept = _get_kept(tx, ino)
     return None if kept is None else kept.asker

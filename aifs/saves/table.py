@@ -74,7 +74,7 @@ class GroupTable:
         return [group for group in self.by_directory.values() if group.is_live and group.shares]
 
     def add(self, ino: int, record: GroupRecord) -> DirectoryGroup:
-        """The group of a directory from now on; whoever calls this looks (``look``)."""
+        """The group of a directory from now on; callers look (``look``) afterwards."""
         self.by_directory.pop(ino, None)  # the youngest to the end
         group = self.by_directory[ino] = _new(ino, record)
         return group
@@ -83,8 +83,7 @@ class GroupTable:
         self, ino: int, record: GroupRecord, before: DirectoryGroup | None
     ) -> DirectoryGroup:
         """A new group of a directory, after ``before``. How that one has ended is known to those
-        who ask by its id. Whoever calls this is recording. Raises NotFound, NotADirectory,
-        Invalid."""
+        who ask by its id. Callers hold ``recording``. Raises NotFound, NotADirectory, Invalid."""
         known = None if before is None else before.record.id
         recorded = await self._engine.transact(groups.begin, ino, record, known)
         if before is not None and before.is_live:
@@ -107,7 +106,7 @@ class GroupTable:
             del self._followed[group_id]
 
     async def change(self, group: DirectoryGroup, **more: Any) -> DirectoryGroup:
-        """More is asked of a group: fields of its record. Whoever calls this is recording. Raises
+        """More is asked of a group: fields of its record. Callers hold ``recording``. Raises
         NotFound, Invalid."""
         await self._engine.transact(groups.change, group.ino, group.record.id, more)
         group.record = group.record._replace(**more)  # it may have ended meanwhile
@@ -115,7 +114,7 @@ class GroupTable:
         return group
 
     def drop(self, group: DirectoryGroup, reason: str) -> None:
-        """Nothing is on record any more of a group without files; who waits is told."""
+        """Nothing is on record any more of a group without files; tasks that wait for it go on."""
         if self.by_directory.get(group.ino) is group:
             del self.by_directory[group.ino]
         group.record = group.record._replace(state="cancelled", error=reason, pending=None)

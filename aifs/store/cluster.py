@@ -224,8 +224,8 @@ class ClusterMetadata:
             log.warning("%s", error)
 
     def _require_room(self, members: Iterable[Member]) -> None:
-        """Who is alone, or wants to be, has nobody beside it. Of two that ask at once both may be
-        refused.
+        """A host that is alone, or wants to be, has none beside it. Of two that ask at once both
+        may be refused.
         """
         assert self._session is not None
         others = [

@@ -1,4 +1,5 @@
-"""The hosts of a store, as one of them sees them: who is there, and who has the role."""
+"""The hosts of a store, as one of them sees them: those that are there, and the one with the
+role."""
 
 import ipaddress
 import logging

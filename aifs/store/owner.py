@@ -33,7 +33,7 @@ IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has the store open; ``mountpoint`` is empty for a command such as fsck.
+    """The process that has the store open; ``mountpoint`` is empty for a command such as fsck.
 
     ``doing``: what it waits for, once it is unmounted. ``closed``: the store is closed, IN_ORDER or
     NOT_IN_ORDER, but calls that the process has begun have not ended.
@@ -142,7 +142,7 @@ def _is_dying(owner: Owner) -> bool:
 
 
 def read_owner(meta_directory: str) -> Owner | None:
-    """Who has the store, or had it and did not close it in order; else None."""
+    """The process that has the store, or had it and did not close it in order; else None."""
     try:
         record = (files.read_file(os.path.join(meta_directory, NAME)) or b"")[:_RECORD_BYTES]
         return Owner(**json.loads(record.strip(b"\0 ")))

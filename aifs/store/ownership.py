@@ -1,5 +1,5 @@
-"""Who may use a store of one host: one process claims all of its directories (data/claim.py), and
-renews that while it has the store.
+"""The right to use a store of one host: one process claims all of its directories (data/claim.py),
+and renews that while it has the store.
 
 Claims stand against who wants the store next:
 
@@ -14,10 +14,10 @@ Claims stand against who wants the store next:
 * Any other metadata directory is a copy, and its owner may live. Refused, unless somebody says that
   it is dead (``force``).
 
-An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``.
-Who takes a right over that may be in use waits for ``WATCH_S``, so that the old owner has noticed
-before anything is changed. A directory that does not answer ends no right: one whose owner can be
-told is enough for the next one to be refused, and for the old one to notice.
+An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``. A
+process that takes over a right that may be in use waits for ``WATCH_S``, so that the old owner has
+noticed before anything is changed. A directory that does not answer ends no right: one whose owner
+can be told is enough for the next one to be refused, and for the old one to notice.
 """
 
 import os
@@ -192,9 +192,9 @@ def follow(meta: str, directories: Iterable[str]) -> None:
 
 
 def end_rights(meta: str, store: str, directories: Iterable[str], *, wait: bool) -> None:
-    """The metadata in ``meta``, made just now, are the store's from here on; whoever used others
-    with these directories is its owner no more. Durable on return. Blocks; with ``wait`` until an
-    owner that lives has noticed.
+    """The metadata in ``meta``, made just now, are the store's from here on; a process that used
+    others with these directories is its owner no more. Durable on return. Blocks; with ``wait``
+    until an owner that lives has noticed.
 
     Raises StoreBusy, NoSpace, Unavailable.
     """

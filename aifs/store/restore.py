@@ -294,8 +294,8 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
     """Make the metadata directory anew from the newest whole backup (with ``at``: up to that
     transaction). Blocks.
 
-    Whoever used other metadata with these servers has lost the right to them, and stops when it
-    notices. Raises StoreError: also if there is something in the metadata directory. Nothing is
+    A process that used other metadata with these servers has lost the right to them, and stops when
+    it notices. Raises StoreError: also if there is something in the metadata directory. Nothing is
     left there then. StoreBusy, unless ``force``: if somebody is seen to use the servers.
     """
     meta = config.meta.directory

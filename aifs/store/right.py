@@ -35,9 +35,9 @@ class StoreRight(ABC):
 
     @abstractmethod
     async def take(self, force: bool = False) -> None:
-        """Get the right; durable on return. ``force``: who has it is dead, as somebody says.
+        """Get the right; durable on return. ``force``: the user says that its owner is dead.
 
-        Raises StoreBusy or StoreError, which say who has the store.
+        Raises StoreBusy or StoreError, which name its owner.
         """
 
     @abstractmethod
@@ -46,8 +46,8 @@ class StoreRight(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Whoever comes next may have the store at once, when the servers' threads have ended.
-        Blocks for a moment.
+        """The next owner may have the store at once, when the servers' threads have ended. Blocks
+        for a moment.
         """
 
     def require(self) -> None:

@@ -1,5 +1,5 @@
-"""The table of an open store's servers: who is added, on the way out, lost, removed; and who may be
-missing.
+"""The table of an open store's servers: servers added, on the way out, lost, removed; and those
+that may be missing.
 
 The table in the metadata is what counts; a configuration names directories when a store is made,
 and failure domains whenever it is opened. Changes are durable on return; each is one transaction,

@@ -323,8 +323,8 @@ async def open_store(
     """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
 
     ``adding``: a directory that the configuration may name though it is no part of the store yet.
-    ``force``: whoever has claimed its directories is dead. ``alone``: no other host may use the
-    store meanwhile.
+    ``force``: the process that has claimed its directories is dead. ``alone``: no other host may
+    use the store meanwhile.
 
     Opening blocks the thread: it is done before anything else runs in it.
     """

@@ -73,8 +73,8 @@ class Attributes:
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
     ) -> Inode:
-        """Change attributes; ``size`` truncates or extends. Who may is the kernel's decision.
-        Raises ReadOnly for what is virtual.
+        """Change attributes; ``size`` truncates or extends. The kernel decides who may. Raises
+        ReadOnly for what is virtual.
         """
         require_on_record(ino)
         if changes.size is not None:
@@ -90,8 +90,8 @@ class Attributes:
         return inode
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
-        """chattr(1): ``flags`` as in records.py. Who may is the kernel's decision. Raises
-        NotSupported, ReadOnly for what is virtual.
+        """chattr(1): ``flags`` as in records.py. The kernel decides who may. Raises NotSupported,
+        ReadOnly for what is virtual.
         """
         require_on_record(ino)
         if flags & (IMMUTABLE | APPEND_ONLY):

@@ -83,11 +83,11 @@ class Clones:
         A snapshot, which is of a directory, is read-only. Directories called ``.snapshots`` are
         left out.
 
-        Its bytes are those of the original, without being copied, until one of both is changed.
-        Who may: who may read all of it, and make names in ``parent``. Root's clones have the owners
-        of their originals. Raises AccessDenied, NotFound, NotADirectory, Exists, Invalid,
-        NameTooLong, ReadOnly, NoSpace, Unavailable; Busy for a single file that is open for
-        writing.
+        Its bytes are those of the original, without being copied, until one of both is changed. A
+        caller may do so that may read all of it, and make names in ``parent``. Root's clones have
+        the owners of their originals. Raises AccessDenied, NotFound, NotADirectory, Exists,
+        Invalid, NameTooLong, ReadOnly, NoSpace, Unavailable; Busy for a single file that is open
+        for writing.
         """
         self._options.require_writable()
         for ino in (directory, parent):

@@ -236,10 +236,10 @@ class Names:
         """Remove a directory with all that lies below it, at a cost that does not depend on how
         much it is (upkeep/doomed.py). It goes to the trash as it is, if there is one for it.
 
-        The kernel neither does nor checks it, so who may is decided here: who may remove the name,
-        and owns the directory. It sees the name no more when this returns; soon, if it holds the
-        parent's lock for this request (``locked``). Raises NotFound, NotADirectory, AccessDenied,
-        NotPermitted, ReadOnly.
+        The kernel neither does nor checks it, so it is decided here: a caller may that may remove
+        the name, and owns the directory. It sees the name no more when this returns; soon, if it
+        holds the parent's lock for this request (``locked``). Raises NotFound, NotADirectory,
+        AccessDenied, NotPermitted, ReadOnly.
         """
         self._options.require_writable()
         await self._doomed.doom(parent, name, caller)

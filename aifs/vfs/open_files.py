@@ -34,9 +34,8 @@ from aifs.vfs import attribute_changes
 _REMOVED = "another host has removed the file just before"
 
 NEW_S = 0.1
-"""Who makes a file and closes it sooner does not wait until other hosts are shown what is in it, as
-they may not have been shown its name: so who makes many small files waits for none, and who writes
-for longer hardly notices.
+"""close(2) of a file younger than this does not wait until other hosts see its contents, because
+they may not know its name yet. So creating many small files never waits.
 """
 
 
@@ -222,7 +221,7 @@ class OpenFiles:
             await self._io.inodes.release(await self._io.inodes.acquire(handle - LENT))
 
     async def _closed(self, file: OpenInode, written: bool) -> None:
-        """Somebody has closed the file; ``written``: who may have changed it."""
+        """Somebody has closed the file; ``written``: it may have been changed."""
         inode = file.inode
         copy = inode.copy
         if file.home:

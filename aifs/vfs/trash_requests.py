@@ -1,7 +1,7 @@
 """What users ask of the trash: what of theirs is in it, to have that back, or to be rid of it.
 
 An entry is *theirs* if they own the inode, or have removed it; root's is everything. Of others'
-entries nobody is told anything. Who restores something must be allowed to make its name.
+entries nobody is told anything. A caller that restores an entry must be allowed to make its name.
 """
 
 import json

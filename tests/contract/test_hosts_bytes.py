@@ -11,7 +11,7 @@ import trio.testing
 from aifs.core import clock
 from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.data.reading.blocks import FilledSource
-from aifs.files import waiter
+from aifs.files import drain as drain_module
 from aifs.files.flips import Draining, DrainOutcome
 from aifs.meta import forms
 from aifs.meta.keys import ROOT_INO
@@ -345,7 +345,7 @@ async def test_a_cached_copy_is_evicted_on_the_host_that_has_it(scratch: Path):
 async def test_who_waits_for_a_drain_is_told_that_another_host_writes(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiter, "GRACE_S", 0.0)
+    monkeypatch.setattr(drain_module, "GRACE_S", 0.0)
     async with two_hosts(scratch / "s") as (north, south, _):
         runs = (await north.mkdir(ROOT_INO, b"runs", 0o755, ROOT)).ino
         await put(north, runs, "publish", "capacity", ROOT)

@@ -27,7 +27,7 @@ from aifs.core.errors import (
     NotPermitted,
     Unavailable,
 )
-from aifs.files import waiter
+from aifs.files import drain as drain_module
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys
 from aifs.meta.kv import Transaction
@@ -437,7 +437,7 @@ async def test_a_drain_that_fails_fails_the_publish(
 async def test_a_file_that_stays_open_fails_the_publish(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiter, "GRACE_S", 0.05)
+    monkeypatch.setattr(drain_module, "GRACE_S", 0.05)
     async with opened(directory) as fs:
         await put(fs, ROOT, "publish", "capacity", ROOT_USER)
         ino = await tree(fs, b"tmp", files=2)
@@ -445,7 +445,7 @@ async def test_a_file_that_stays_open_fails_the_publish(
         with pytest.raises(Busy):
             await fs.rename(ROOT, b"tmp", ROOT, b"final")
         assert await names(fs) == {b"tmp"}
-        monkeypatch.setattr(waiter, "GRACE_S", 20)
+        monkeypatch.setattr(drain_module, "GRACE_S", 20)
         async with trio.open_nursery() as nursery:  # a close that comes late
             nursery.start_soon(fs.rename, ROOT, b"tmp", ROOT, b"final")
             await trio.testing.wait_all_tasks_blocked()

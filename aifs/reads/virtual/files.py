@@ -316,8 +316,8 @@ class VirtualFiles:
 
 
 def _directory(ino: int, of: Inode) -> Inode:
-    """A virtual directory, with the owner and the times of the one that it belongs to. Who may
-    read what is decided file by file."""
+    """A virtual directory, with the owner and the times of the one that it belongs to. Permission
+    to read is decided file by file."""
     mode = stat.S_IFDIR | 0o555
     times = of.atime_ns, of.mtime_ns, of.ctime_ns
     return Inode(ino, mode, of.uid, of.gid, 2, 0, 0, 0, *times, of.ino)

@@ -27,7 +27,8 @@ TEXT_MAX = 256 << 20
 names would cost much more than its members."""
 
 RIGHTS_MAX = 4096
-"""Different ones (owner, mode, ACL) of what one is made of: who opens it is checked against each.
+"""Different ones (owner, mode, ACL) of what one is made of: a caller that opens it is checked
+against each.
 """
 
 _SLICE = 64
