@@ -22,24 +22,21 @@ import trio
 
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.aging import AgeRule, format_age_rule, parse_age_rule
-from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid, NotFound, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep, Work
-from aifs.data.servers import Servers
+from aifs.core.upkeep import Work
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint
-from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.file_io import FileIO
+from aifs.files.services import Services
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.layout.interleaved import may_list
 from aifs.layout.striped import Striped
 from aifs.meta import degraded, keys, namespace
-from aifs.meta.kv import Engine, ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_inode
 from aifs.meta.slices import Walk, read_slice
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.passes import Results
 from aifs.upkeep.relayout import Compressing, FileSubject, Relayout
 
@@ -64,15 +61,12 @@ class Aging:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
-        ids: IdAllocator,
         containers: Containers,
-        collector: Collector,
-        upkeep: Upkeep,
     ) -> None:
+        config, engine, servers = services.config, services.engine, services.servers
+        upkeep, ids, collector = services.upkeep, services.ids, services.collector
         self._engine = engine
         self._servers = servers
         self._io = io

@@ -16,15 +16,14 @@ import trio
 from aifs.core import clock, faults
 from aifs.core.errors import NotADirectory
 from aifs.core.log import logger
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.files import permissions
-from aifs.files.collector import Collector
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.kernel import Kernel
+from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import dooming, namespace
-from aifs.meta.kv import Engine, Transaction
+from aifs.meta.kv import Transaction
 from aifs.meta.records import Inode
 from aifs.meta.trash import Remover
 from aifs.upkeep.trash_rules import TrashRules
@@ -49,21 +48,18 @@ class DoomedTrees:
 
     def __init__(
         self,
-        engine: Engine,
+        services: Services,
         io: FileIO,
         drain: Drain,
-        collector: Collector,
-        upkeep: Upkeep,
         rules: TrashRules,
         on_gone: Callable[[int], None],
-        kernel: Kernel,
     ) -> None:
         """``on_gone`` is called with directories that are doomed, and files that have lost their
         last name."""
-        self._engine = engine
+        self._engine = services.engine
         self._io = io
         self._drain = drain
-        self._collector = collector
+        self._collector = services.collector
         self.directories: dict[int, int] = {}
         """By inode number, the top of its tree; the last one is emptied next."""
         self._emptied: dict[int, int] = {}
@@ -74,10 +70,10 @@ class DoomedTrees:
         """Trees that went to the trash instead, and that nobody has added up."""
         self._removed_inodes = 0
         """Since the mount."""
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self.rules = rules
         self._on_gone = on_gone
-        self._kernel = kernel
+        self._kernel = services.kernel
         self.emptying = trio.Lock()
         """Held by the task that takes trees apart."""
 

@@ -14,11 +14,10 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.upkeep import NEVER_S
-from aifs.files.collector import Collector
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
+from aifs.files.services import Services
 from aifs.meta import forms
-from aifs.meta.kv import Engine
 
 _EVICTED = faults.declare(
     "vfs.evict.recorded", "files have given up their copies, which are not deleted yet"
@@ -33,12 +32,16 @@ class Evictor:
     (``Needs``). Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, tier: BurstTier, io: FileIO, collector: Collector, needs: Needs
+        self,
+        services: Services,
+        tier: BurstTier,
+        io: FileIO,
+        needs: Needs,
     ) -> None:
-        self._engine = engine
+        self._engine = services.engine
         self._tier = tier
         self._io = io
-        self._collector = collector
+        self._collector = services.collector
         self._needs = needs
         self._evicted = 0
         self._paused_until_s = -math.inf  # by trio's clock

@@ -23,13 +23,13 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
 from aifs.data.server import DataServer
-from aifs.data.servers import Servers
 from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
+from aifs.files.services import Services
 from aifs.layout.placement import DRAINING, LOST
 from aifs.meta import namespace, sharing
 from aifs.meta.kv import Engine, ReadTransaction
@@ -59,16 +59,15 @@ class FromCopies:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
         containers: Containers,
         drain: Drain,
         needs: Needs,
         findings: Findings,
     ) -> None:
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = servers = services.servers
         self._io = io
         self._containers = containers
         self._drain = drain

@@ -16,23 +16,19 @@ from typing import Any
 import trio
 
 from aifs.burst.transfer import Limiter, Mover
-from aifs.core.config import Config
 from aifs.core.errors import FsError
 from aifs.core.log import logger
-from aifs.core.upkeep import Upkeep
 from aifs.data.checking.checks import Untold
-from aifs.data.servers import Servers
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.services import Services
 from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import moves
-from aifs.meta.kv import Engine
 from aifs.meta.moves import Due, SetRecord
 from aifs.meta.slices import Walk
 from aifs.store.backup import Backup
-from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from aifs.upkeep.from_copies import FromCopies
 from aifs.upkeep.mending import Mender, Outcome
@@ -70,21 +66,18 @@ class Rebuild:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
-        ids: IdAllocator,
         containers: Containers,
         compaction: Compaction,
         handles: Handles,
         backup: Backup,
         from_copies: FromCopies,
         damage: Damage,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = engine
-        self._servers = servers
+        config, upkeep = services.config, services.upkeep
+        self._engine = engine = services.engine
+        self._servers = servers = services.servers
         self._io = io
         self._containers = containers
         self._handles = handles
@@ -101,7 +94,7 @@ class Rebuild:
         )
         movers = io.sets.movers(self.mover)
         columns = ColumnMover(engine, servers, self.strays, movers, self._moved)
-        self._relayout = Relayout(io, ids, movers, config.data.min_spare)
+        self._relayout = Relayout(io, services.ids, movers, config.data.min_spare)
         self._mender = Mender(
             engine, servers, io, containers, compaction, columns, self._relayout, damage.report
         )

@@ -17,18 +17,17 @@ import trio
 
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
-from aifs.core.config import Config
 from aifs.core.errors import FsError, Invalid
 from aifs.core.log import logger
 from aifs.core.tasks import run_each
 from aifs.core.units import parse_size
-from aifs.core.upkeep import Upkeep, Work
+from aifs.core.upkeep import Work
 from aifs.data.inspecting.inspection import STEP
-from aifs.data.servers import Servers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.services import Services
 from aifs.meta import keys, namespace, sharing
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_inode
 from aifs.meta.slices import Walk, read_slice
 from aifs.upkeep import scrub_state
@@ -70,18 +69,16 @@ class Scrub:
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         io: FileIO,
         rebuild: Rebuild,
         from_copies: FromCopies,
         evictor: Evictor,
         handles: Handles,
         findings: Findings,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = engine
+        config, servers = services.config, services.servers
+        self._engine = engine = services.engine
         self._handles = handles
         self._interval_s = config.scrub.interval_s
         self._bandwidth = config.scrub.bandwidth
@@ -90,12 +87,12 @@ class Scrub:
         """Tasks that wait for bandwidth, and look again when that changes."""
         movers = io.sets.movers(Mover(servers.budget, Limiter(0), _IO_PRIORITY))
         pace = self._throttle, self._piece
-        give_way = upkeep.share.give_way
+        self._upkeep = services.upkeep
+        give_way = services.upkeep.share.give_way
         self._scrubber = Scrubber(engine, servers, movers, *pace, give_way, rebuild.request)
         self._from_copies = from_copies
         self._copies = CopyScrubber(engine, movers, evictor, *pace, give_way)
         self._findings = findings
-        self._upkeep = upkeep
         self.loaded = False
         """Whether the record of an earlier mount is known."""
         self._ended = trio.Event()

@@ -18,13 +18,13 @@ from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, FsError, Invalid, StoreError, Unavailable
 from aifs.core.log import logger
 from aifs.core.units import describe_size
-from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, Work
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
-from aifs.files.collector import Collector
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.services import Services
 from aifs.layout.placement import ACTIVE, BURST_FIRST, DRAINING, LOST
 from aifs.meta import servers as records
 from aifs.store.backup import Backup
@@ -59,30 +59,28 @@ class ServerAdmin:
 
     def __init__(
         self,
-        store: Store,
+        services: Services,
         tier: BurstTier,
         io: FileIO,
         drain: Drain,
-        collector: Collector,
         backup: Backup,
         evictor: Evictor,
         rebuild: Rebuild,
         from_copies: FromCopies,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = store.engine
-        self._servers = store.servers
-        self._table = store.table
+        self._engine = services.engine
+        self._servers = services.servers
+        self._table = services.table
         self._tier = tier
         self._drain = drain
         self._evictor = evictor
         self._rebuild = rebuild
         self._io = io
-        self._collector = collector
+        self._collector = services.collector
         self._backup = backup
         self._from_copies = from_copies
-        self._upkeep = upkeep
-        self._changes = store.servers.changes  # as was told the rebuild
+        self._upkeep = services.upkeep
+        self._changes = services.servers.changes  # as the rebuild knows them
         self._removals: dict[int, tuple[bool, bool]] = {}  # asked for; ``lost``, ``lose_files``
         self._outcomes: dict[int, Removal] = {}
         self._copies: dict[int, int] = {}

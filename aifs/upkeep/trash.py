@@ -23,10 +23,9 @@ from aifs.core.clock import careful_clock
 from aifs.core.errors import NotFound
 from aifs.core.log import logger
 from aifs.core.units import describe_size
-from aifs.core.upkeep import NEVER_S, Upkeep
-from aifs.data.servers import Servers
-from aifs.files.collector import Collector
+from aifs.core.upkeep import NEVER_S
 from aifs.files.drain import Drain
+from aifs.files.services import Services
 from aifs.layout.placement import ACTIVE
 from aifs.meta import keys, restoring
 from aifs.meta.kv import Engine, ReadTransaction
@@ -61,21 +60,18 @@ class Trash:
 
     def __init__(
         self,
-        engine: Engine,
-        servers: Servers,
+        services: Services,
         drain: Drain,
-        collector: Collector,
         doomed: DoomedTrees,
         rules: TrashRules,
-        upkeep: Upkeep,
     ) -> None:
-        self._engine = engine
-        self._servers = servers
+        self._engine = services.engine
+        self._servers = services.servers
         self._drain = drain
-        self._collector = collector
+        self._collector = services.collector
         self._doomed = doomed
         self._rules = rules
-        self._upkeep = upkeep
+        self._upkeep = services.upkeep
         self.now_ns = careful_clock()
         """The time of day by which entries are old."""
         self._is_loaded = False

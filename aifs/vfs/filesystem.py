@@ -194,63 +194,32 @@ class Filesystem:
         """What looks after the store."""
         services, io, drain, tier = self.services, self.io, self.drain, self.tier
         config, engine, servers = services.config, services.engine, services.servers
-        ids, collector, upkeep = services.ids, services.collector, services.upkeep
-        containers, handles, needs = self.containers, self.handles, self.needs
-        self.trash_rules = rules = TrashRules(engine, upkeep, config.trash.keep_s)
-        gone = self.ranks.closing.gone
-        self.doomed = DoomedTrees(engine, io, drain, collector, upkeep, rules, gone, self.kernel)
-        self.trash = Trash(engine, servers, drain, collector, self.doomed, rules, upkeep)
+        containers, handles = self.containers, self.handles
+        self.trash_rules = rules = TrashRules(engine, services.upkeep, config.trash.keep_s)
+        self.doomed = DoomedTrees(services, io, drain, rules, self.ranks.closing.gone)
+        self.trash = Trash(services, drain, self.doomed, rules)
         self.retention = Retention(services, io, self.doomed, rules)
-        self.evictor = Evictor(engine, tier, io, collector, needs)
+        self.evictor = Evictor(services, tier, io, self.needs)
         self.compaction = Compaction(
             engine,
             servers,
             containers,
-            collector,
+            services.collector,
             io.sets.movers(Mover(servers.budget, Limiter(0), config.burst.ioprio)),
             self._share,
             config.layout.compact_above,
             config.layout.container_size // _DEAD_WHILE_OPEN,
         )
-        self.from_copies = FromCopies(engine, servers, io, containers, drain, needs, self.findings)
+        self.from_copies = copies = FromCopies(
+            services, io, containers, drain, self.needs, self.findings
+        )
         self.rebuild = Rebuild(
-            config,
-            engine,
-            servers,
-            io,
-            ids,
-            containers,
-            self.compaction,
-            handles,
-            self.backup,
-            self.from_copies,
-            self.damage,
-            upkeep,
+            services, io, containers, self.compaction, handles, self.backup, copies, self.damage
         )
-        self.aging = Aging(config, engine, servers, io, ids, containers, collector, upkeep)
-        self.scrub = Scrub(
-            config,
-            engine,
-            servers,
-            io,
-            self.rebuild,
-            self.from_copies,
-            self.evictor,
-            handles,
-            self.findings,
-            upkeep,
-        )
+        self.aging = Aging(services, io, containers)
+        self.scrub = Scrub(services, io, self.rebuild, copies, self.evictor, handles, self.findings)
         self.server_admin = ServerAdmin(
-            self.store,
-            tier,
-            io,
-            drain,
-            collector,
-            self.backup,
-            self.evictor,
-            self.rebuild,
-            self.from_copies,
-            upkeep,
+            services, tier, io, drain, self.backup, self.evictor, self.rebuild, copies
         )
 
     def _serve_hosts(self, hosts: LockHosts | None) -> None:
