@@ -62,7 +62,8 @@ class ChunkedObjects:
         self._containers = containers
         self._load = load
         self._verify = verify
-        self._known = _NOTHING
+        self._known = self._before = _NOTHING
+        """The extents that were looked up last, and those before them: reads may go to and fro."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; what lacks
@@ -111,7 +112,7 @@ class ChunkedObjects:
         try:
             await self._read_waiting(part)
         except Unavailable:
-            self._known = _NOTHING
+            self._known = self._before = _NOTHING
             _, _, moved = await self._find(part.offset)
             if moved.place is None or moved == part.extent:
                 raise
@@ -138,7 +139,10 @@ class ChunkedObjects:
         """Start and end of the extent with byte ``offset`` of the file, and it."""
         known = self._known
         if not known.starts[0] <= offset < known.starts[-1]:
-            known = self._known = await self._learn(offset)
+            known, self._before = self._before, known
+            if not known.starts[0] <= offset < known.starts[-1]:
+                known = await self._learn(offset)
+            self._known = known
             if not known.starts[0] <= offset < known.starts[-1]:
                 raise Unavailable(f"the chunk list has nothing for byte {offset}")
         number = bisect_right(known.starts, offset) - 1
