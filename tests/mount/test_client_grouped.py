@@ -5,6 +5,7 @@ has.
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.group_ranks import (
     WORLD,
     GroupContract,
     Rank,
+    await_closed,
     bring_to,
     check_files,
     content,
@@ -44,6 +46,7 @@ def mount() -> Iterator[Mounted]:
         mounted_store(Path(scratch)) as store,
     ):
         yield store
+        await_closed(store.path)
 
 
 class TestMount(GroupContract):
@@ -61,8 +64,26 @@ def test_another_number_of_ranks(mount: Mounted) -> None:
             Group("step", 3, WORLD + 1, directory=mount.path / "other")
     finally:
         group.cancel()
-    while any(open_below(mount.path)):
-        pass
+
+
+def test_a_mount_is_free_when_a_failed_group_has_closed_its_directory(
+    mount: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers hear of the failure before; ``await_closed`` waits for the directory itself, too."""
+    may_close, close = threading.Event(), MountedGroup.close
+
+    def close_late(self: MountedGroup) -> None:
+        may_close.wait(WAIT_S)
+        close(self)
+
+    monkeypatch.setattr(MountedGroup, "close", close_late)
+    group = Group("step", 0, WORLD, directory=mount.path / "late")
+    group.cancel()
+    assert group.durable.done()
+    assert [*open_below(mount.path / "late")] == [group.directory]
+    may_close.set()
+    await_closed(mount.path / "late")
+    assert not any(open_below(mount.path / "late"))
 
 
 def test_what_a_killed_job_had_committed_is_not_taken_for_the_next_ones(
@@ -241,6 +262,7 @@ def test_other_mounts(
         place = store.path / str(number)
         place.mkdir()
         test(place)
+        await_closed(place)
 
 
 @pytest.mark.sweep("options")
@@ -259,8 +281,7 @@ def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
     group.cancel("has no time")
     with pytest.raises(GroupError, match="rank 0: has no time"):
         group.durable.result()
-    while any(open_below(Path(group.directory))):
-        pass
+    await_closed(Path(group.directory))
 
 
 @pytest.mark.sweep("phase")

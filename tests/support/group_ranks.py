@@ -188,17 +188,17 @@ def check_files(directory: Path) -> None:
 
 
 def open_below(directory: Path) -> Iterator[str]:
-    """The files and directories there that this process has open."""
+    """What this process has open of the directory: itself, and what lies below."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             path = os.readlink(f"/proc/self/fd/{number}")
-            if path.startswith(f"{directory}/"):
+            if path == str(directory) or path.startswith(f"{directory}/"):
                 yield path
 
 
 def await_closed(directory: Path) -> None:
-    """Until this process has nothing open there: what failed is closed a little later. A mount
-    would be busy.
+    """Wait until this process has nothing open there. A group that fails is closed a little after
+    its outcome is known, and until then umount(8) finds its mount busy.
     """
     end = time.monotonic() + WAIT_S
     while any(open_below(directory)):
