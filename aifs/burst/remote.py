@@ -24,7 +24,7 @@ READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out
 DROP = "burst.drop"
 EVICT, SHOW = "burst.evict", "burst.show"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
-"""Services of a home: see files/home.py, saves/barrier.py and vfs/burst_hints.py. The
+"""Services of a home: see files/home.py, saves/ready.py and vfs/burst_hints.py. The
 request for a drain is pushed."""
 
 

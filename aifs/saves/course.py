@@ -23,11 +23,10 @@ from aifs.meta import groups
 from aifs.meta.groups import GroupMember, GroupPart, GroupRecord
 from aifs.meta.kv import Engine
 from aifs.saves.group import DirectoryGroup, File
-from aifs.saves.joint import Joint
+from aifs.saves.joint import Joint, PartHost
+from aifs.saves.listed import find_unequal
 from aifs.saves.members import Members
-from aifs.saves.part_host import PartHost
 from aifs.saves.parts import Parts
-from aifs.saves.sizes import find_unequal
 from aifs.saves.table import GroupTable
 
 _log = logger(__name__)

@@ -29,8 +29,7 @@ from aifs.files.flips import DrainOutcome, Flips, errors_of
 from aifs.layout import borders
 from aifs.layout.redundancy import Redundancy
 from aifs.meta.kv import Engine
-from aifs.saves.hashing import Hasher
-from aifs.saves.prepared import Prepared
+from aifs.saves.hashing import Hasher, Prepared
 from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Chunks, Cut
 from aifs.saves.storing import MemberKind, Storing

@@ -1,4 +1,4 @@
-"""Having the chunks of members hashed, by all cores."""
+"""Members of a group that are ready to be stored, and having their chunks hashed, by all cores."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,17 +9,57 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.movers import Movers
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
+from aifs.files.flips import Draining
 from aifs.saves.digests import TOGETHER, CopyToHash, Hashing, hash_chunks
-from aifs.saves.prepared import Prepared
 from aifs.saves.report import GroupReport
-from aifs.saves.sharing import Chunk
+from aifs.saves.sharing import Chunk, Cut
 
 _SLICE = 16 << 20  # bytes that are hashed before others get their turn
 _SLICE_CHUNKS = 4096
 _REST_S = 0.02
-
 Column = tuple[int, list[Chunk]]
 """Chunks of the same length that are looked at together: the length, and which."""
+
+
+class Prepared(Draining):
+    """One member of a group, a file of the burst tier, from the moment in which its drain begins.
+    ``outcome`` is None while it can be stored.
+    """
+
+    def __init__(
+        self,
+        ino: int,
+        on_cancel: Callable[["Prepared"], None] | None = None,
+        hurry: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(ino)
+        self.size = 0
+        """In bytes."""
+        self.cut = Cut((), ())
+        """Its chunks; without digests as long as it has not been hashed."""
+        self.hashed: dict[int, bytes] = {}
+        """The digests found so far, by the chunks' numbers."""
+        self.level = 0
+        """Of zstd; 0 for no compression."""
+        self.on_cancel = on_cancel
+        """Called, on the trio thread, when somebody is about to change the file; None: nobody
+        asks.
+        """
+        self.hurry = hurry
+        """Whether it is about to be stored, so that its digests are waited for."""
+        self.unwanted = False
+        """It is to be released as soon as that can be."""
+        self.busy = trio.Lock()
+        """Held while it is being prepared."""
+
+    @property
+    def is_hashed(self) -> bool:
+        return len(self.cut.digests) == len(self.cut.ranges)
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self.on_cancel is not None:
+            self.on_cancel(self)
 
 
 class Hasher:

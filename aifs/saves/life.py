@@ -1,26 +1,31 @@
 """What happens to groups by themselves: what an earlier mount has left goes on, time-outs and
-deaths end them, and files do not wait for ever for a group to be complete.
+deaths of ranks end them, and files do not wait for ever for a group to be complete.
 """
 
 import math
+import os
+import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import trio
 
-from aifs.core.errors import FsError
+from aifs.core import files
+from aifs.core.errors import FsError, NotSupported
 from aifs.core.log import logger
 from aifs.core.role import Role
 from aifs.files.drain import Drain, Undrained
 from aifs.files.services import Services
+from aifs.files.types import CallerLike
 from aifs.meta import groups, hosts, namespace
 from aifs.meta.groups import GroupMember
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
 from aifs.saves.course import Course, Publish
 from aifs.saves.group import DirectoryGroup, File
-from aifs.saves.living import Living
 from aifs.saves.members import Members
 from aifs.saves.parts import Parts
 from aifs.saves.table import GroupTable
@@ -29,6 +34,98 @@ _log = logger(__name__)
 
 _SLICE = 256
 _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are withheld
+
+
+def process_of(thread: int) -> int:
+    """The process that the kernel's number of a thread belongs to. Raises NotSupported if it cannot
+    be seen from here: then it has ended, or lives where processes have other numbers."""
+    try:
+        lines = Path(f"/proc/{thread}/status").read_text(errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("Tgid:")).split()[1])
+    except (OSError, StopIteration):
+        raise NotSupported(
+            f"process {thread} cannot be seen, so nobody could tell when it ends"
+        ) from None
+
+
+def watch(process: int) -> int | None:
+    """A descriptor for ``wait_for_end``; None if the process has ended."""
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        return None
+
+
+def lives(process: int) -> bool:
+    """Now; a task that waits for its end hears of that a little later."""
+    pidfd = watch(process)
+    if pidfd is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        files.close_file(pidfd)
+
+
+async def wait_for_end(pidfd: int) -> None:
+    """Until the process has ended. Closes the descriptor."""
+    try:
+        await trio.lowlevel.wait_readable(pidfd)
+    finally:
+        files.close_file(pidfd)
+
+
+class Living:
+    """Which processes go on with a group until they end: those that have joined as ranks, and those
+    that have marked its directory. Used from one trio thread."""
+
+    def __init__(self, engine: Engine, table: GroupTable, parts: Parts, course: Course) -> None:
+        self._engine = engine
+        self._table = table
+        self._parts = parts
+        self._course = course
+
+    def take_note(self, group: DirectoryGroup, caller: CallerLike) -> None:
+        """The process that asks goes on with the directory as long as it lives, if it can be
+        seen."""
+        with suppress(NotSupported):
+            process = process_of(caller.pid)
+            if process not in group.markers:
+                group.markers.add(process)
+                self.watch(group, None, process)
+
+    def look_at(self, group: DirectoryGroup) -> None:
+        """A process that was killed just now may not have been heard of."""
+        known: list[tuple[int | None, int]] = [*group.processes.items()]
+        known += [(None, process) for process in group.markers]
+        for rank, process in known:
+            if not lives(process):
+                group.left(rank, process, trio.current_time())
+        self._table.look()
+
+    def watch_all(self, group: DirectoryGroup) -> None:
+        """Those that are known: a run begins."""
+        for rank, process in group.processes.items():
+            self.watch(group, rank, process)
+        for process in group.markers:
+            self.watch(group, None, process)
+
+    def watch(self, group: DirectoryGroup, rank: int | None, process: int) -> None:
+        """The process has joined as this rank, or, if that is None, has marked the directory."""
+        self._course.start(self._see_out, group, rank, process)
+
+    async def _see_out(self, group: DirectoryGroup, rank: int | None, process: int) -> None:
+        pidfd = watch(process)
+        if pidfd is not None:
+            await wait_for_end(pidfd)
+        group.left(rank, process, trio.current_time())
+        if rank is not None and self._engine.host and group.is_open:
+            with suppress(FsError):  # the mount ends, or the group has
+                await self._parts.left(group, rank)
+        group.wake()
+        self._table.look()
 
 
 class Life:

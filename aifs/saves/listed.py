@@ -1,19 +1,36 @@
-"""Files that a rank's commit or a manifest lists: whether they are there, in their sizes."""
+"""Files that a rank's commit or a manifest lists: whether they are there, in their sizes; whether
+the files of a group have one size, where they must; and what a manifest says, as far as retention
+needs it: the step, and whether all is there.
 
+core/manifest.py defines manifests. A manifest that is damaged here is *damaged* for
+client/checkpoints/catalog.py, too.
+"""
+
+import json
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import trio
 
+from aifs.core import manifest
 from aifs.core.errors import Invalid, NotADirectory, NotFound
 from aifs.files.file_io import FileIO
-from aifs.meta import namespace
+from aifs.meta import namespace, paths
 from aifs.meta.groups import ANY_SIZE
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
+from aifs.saves.group import DirectoryGroup, File
 
 _SLICE = 64  # files that are looked up in one go: about 0.3 ms
 _PATH_MAX = 4095
+_DESCRIBED_AT_ONCE = 256  # files of a group
+_RESERVED = (".aifs-", "..aifs-")  # names of what ranks tell each other in a checkpoint's directory
+_MANIFEST_MAX = 4 << 20  # about 30,000 files
+
+MANIFEST = manifest.NAME.encode()
+NO_PART = tuple(each.encode() for each in manifest.RESERVED)
+"""What names begin with that are no part of a checkpoint."""
 
 
 async def first_wrong(
@@ -70,3 +87,68 @@ def path_below(path: bytes) -> bytes:
     ):
         raise Invalid(f"commit: {path!r} is not the path of a file below the directory")
     return path
+
+
+async def find_unequal(engine: Engine, group: DirectoryGroup) -> str:
+    """Which file has another size than the first one, in words; '' if none has."""
+    while group.differs:
+        files, closes = group.closed_now, group.closes
+        whose, size = next(((f"rank {rank}", size) for rank, size in group.sizes.items()), ("", 0))
+        first: File | None = None  # whose size counts, and may change meanwhile
+        for start in range(0, len(files), _DESCRIBED_AT_ONCE):
+            some = files[start : start + _DESCRIBED_AT_ONCE]
+            for file, path in await engine.view(paths_of, some):
+                if path.rpartition("/")[2].startswith(_RESERVED):
+                    continue
+                if not whose:
+                    whose, first = path, file
+                size = size if first is None else first.size
+                if file.size != size:
+                    return f"{path} has {file.size} bytes, not the {size} of {whose}"
+            await trio.lowlevel.checkpoint()
+        if group.closes == closes:
+            break
+    return ""
+
+
+def paths_of(tx: ReadTransaction, files: Sequence[File]) -> list[tuple[File, str]]:
+    return [
+        (file, paths.describe(tx, file.ino).encode(errors="replace").decode()) for file in files
+    ]
+
+
+class Listed(NamedTuple):
+    """``complete``: it lists files, and every one is there with its size."""
+
+    step: int | None
+    complete: bool
+
+
+async def read_manifest(engine: Engine, io: FileIO, directory: int) -> Listed | None:
+    """None where there is no manifest, or one that is too large. Others run meanwhile. Raises
+    Unavailable."""
+    try:
+        inode = await engine.view(namespace.lookup, directory, MANIFEST)
+        if not inode.is_file:
+            return Listed(None, False)
+        if inode.size > _MANIFEST_MAX:
+            return None
+        data = await io.read_whole(inode.ino)
+    except (NotFound, NotADirectory):
+        return None
+    try:
+        step, files = await io.waited_for.call(_parse, data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Invalid):
+        return Listed(None, False)
+    return Listed(step, bool(files) and not await first_wrong(engine, io, directory, files))
+
+
+def _parse(data: bytes) -> tuple[int | None, list[tuple[bytes, int]]]:
+    value = json.loads(data)
+    step = value["step"]
+    if step is not None and type(step) is not int:
+        raise ValueError("the step is no number")
+    files = [(path_below(os.fsencode(path)), size) for path, (size, _) in value["files"].items()]
+    if not all(type(size) is int for _, size in files):
+        raise ValueError("a size is none")
+    return step, files

@@ -1,4 +1,5 @@
-"""Which chunks of a group the store has already, and which of these can be leaned on.
+"""What the plan of a group begins from: which chunks the store has already, and which of these can
+be leaned on; and how fast the devices are.
 
 A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and
 to be stored anew, for all who name it. Where it lies on servers that the policy does not allow, the
@@ -8,14 +9,17 @@ that many files need has been seen to be right often. What cannot be read is bad
 is protected better than is asked for, others may need that, and the file has its own.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from aifs.core.budget import Budget
+from aifs.core.config import Config
 from aifs.core.errors import Unavailable
 from aifs.core.tasks import run_all
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
 from aifs.files.containers import Containers
 from aifs.layout.interleaved import HEADER_BYTES, Location, redundancy_of
 from aifs.layout.striped import Striped
@@ -24,9 +28,14 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import Shared
 from aifs.saves import sharing
 from aifs.saves.sharing import Asked, Need
+from aifs.store.directories import same_directories
 
 _AT_ONCE = 512  # digests that are looked up before other tasks get their turn
 _READ_AT_ONCE = 4
+
+_UNKNOWN = 1 << 30  # only ratios matter, as long as nothing else is known
+# by what fraction a rate has to differ from the one in use: measured ones are never the same twice
+_NOTICEABLE = 0.35
 
 
 @dataclass
@@ -116,3 +125,51 @@ def _find(
         record = chunks.find_container(tx, container)
         layouts[container] = None if record is None else record.layout
     return found, layouts
+
+
+class Bandwidths:
+    """How fast burst devices give bytes and data servers take them, in bytes per second, as plans
+    are made with: configured, else measured. Used from one trio thread."""
+
+    def __init__(self, config: Config, servers: Servers) -> None:
+        self._servers = servers
+        self._of_burst = config.burst.bandwidth
+        self._configured = {place.path: place.bandwidth for place in config.places}
+        same = same_directories(self._configured, [server.address for server in servers.capacity()])
+        self._configured |= {same[path]: self._configured[path] for path in same}
+        self._used: dict[int, int] = {}
+
+    def of_burst(self, devices: Iterable[int]) -> dict[int, int]:
+        """By number of the burst directory."""
+        measured = {number: self._servers[number].giving.rate for number in devices}
+        return {number: self._of_burst or rate for number, rate in self._steady(measured).items()}
+
+    def of_servers(self) -> dict[int, int]:
+        """By number of the data server."""
+        servers = self._servers.capacity()
+        measured = self._steady({server.id: server.writing.rate for server in servers})
+        return {server.id: self._said_of(server) or measured[server.id] for server in servers}
+
+    def free(self) -> dict[int, int | None]:
+        """Bytes that each data server has left, as last seen."""
+        return {
+            server.id: server.seen.available if server.seen else None
+            for server in self._servers.capacity()
+        }
+
+    def _said_of(self, server: DataServer) -> int:
+        return self._configured.get(server.address, 0)
+
+    def _steady(self, measured: dict[int, int]) -> dict[int, int]:
+        """One that has not been measured is taken for as fast as the fastest. Those that hardly
+        differ are taken for equal.
+        """
+        fastest = max(measured.values(), default=0) or _UNKNOWN
+        for number, rate in measured.items():
+            rate = rate or fastest
+            if rate > fastest * (1 - _NOTICEABLE):
+                rate = fastest
+            used = self._used.get(number, 0)
+            if abs(rate - used) > _NOTICEABLE * used:
+                self._used[number] = rate
+        return {number: self._used[number] for number in measured}

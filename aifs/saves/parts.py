@@ -23,8 +23,8 @@ from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer
-from aifs.saves.barrier import Barrier
 from aifs.saves.group import DirectoryGroup, File
+from aifs.saves.ready import Barrier
 
 _log = logger(__name__)
 

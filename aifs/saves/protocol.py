@@ -21,14 +21,13 @@ from aifs.meta.askers import Asker
 from aifs.meta.groups import ANY_SIZE, GroupMember, GroupOptions, GroupRecord, Pending
 from aifs.meta.kv import Engine
 from aifs.meta.records import Dentry
-from aifs.saves import processes
-from aifs.saves.barrier import Barrier
 from aifs.saves.course import Course
 from aifs.saves.group import DirectoryGroup
 from aifs.saves.group_text import Wanted, format_group
+from aifs.saves.life import Living, process_of
 from aifs.saves.listed import find_file, first_wrong, look_up, path_below
-from aifs.saves.living import Living
 from aifs.saves.parts import Parts
+from aifs.saves.ready import Barrier
 from aifs.saves.table import GroupTable
 from aifs.store.ids import IdAllocator
 
@@ -182,7 +181,7 @@ class Groups:
         """
         group = await self._table.find(ino, group_id)
         group.require_rank(rank)
-        process = processes.process_of(caller.pid)
+        process = process_of(caller.pid)
         if group.processes.get(rank) != process:
             group.require_free(rank)
             if self._engine.host:

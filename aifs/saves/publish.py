@@ -2,7 +2,7 @@
 docs/design/publish.md says how.
 
 What becomes visible under a new name is durable first, the new name when the call returns. A
-directory whose group seals it (groups/naming.py) gets its name only when all ranks have
+directory whose group seals it (saves/ready.py) gets its name only when all ranks have
 committed.
 """
 

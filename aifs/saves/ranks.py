@@ -6,18 +6,15 @@ from aifs.files.drain import Drain, Ended
 from aifs.files.file_io import FileIO
 from aifs.files.services import Services
 from aifs.files.writeback import WriteBack
-from aifs.saves.barrier import Barrier
 from aifs.saves.closing import Closing
 from aifs.saves.course import Course
 from aifs.saves.group_drain import GroupDrain
-from aifs.saves.joint import Joint
-from aifs.saves.life import Life
-from aifs.saves.living import Living
+from aifs.saves.joint import Joint, PartHost
+from aifs.saves.life import Life, Living
 from aifs.saves.members import Members
-from aifs.saves.naming import Naming
-from aifs.saves.part_host import PartHost
 from aifs.saves.parts import Parts
 from aifs.saves.protocol import Groups
+from aifs.saves.ready import Barrier, Naming
 from aifs.saves.table import GroupTable
 
 

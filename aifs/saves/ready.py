@@ -1,18 +1,258 @@
-"""What has to be so before a name shows: all below it is durable, where its new directory wants it,
-and its group lets it get a name.
+"""What has to be so before a name shows: all below it is durable on all hosts, where its new
+directory wants it, and its group lets it get a name.
 """
 
+import stat
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from aifs.burst.remote import SYNC
+from aifs.core.errors import Busy, Unavailable
+from aifs.core.role import Role
+from aifs.core.tasks import run_all
+from aifs.core.waiting import HOST, waits_for
+from aifs.data.patience import giving_up
 from aifs.files.file_io import FileIO
 from aifs.files.services import Services
 from aifs.files.tree_drain import TreeDrain
+from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import namespace
-from aifs.meta.records import Dentry
-from aifs.saves.barrier import Barrier
-from aifs.saves.naming import Naming
+from aifs.meta import below, groups, hosts, keys, namespace, paths
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Dentry, decode_burst
+from aifs.peers.transport import Answer, Body, Peer
+from aifs.saves.listed import find_unequal, first_wrong
+from aifs.saves.table import GroupTable
 
-DIRECTORY = 0o040000 >> 12
-"""The type of a directory, in a dentry."""
+_DIRECTORY = stat.S_IFDIR >> 12  # the type of a directory, in a dentry
+_AGAIN_S = 0.2
+_DEATH_S = 30.0
+"""How long a host that does not answer may have its session, at most: it has died, or it is cut off
+from this host alone. A dead one's ends with its lease (10 s), when another host has looked."""
+
+
+class Barrier:
+    """Syncs what lies below a name, here and, by way of them, on the hosts that are homes of files
+    there. Used from one trio thread."""
+
+    def __init__(
+        self,
+        services: Services,
+        io: FileIO,
+        writeback: WriteBack,
+        role: Role,
+    ) -> None:
+        self._engine = services.engine
+        self._servers = services.servers
+        self._io = io
+        self._writeback = writeback
+        self._homes = io.homes
+        self._role = role
+        if services.peers is not None:
+            services.peers.serve(SYNC, self._serve)
+
+    async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
+        """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it; those
+        of this host are returned as WriteBack.sync_bytes does, with their marks on record still.
+
+        The cost is that of the unsynced bytes: files that are in order are not looked at. A file
+        that has had several names counts as lying below every directory. What a host that has died
+        has not drained is passed over, unless this is ``strict``. Raises NoSpace, Unavailable.
+        """
+        synced = await self._sync_own(dentry)
+        if self._engine.host:
+            await self._sync_elsewhere(dentry, strict)
+            if strict:
+                await self._require_homes(dentry)
+        return synced
+
+    async def sync_files(self, inos: Sequence[int]) -> None:
+        """These files are durable on return, and their marks are gone. Raises as ``sync_below``."""
+        await self._writeback.sync_files(inos)
+        if self._engine.host:
+            marked: dict[int, list[int]] = {}
+            for ino, host in (await self._engine.view(_homes_of, inos, self._engine.host)).items():
+                marked.setdefault(host, []).append(ino)
+            await self._ask(marked, strict=True)
+
+    async def _sync_own(self, dentry: Dentry) -> dict[int, object | None]:
+        if dentry.type != _DIRECTORY:
+            return await self._writeback.sync_bytes([dentry.ino])
+        unsynced = [ino for ino in self._io.table.open if self._io.table.is_unsynced(ino)]
+        unsynced += [ino for ino in self._io.table.unsynced if ino not in self._io.table.open]
+        return await self._writeback.sync_bytes(
+            await below.those_below(self._engine, unsynced, dentry.ino)
+        )
+
+    async def _sync_elsewhere(self, dentry: Dentry, strict: bool) -> None:
+        if dentry.type != _DIRECTORY:
+            found = await self._engine.view(_homes_of, [dentry.ino], self._engine.host)
+        else:
+            found = await self._below(dentry.ino, b"w", _marked_elsewhere, self._engine.host)
+        await self._ask({host: [dentry.ino] for host in found.values()}, strict)
+
+    async def _ask(self, inos: dict[int, list[int]], strict: bool) -> None:
+        """Have hosts sync these, by host."""
+        live = await self._live(inos)
+
+        async def ask(host: int) -> None:
+            if not strict and host not in live:
+                return
+            until_s = trio.current_time() + _DEATH_S
+            while True:
+                try:
+                    return await self._homes.sync(host, inos[host])
+                except Unavailable:
+                    if strict:
+                        raise
+                    if host not in await self._role.ask_live():
+                        return
+                    if trio.current_time() >= until_s:
+                        raise
+                    with waits_for(HOST, "that has files below the directory"):
+                        await trio.sleep(_AGAIN_S)
+
+        await run_all(*(lambda host=host: ask(host) for host in inos))
+
+    async def _require_homes(self, dentry: Dentry) -> None:
+        """Raises Unavailable if the newest bytes of a file below are on a host that has died."""
+        elsewhere = self._servers.elsewhere
+        live = await self._live(elsewhere.values())
+        away = {number for number, host in elsewhere.items() if host not in live}
+        if dentry.type != _DIRECTORY or not away:
+            return
+        found = await self._below(dentry.ino, b"b", _undrained_on, away)
+        for ino, server in found.items():
+            name = await self._engine.view(hosts.name_of, self._servers.elsewhere[server])
+            path = await self._engine.view(paths.describe, ino)
+            raise Unavailable(f"{path}: its newest bytes are on host {name}, which has gone")
+
+    async def _live(self, wanted: Iterable[int]) -> frozenset[int]:
+        """The hosts that have a session, as far as it matters for these. A host that has begun just
+        now may not be known yet. Raises Unavailable."""
+        live = self._role.live
+        return live if live.issuperset(wanted) else await self._role.ask_live()
+
+    async def undrained_below(self, top: int, host: int) -> list[int]:
+        """The files below a directory of which the newest bytes are in the burst tier of another
+        host."""
+        servers = {number for number, its in self._servers.elsewhere.items() if its == host}
+        return list(await self._below(top, b"b", _undrained_on, servers))
+
+    async def _below(
+        self, top: int, kind: bytes, choose: Callable[..., dict[int, int]], argument: Any
+    ) -> dict[int, int]:
+        """What ``choose`` finds in the records of a kind, by inode number, of files that lie below
+        a directory. Others run between slices of it."""
+        start, end = keys.all_of(kind)
+        known: dict[int, bool] = {}
+        found: dict[int, int] = {}
+        while start:
+            some, start = await self._engine.view(_slice, start, end, choose, argument)
+            if some:
+                found_below, new = await self._engine.view(
+                    below.filter_below, list(some), top, known
+                )
+                found |= {ino: some[ino] for ino in found_below}
+                known |= new
+            await trio.lowlevel.checkpoint()
+        return found
+
+    async def _serve(self, asker: Peer, arguments: Any, body: Body) -> Answer:
+        """Files, or all below directories, by inode numbers, are durable if their newest bytes are
+        here; what is on record of them is shown."""
+        with giving_up():
+            for ino in arguments:
+                inode = await self._engine.view(namespace.find_inode, ino)
+                if inode is not None:
+                    synced = await self._sync_own(Dentry(ino, 0, inode.mode >> 12))
+                    await self._io.table.forget_marks(synced)
+        await self._engine.shown()
+        return Answer()
+
+
+def _homes_of(tx: ReadTransaction, inos: Iterable[int], own: int) -> dict[int, int]:
+    """By inode number, the other hosts that change these files, or have not synced them."""
+    found = {ino: tx.get(keys.dirty(ino)) for ino in inos}
+    homes = {ino: keys.host_of(mark) for ino, mark in found.items() if mark is not None}
+    return {ino: host for ino, host in homes.items() if host not in (0, own)}
+
+
+def _slice(
+    tx: ReadTransaction,
+    start: bytes,
+    end: bytes,
+    choose: Callable[..., dict[int, int]],
+    argument: Any,
+) -> tuple[dict[int, int], bytes]:
+    """What is chosen of the next records, and where others begin; b"": nowhere."""
+    records = list(tx.range(start, end, below.SLICE))
+    following = records[-1][0] + b"\0" if len(records) == below.SLICE else b""
+    return choose(records, argument), following
+
+
+def _marked_elsewhere(records: list[tuple[bytes, bytes]], own: int) -> dict[int, int]:
+    return {
+        keys.number(key): keys.host_of(value)
+        for key, value in records
+        if keys.host_of(value) not in (0, own)
+    }
+
+
+def _undrained_on(records: list[tuple[bytes, bytes]], servers: set[int]) -> dict[int, int]:
+    copies = [decode_burst(value) for _, value in records]
+    return {copy.ino: copy.server for copy in copies if copy.undrained and copy.server in servers}
+
+
+class Naming:
+    """What new names of directories wait for that are pending until all ranks of their group have
+    committed. Used from one trio thread."""
+
+    def __init__(self, engine: Engine, io: FileIO, table: GroupTable) -> None:
+        self._engine = engine
+        self._io = io
+        self._table = table
+
+    async def require_complete(self, ino: int) -> None:
+        """A directory may get a new name, as far as its group is concerned: early, because what
+        follows may take long. The transaction decides. Raises Busy."""
+        group = self._table.by_directory.get(ino)
+        if group is not None and group.record.seals:
+            await self._engine.view(groups.require_complete, ino, group.record)
+
+    async def check_files(self, ino: int) -> None:
+        """The files that the ranks of a directory have committed are there, in their sizes, and, if
+        they must, all have one. Raises Busy, which names the first that is not."""
+        group = self._table.by_directory.get(ino)
+        if group is None or not group.record.seals:
+            return
+        for rank in await self._engine.view(groups.committed, ino):
+            member = await self._engine.view(groups.get_member, ino, rank)
+            files = () if member is None else member.files
+            wrong = await first_wrong(self._engine, self._io, ino, files)
+            if wrong:
+                raise Busy(f"rank {rank}: {wrong}")
+        unequal = await find_unequal(self._engine, group) if group.is_open else ""
+        if unequal:
+            raise Busy(unequal)
+
+    @asynccontextmanager
+    async def naming(self, *inos: int) -> AsyncIterator[None]:
+        """What is done inside gives these directories new names, in a transaction."""
+        async with self._table.recording:
+            yield
+            sealed = [g for g in map(self._table.by_directory.get, inos) if g and g.record.seals]
+            for group in sealed:
+                group.record = group.record._replace(pending=None)
+                if not group.shares:
+                    group.record = group.record._replace(state="committed")
+                    del self._table.by_directory[group.ino]
+                    group.wake()
+            if sealed:
+                self._table.look()
 
 
 class Readiness:
@@ -34,7 +274,7 @@ class Readiness:
         """Make all that ``dentry`` names ready to show in ``new_parent``. Returns the files that
         had to be synced here, as OpenTable.forgetting wants them. ``strict``: see
         Barrier.sync_below."""
-        is_directory = dentry.type == DIRECTORY
+        is_directory = dentry.type == _DIRECTORY
         if is_directory:
             await self.naming.require_complete(dentry.ino)
         synced = await self._barrier.sync_below(dentry, strict)

@@ -32,7 +32,7 @@ from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Kept, decode_kept
 from aifs.meta.records import Inode, decode_entry
-from aifs.saves import manifests
+from aifs.saves.listed import MANIFEST, NO_PART, read_manifest
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.upkeep.trash import tree_size
 from aifs.upkeep.trash_rules import TrashRules
@@ -166,7 +166,7 @@ class Retention:
                 break
             for name in unread:
                 read.add(name)
-                listed = await manifests.read(self._engine, self._io, inodes[name])
+                listed = await read_manifest(self._engine, self._io, inodes[name])
                 if listed is not None:
                     known[name] = known[name]._replace(step=listed.step, complete=listed.complete)
         return going
@@ -293,7 +293,7 @@ def _is_checkpoint(tx: ReadTransaction, name: bytes, inode: Inode) -> bool:
     """Whether the directory was shown as a whole, is called as a checkpoint, and holds files."""
     if not inode.shown_ns or name.startswith(b".") or groups.is_pending(tx, inode.ino):
         return False
-    has_manifest = tx.get(keys.dentry(inode.ino, manifests.NAME)) is not None
+    has_manifest = tx.get(keys.dentry(inode.ino, MANIFEST)) is not None
     return (has_manifest or retention.step_of(name) is not None) and _holds_files(tx, inode.ino)
 
 
@@ -305,7 +305,7 @@ def _holds_files(tx: ReadTransaction, ino: int) -> bool:
         for _, value in tx.range(*keys.entries_after(directory, 0), left):
             child, type_, name = decode_entry(value)
             left -= 1
-            if type_ == stat.S_IFREG >> 12 and not name.startswith(manifests.RESERVED):
+            if type_ == stat.S_IFREG >> 12 and not name.startswith(NO_PART):
                 return True
             if type_ == stat.S_IFDIR >> 12:
                 directories.append(child)

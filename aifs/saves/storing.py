@@ -32,9 +32,8 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, shared
 from aifs.meta.kv import Engine
 from aifs.saves import sharing
-from aifs.saves.bandwidths import Bandwidths
-from aifs.saves.lookups import look_up
-from aifs.saves.prepared import Prepared
+from aifs.saves.hashing import Prepared
+from aifs.saves.lookups import Bandwidths, look_up
 from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Assigned, Holder, Need
 from aifs.store.ids import IdAllocator

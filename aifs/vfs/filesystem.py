@@ -38,10 +38,9 @@ from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
 from aifs.reads.starts import Starts
 from aifs.reads.virtual.files import VirtualFiles
-from aifs.saves.barrier import Barrier
 from aifs.saves.publish import Publishing
 from aifs.saves.ranks import RankGroups
-from aifs.saves.ready import Readiness
+from aifs.saves.ready import Barrier, Readiness
 from aifs.saves.retention import Retention
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator

@@ -21,7 +21,7 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.publishing import Publication, find, name_of
 from aifs.meta.records import Inode
-from aifs.saves.manifests import NAME, RESERVED
+from aifs.saves.listed import MANIFEST, NO_PART
 from aifs.saves.publish import Publishing, require_may_publish
 from aifs.vfs.names import Names
 from aifs.vfs.policy_hints import PolicyHints
@@ -32,7 +32,7 @@ LATEST = b"latest"
 _PIECE = 4 << 20  # bytes that are read and hashed at once
 _LISTED_AT_ONCE = 64  # names: less than a millisecond
 _AT_ONCE = 4  # files: while one waits for the device, another is hashed
-_TEMPORARY = b"." + NAME
+_TEMPORARY = b"." + MANIFEST
 
 
 class GroupPublishing:
@@ -68,7 +68,7 @@ class GroupPublishing:
             with suppress(FsError):
                 _, is_shown = await self._engine.view(_publication, ino, name)
                 if not is_shown:
-                    await self._names.unlink(ino, NAME)
+                    await self._names.unlink(ino, MANIFEST)
             raise
 
     async def _write_manifest(self, what: Publication, ranks: int, caller: CallerLike) -> None:
@@ -82,7 +82,7 @@ class GroupPublishing:
                 found, cookie = await self._engine.view(_list, directory, cookie)
                 for name, inode in found:
                     path = above + name
-                    if path.startswith(RESERVED):
+                    if path.startswith(NO_PART):
                         reserved.append(path)
                     elif inode.is_dir:
                         waiting.append((path + b"/", inode.ino))
@@ -97,7 +97,7 @@ class GroupPublishing:
         for path in (*reserved, _TEMPORARY):
             with suppress(FsError):  # a directory of somebody's, or gone
                 await self._names.unlink(what.ino, path)
-        await self._files.put(what.ino, _TEMPORARY, NAME, text, caller)
+        await self._files.put(what.ino, _TEMPORARY, MANIFEST, text, caller)
 
     async def _digest(self, path: bytes, ino: int, digests: dict[str, Digest]) -> None:
         hasher, size = blake3(), 0
@@ -123,8 +123,8 @@ def _publication(tx: ReadTransaction, ino: int, name: bytes) -> tuple[Publicatio
     """What is published; whether it was, before a crash: then the pointer was moved, too, and may
     lead to a later one."""
     directory = namespace.get_directory(tx, ino)
-    what = Publication(ino, directory.parent, name, manifest=NAME)
-    if name_of(tx, directory) == name and find(tx, ino, NAME) is not None:
+    what = Publication(ino, directory.parent, name, manifest=MANIFEST)
+    if name_of(tx, directory) == name and find(tx, ino, MANIFEST) is not None:
         return what, True
     pointed = find(tx, directory.parent, LATEST)
     if name == LATEST or (pointed is not None and pointed.is_dir):

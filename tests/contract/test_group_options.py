@@ -20,7 +20,7 @@ from aifs.core.errors import (
     NotFound,
     Stale,
 )
-from aifs.saves import sizes
+from aifs.saves import listed
 from aifs.vfs import Caller, Filesystem
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
@@ -88,12 +88,12 @@ async def test_a_file_counts_as_it_is_when_the_last_one_is_closed(directory: Pat
 async def test_a_file_that_is_written_again_while_sizes_are_compared(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "_SLICE", 1)
+    monkeypatch.setattr(listed, "_DESCRIBED_AT_ONCE", 1)
     looked: list[int] = []
 
     async def view(function: Any, *args: Any) -> Any:
         found = await engine_view(function, *args)
-        if function is sizes.paths_of:
+        if function is listed.paths_of:
             looked.append(args[0][0].ino)
             if len(looked) == 2:
                 await stores.rewrite(fs, inos[0], b"a" * SIZE)

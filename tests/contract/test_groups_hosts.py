@@ -16,7 +16,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError, GroupCancelled, Invalid, MemberDied, NotFound, Unavailable
 from aifs.core.faults import SimulatedCrash
 from aifs.meta.keys import ROOT_INO
-from aifs.saves import joint, part_host, parts, storing
+from aifs.saves import joint, parts, storing
 from aifs.saves.protocol import Commit
 from aifs.vfs import Caller, Filesystem
 from tests.support import stores
@@ -333,7 +333,7 @@ async def test_a_host_with_a_slow_link_stores_less(scratch: Path):
 @pytest.mark.parametrize("service", [joint.OFFER, joint.KEEP, parts.STORE])
 async def test_a_host_fails_on_the_way(scratch: Path, monkeypatch, service: str):
     """Others store what it was to, and it what is its own, as soon as it hears again."""
-    monkeypatch.setattr(part_host, "_ASKED_S", 0.05)
+    monkeypatch.setattr(joint, "_ASKED_S", 0.05)
     async with two_hosts(scratch / "s") as (north, south, cluster):
         real = cluster.calls["south"].services[service]
 
@@ -513,7 +513,7 @@ async def test_a_host_dies_before_its_files_are_drained(scratch: Path):
 
 
 async def test_a_host_that_is_not_asked_stores_by_itself(scratch: Path, monkeypatch):
-    monkeypatch.setattr(part_host, "_ASKED_S", 0.1)
+    monkeypatch.setattr(joint, "_ASKED_S", 0.1)
     async with two_hosts(scratch / "s") as (north, south, cluster):
         ino, there = await _committed_unasked(cluster, north, south)
         assert (await durable(south, ino))["state"] == "durable"

@@ -18,7 +18,7 @@ from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import IMMUTABLE, Inode
-from aifs.saves import manifests
+from aifs.saves.listed import MANIFEST
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.trash_requests import Restoring
 from tests.support import stores
@@ -97,7 +97,7 @@ async def test_what_was_not_shown_as_a_whole_neither_counts_nor_goes(directory: 
         await tree(fs, b"step-90", parent=runs)  # half of a save
         copy = await tree(fs, b"step-91", parent=runs, files=1)
         await stores.write_file(
-            fs, manifests.NAME, b'{"step": 91, "files": {"0.pt": [20000, ""]}}', copy, OWNER
+            fs, MANIFEST, b'{"step": 91, "files": {"0.pt": [20000, ""]}}', copy, OWNER
         )
         await fs.mkdir(runs, b"step-92", 0o755, OWNER)
         await shown(fs, b"step-93", runs, files=0)
@@ -366,7 +366,7 @@ async def saved(fs: Filesystem, parent: int, name: str, step: int | None, mtime_
     """A checkpoint with a manifest."""
     ino = await tree(fs, b"tmp", parent=parent, files=1)
     text = json.dumps({"step": step, "files": {"0.pt": [SIZE, ""]}}).encode()
-    (handle, *_), _ = await fs.create(ino, manifests.NAME, 0o644, os.O_RDWR, OWNER)
+    (handle, *_), _ = await fs.create(ino, MANIFEST, 0o644, os.O_RDWR, OWNER)
     await fs.write(handle, 0, text)
     await fs.release(handle)
     await put(fs, ino, "publish-as", {"final": name})
@@ -404,7 +404,7 @@ async def test_a_damaged_checkpoint_neither_goes_nor_lets_others_go(directory: P
             if step == 4:
                 await fs.setattr((await fs.lookup(ino, b"0.pt")).ino, SetAttr(size=5), ROOT_USER)
             if step == 5:
-                handle, *_ = await fs.open((await fs.lookup(ino, manifests.NAME)).ino, os.O_RDWR)
+                handle, *_ = await fs.open((await fs.lookup(ino, MANIFEST)).ino, os.O_RDWR)
                 await fs.write(handle, 0, b"[" * SIZE)
                 await fs.release(handle)
         assert await kept(fs, runs, "last=1") == {b"step-1", b"step-3", b"step-4", b"step-5"}

@@ -12,7 +12,7 @@ from aifs.group import planner
 from aifs.layout.interleaved import container_layout
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.saves import sharing
-from aifs.saves.bandwidths import Bandwidths
+from aifs.saves.lookups import Bandwidths
 from aifs.saves.sharing import Cut, Holder
 
 members_of = st.lists(
