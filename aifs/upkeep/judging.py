@@ -104,7 +104,8 @@ async def judge_copy(
                 listed = ()  # fsck names the damaged list, and the copy may be all that is whole
             is_told = bool(listed)
             parts += listed
-            at = min(at + LISTED, inode.size) if is_told else at
+            # A chunk may reach beyond what was looked up.
+            at = listed[-1].start + listed[-1].length if listed else at
         answers = await movers.carry_out(compare, [CopyRange(inode.copy, inode.size, parts)])
         assert answers is not None  # nothing cancels it
         if answers[0] is not Judgement.RIGHT:

@@ -18,14 +18,16 @@ from aifs.data.containers.files import ContainerEntry
 from aifs.data.containers.scan import Scanned, ScannedChunk, Scanning, scan
 from aifs.layout.interleaved import container_layout
 from aifs.layout.striped import Striped
+from aifs.meta.keys import ROOT_INO
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy
 from aifs.saves.digests import CopyToHash, Hashing, hash_chunks
 from aifs.upkeep import inspecting
 from aifs.upkeep.inspecting import Inspected, ObjectRange, inspect
-from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts
+from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts, judge_copy
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
+from tests.support.shared import Segment, save
 from tests.support.spoil import flip
 from tests.support.stores import drained, opened, write_file
 
@@ -158,6 +160,18 @@ async def test_burst_copies(directory: Path, kind: str, where: str) -> None:
         answers = await carried_out(fs, where, compare, asked)
         assert answers == [Judgement.WRONG, *others]
         flip(path, 5 * MIB)
+
+
+async def test_a_copy_is_right_though_its_last_chunk_begins_in_the_mib_looked_up_before(
+    directory: Path,
+) -> None:
+    async with opened(directory, servers=3) as fs:
+        segments = [Segment(os.urandom(3 * MIB)), Segment(os.urandom(2 * MIB))]
+        [ino] = (await save(fs, ROOT_INO, {b"file": segments})).values()
+        assert await fs.stager.stage(ino)
+        inode = await fs.getattr(ino)
+        judged = await judge_copy(fs.store.engine, fs.drain.movers, inode)
+        assert judged is Judgement.RIGHT
 
 
 @HERE_AND_ELSEWHERE
