@@ -184,9 +184,11 @@ def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> l
 
 def _take_out(tx: Transaction, entry: Entry) -> tuple[Inode, Entry]:
     """What is in the trash by this entry is not any more, and the entry as it was; the caller
-    records the inode. Raises NotFound."""
+    records the inode. Raises NotFound, also if the inode came back and was removed anew: another
+    entry has the same key."""
     now_there, inode = find_entry(tx, entry.key), namespace.find_inode(tx, entry.ino)
-    if now_there is None or inode is None or not inode.is_trashed:
+    is_same = now_there is not None and now_there.since_ns == entry.since_ns
+    if now_there is None or not is_same or inode is None or not inode.is_trashed:
         raise NotFound("it is not in the trash any more")
     trash.drop(tx, now_there)
     inode.flags &= ~TRASHED

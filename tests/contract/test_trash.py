@@ -604,6 +604,19 @@ async def test_what_is_too_old_goes(directory: Path, monkeypatch: pytest.MonkeyP
         assert await numbers(fs, b"i") == [ROOT_INO, week]
 
 
+async def test_a_file_that_came_back_and_was_removed_anew_does_not_go_for_what_it_was_before(
+    directory: Path,
+) -> None:
+    async with with_trash(directory) as fs:
+        ino = await write_file(fs, b"f", DATA, ROOT_INO, OWNER)
+        await fs.unlink(ROOT_INO, b"f", OWNER)
+        before = await fs.store.engine.view(restoring.entry_of, ino)
+        await fs.restore(Restoring(ROOT_INO, b"f", name=b"g"), OWNER)
+        await fs.unlink(ROOT_INO, b"g", OWNER)
+        assert await fs.trash.empty([before]) == 0
+        assert await kept(fs) == ["/g"]
+
+
 async def test_the_oldest_goes_first_when_there_is_no_room(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
