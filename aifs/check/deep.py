@@ -73,9 +73,10 @@ class DeepCheck:
             right = await self._scrubber.find_right(batch)
             await run_each(_AT_ONCE, (item for item in batch if item not in right), self._scrub)
         self._progress("bytes", self._expected, self._expected)
-        bad_copies = {ino for ino in self._cached if await self._has_other_bytes(ino)}
-        for ino in sorted({lost.ino for lost in self._found.lost if lost.for_good} | bad_copies):
-            await self._name(ino, ino in bad_copies)
+        copies = {ino: await self._judge_copy(ino) for ino in self._cached}
+        wrong_copies = {ino for ino, judged in copies.items() if judged is Judgement.WRONG}
+        for ino in sorted({lost.ino for lost in self._found.lost if lost.for_good} | wrong_copies):
+            await self._name(ino, copies.get(ino, Judgement.UNREADABLE))
         for wrong in sorted(self._found.wrong):
             await self._name_wrong(*wrong)
         return sorted(self._problems, key=lambda problem: (problem.where, problem.kind))
@@ -112,7 +113,11 @@ class DeepCheck:
     async def _expect(self, ino: int, oid: int, unread: int) -> None:
         """Have an object set read, unless columns of ``unread`` and of absent servers are
         needed: that is named already."""
-        objects = await self._view(moves.find_objects, ino, oid)
+        try:
+            objects = await self._view(moves.find_objects, ino, oid)
+        except FsError as error:
+            await self._name_unread(ino, oid, str(error))
+            return
         if objects is None:
             return
         layout = objects.layout
@@ -131,29 +136,37 @@ class DeepCheck:
         self._progress("bytes", min(self._done, self._expected), self._expected)
 
     async def _scrub(self, item: Item) -> None:
-        if not await self._scrubber.scrub(*item, self._found, repair=False):
-            # Nobody changes it, so a server does not answer.
-            ino, oid = item
-            user = await self._view(moves.find_user, ino, oid) if ino else f"container {oid}"
-            where = await self._view(self._table.where, user)
-            detail = "its data servers do not answer"
-            self._problems.append(Problem("unreadable-bytes", user, detail, where=where))
+        # Nobody changes it, so if it cannot be told a server does not answer.
+        reason = "its data servers do not answer"
+        try:
+            if await self._scrubber.scrub(*item, self._found, repair=False):
+                return
+        except FsError as error:  # a record is damaged
+            reason = str(error)
+        await self._name_unread(*item, reason)
 
-    async def _has_other_bytes(self, ino: int) -> bool:
+    async def _judge_copy(self, ino: int) -> Judgement:
         inode = await self._view(namespace.get_inode, ino)
-        return (
-            inode.copy is not None
-            and inode.copy.server in self._servers
-            and await judge_copy(self._engine, self._movers, inode) is Judgement.WRONG
-        )
+        if inode.copy is None or inode.copy.server not in self._servers:
+            return Judgement.UNREADABLE
+        return await judge_copy(self._engine, self._movers, inode)
 
     # --- findings ---
 
-    async def _name(self, ino: int, is_bad_copy: bool) -> None:
+    async def _name_unread(self, ino: int, oid: int, reason: str) -> None:
+        user: Subject = f"container {oid}"
+        if ino:
+            [user] = await self._view(sharing.users, oid, 1) or [ino]
+        where = await self._view(self._table.where, user)
+        self._problems.append(Problem("unreadable-bytes", user, reason, where=where))
+
+    async def _name(self, ino: int, copy: Judgement) -> None:
+        """``copy``: the judgement on the file's burst copy."""
         inode = await self._view(namespace.get_inode, ino)
         where = await self._view(self._table.path, ino)
-        device = path = ""  # of its burst copy
-        if inode.copy is not None:
+        device = path = ""  # of the copy
+        if copy is not Judgement.UNREADABLE:
+            assert inode.copy is not None
             server = self._servers[inode.copy.server]
             device, path = server.name, server.where((0, inode.copy.id))
         bad = [lost for lost in self._found.lost if lost.ino == ino and lost.for_good]
@@ -162,11 +175,11 @@ class DeepCheck:
             named = [self._describe(lost) for lost in ranges[:_TOLD_MAX]]
             if len(ranges) > _TOLD_MAX:
                 named.append(f"and {len(ranges) - _TOLD_MAX} more ranges")
-            if ino in self._cached and not is_bad_copy:
+            if copy is Judgement.RIGHT:
                 named.append(f"its burst copy is whole: {path}")
             if ranges:
                 self._problems.append(Problem(kind, ino, "; ".join(named), where=where))
-        if is_bad_copy:
+        if copy is Judgement.WRONG:
             # If the data servers do not have all bytes either, each may have those that the other
             # has lost.
             fix = None if bad else partial(repair.drop_copy, ino=ino)

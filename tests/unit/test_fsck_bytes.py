@@ -12,10 +12,12 @@ from aifs.core import config as configuration
 from aifs.core import files
 from aifs.data import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES
+from aifs.layout.placement import BURST_FIRST
 from aifs.meta import chunks, keys
+from aifs.meta.records import Copy
 from aifs.store.store import format_store
 from aifs.vfs import open_filesystem
-from tests.support.damaged import CHUNK, NOBODY, ROOT, UNIT, DamagedStore
+from tests.support.damaged import CHUNK, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
 from tests.support.damages import (
     common,
     kinds_of,
@@ -167,6 +169,25 @@ def test_what_drains_and_stages_leave_is_in_order(tmp_path: Path, kind: str) -> 
     for _ in range(2):
         report = check(config, repair=True, deep=True)
         assert report.findings == [] and report.counts["undrained"] == 0
+
+
+def test_lost_bytes_are_named_though_the_burst_copy_is_in_a_directory_that_is_none(
+    store: DamagedStore,
+) -> None:
+    store.add_copy("/z/moved", store.read("/z/moved"))
+    store.change("/z/moved", copy=Copy(BURST_FIRST + 7, COPY_ID))
+    _spoil(store.object("/z/moved", 1)[1], 5)
+    found = {finding.kind: finding.detail for finding in store.check(deep=True).findings}
+    assert found["wrong-checksum"].startswith("bytes 0 to 49999, on data server")
+    assert "whole" not in found["wrong-checksum"]
+
+
+def test_a_damaged_record_of_degraded_objects_ends_no_deep_check(store: DamagedStore) -> None:
+    number, _ = store.container()
+    _spoil(store.object("/z/moved", 1)[1], 5)
+    store.put(keys.degraded(number), b"damaged")
+    kinds = {finding.kind for finding in store.check(deep=True).findings}
+    assert kinds == {"unreadable-record", "unreadable-bytes", "wrong-checksum"}
 
 
 def test_files_that_lack_bytes_are_not_read(store: DamagedStore) -> None:
