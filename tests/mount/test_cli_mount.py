@@ -1,7 +1,7 @@
 """The commands on real mounts: daemons that detach, dead mounts, refusals, exit codes."""
 
-import contextlib
 import json
+import mmap
 import os
 import re
 import select
@@ -11,27 +11,23 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.mounts import ROOT, TIMEOUT_S, aifs
+from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 MOUNT_PY = [sys.executable, str(ROOT / "mount.py")]
 
 
-class Place:
-    """A formatted store and a directory to mount it on."""
+class Place(Mounted):
+    """A store and a directory to mount it on, by commands: the test ends the daemons."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.source = directory / "store"
-        self.path = directory / "mnt"
-        self.log = self.source / "log" / "aifs.log"
-        self.expected = ""
-        """Regular expression of warnings that the log may hold."""
-        self.path.mkdir()
-        aifs("format", self.source)
+    @property
+    def directory(self) -> Path:
+        return self.source.parent
 
     def mount(self, *arguments: str | Path) -> None:
         aifs("mount", self.source, self.path, *arguments)
@@ -41,10 +37,8 @@ class Place:
 
     def kill(self) -> None:
         """kill -9 of the daemon; its mount stays behind."""
-        pid = self.status()["pid"]
-        descriptor = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGKILL)
-        wait_for_end(descriptor)
+        self.adopt()
+        self.kill_only()
 
     def mounts(self) -> list[list[str]]:
         """The lines of /proc/mounts for this place: source, mountpoint, type, options."""
@@ -67,28 +61,36 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stderr.removeprefix("aifs: ").rstrip("\n")
 
 
-@pytest.fixture
-def place(scratch: Path) -> Iterator[Place]:
+@contextmanager
+def placed(directory: Path) -> Iterator[Place]:
     """A store, not mounted. Afterwards it is sound, its log is clean, and no mount or daemon is
     left.
     """
-    made = Place(scratch)
+    made = Place(directory)
     try:
         yield made
         if made.mounts():
             aifs("umount", made.path)
-        aifs("fsck", made.source)
-        if made.log.exists():
-            said = re.findall(
-                r"^.* (?:WARNING|ERROR|CRITICAL) .*$", made.log.read_text(), re.MULTILINE
-            )
-            assert not [
-                line for line in said if not (made.expected and re.search(made.expected, line))
-            ]
+        made.finish()
     finally:
         while made.mounts():
             subprocess.run(["umount", "-i", "-l", made.path], check=True)
         assert not daemons_of(made.source)
+
+
+@pytest.fixture
+def place(scratch: Path) -> Iterator[Place]:
+    """A store of the test's own."""
+    with placed(scratch) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Place]:
+    """A mount that each test leaves as it was."""
+    with TemporaryDirectory(prefix="aifs-served-") as scratch, placed(Path(scratch)) as made:
+        made.mount()
+        yield made
 
 
 def daemons_of(source: Path) -> list[str]:
@@ -126,25 +128,29 @@ def test_a_mount_serves_when_the_command_returns(place: Place) -> None:
     assert (place.path / "file").read_bytes() == b"x" * (3 << 20)
 
 
-def test_the_daemon_has_left_its_caller(place: Place) -> None:
-    place.mount()
-    pid = place.status()["pid"]
+def test_the_daemon_has_left_its_caller(served: Place) -> None:
+    pid = served.status()["pid"]
     process = Path(f"/proc/{pid}")
     assert os.getsid(pid) != os.getsid(0)
     assert os.readlink(process / "cwd") == "/"
     assert [os.readlink(process / "fd" / str(number)) for number in range(3)] == ["/dev/null"] * 3
 
 
-def test_root_shares_the_mount_and_keeps_devices_and_suid(place: Place) -> None:
-    place.mount()
-    (_, _, fstype, options) = place.mounts()[0][:4]
-    assert fstype == "fuse.aifs"
+def test_root_shares_the_mount_and_keeps_devices_and_suid(served: Place) -> None:
+    source, _, fstype, options = served.mounts()[0][:4]
+    assert (source, fstype) == (str(served.source), "fuse.aifs")
     assert {"rw", "allow_other", "default_permissions"} <= set(options.split(","))
     assert not {"nodev", "nosuid", "noexec"} & set(options.split(","))
 
 
 def test_options_reach_the_kernel(place: Place) -> None:
-    place.mount("-o", "ro,nodev", "-o", "nosuid,noexec,noatime,_netdev,noallow_other")
+    place.mount(
+        *("-o", "ro,nodev", "-o", "nosuid,noexec,noatime,_netdev,noallow_other"),
+        *("-o", "kernel.read_ahead=2MiB"),
+    )
+    device = place.path.stat().st_dev
+    limit = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    assert limit.read_text() == "2048\n"
     options = set(place.mounts()[0][3].split(","))
     assert {"ro", "nodev", "nosuid", "noexec", "noatime"} <= options
     assert "allow_other" not in options
@@ -218,7 +224,7 @@ def test_a_yaml_source_is_mounted(place: Place) -> None:
     assert "serving" in (place.directory / "m.log").read_text()
 
 
-def test_a_dead_mount_is_cleaned_up_by_the_next(place: Place) -> None:
+def test_a_dead_mount_is_taken_away_by_the_next_and_by_umount(place: Place) -> None:
     place.mount()
     (place.path / "file").write_text("kept")
     place.kill()
@@ -227,29 +233,29 @@ def test_a_dead_mount_is_cleaned_up_by_the_next(place: Place) -> None:
     place.mount()
     assert (place.path / "file").read_text() == "kept"
     assert len(place.mounts()) == 1
-
-
-def test_a_dead_mount_is_taken_away_by_umount(place: Place) -> None:
+    (place.path / "file").write_text("more")
+    place.kill()
     place.mount()
+    assert (place.path / "file").read_text() == "more"
     place.kill()
     aifs("umount", place.path)
     assert place.mounts() == []
 
 
-def test_a_second_mount_is_refused_with_its_owner_named(place: Place) -> None:
-    place.mount()
-    other = place.directory / "other"
+def test_a_second_mount_is_refused_with_its_owner_named(served: Place) -> None:
+    other = served.directory / "other"
     other.mkdir()
-    assert refused("mount", place.source, place.path) == (
+    assert refused("mount", served.source, served.path) == (
         6,
-        f"{place.path}: an AIFS is mounted here already",
+        f"{served.path}: an AIFS is mounted here already",
     )
-    code, said = refused("mount", place.source, other)
+    code, said = refused("mount", served.source, other)
     assert code == 5
     assert (
-        f"pid {place.status()['pid']} on host {socket.gethostname()}, mounted at {place.path}"
+        f"pid {served.status()['pid']} on host {socket.gethostname()}, mounted at {served.path}"
         in said
     )
+    assert not os.path.ismount(other)
 
 
 def test_what_cannot_be_mounted_on_is_refused(place: Place) -> None:
@@ -268,7 +274,7 @@ def test_what_cannot_be_mounted_on_is_refused(place: Place) -> None:
 def test_a_server_that_nothing_needs_is_done_without_and_named(place: Place) -> None:
     server = place.source / "data" / "2"
     server.rename(place.source / "moved")
-    place.expected = "does without a data server"
+    place.expected.append("does without a data server")
     done = aifs("mount", place.source, place.path)
     assert (
         done.stderr.startswith("aifs: warning: mounted without it: data server 2: ")
@@ -315,16 +321,22 @@ def test_a_fake_mount_checks_only(place: Place) -> None:
 
 @pytest.mark.sweep("number")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_unmount_cleanly(place: Place, number: int) -> None:
+def test_a_signal_unmounts_in_order_and_keeps_pages_that_mmap_left_dirty(
+    place: Place, number: int
+) -> None:
     place.mount()
-    (place.path / "file").write_text("kept")
-    pid = place.status()["pid"]
-    daemon = os.pidfd_open(pid)
-    os.kill(pid, number)
-    wait_for_end(daemon)
+    path = place.path / "mapped"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("r+b") as file:
+        pages = mmap.mmap(file.fileno(), 0)
+    place.adopt()
+    with pages:
+        pages[4096:4101] = b"dirty"
+        place.signal(number)
+        place.wait_for_end()
     assert place.mounts() == []
     place.mount()
-    assert (place.path / "file").read_text() == "kept"
+    assert path.read_bytes()[4096:4101] == b"dirty"
 
 
 def test_the_log_is_for_its_owner_and_the_group_that_he_lets(place: Place) -> None:
@@ -343,7 +355,7 @@ def test_sigusr1_writes_stacks_to_the_log(place: Place) -> None:
     aifs("umount", place.path)
     log = place.log.read_text()
     assert "stacks of all threads and tasks" in log
-    assert "thread MainThread" in log and "task <init>" in log
+    assert "thread MainThread" in log and "task <init>" in log and "aifs.fuse.session" in log
 
 
 def test_mount_py_is_the_same_command(place: Place) -> None:
@@ -355,12 +367,11 @@ def test_mount_py_is_the_same_command(place: Place) -> None:
 # --- umount, info, server -------------------------------------------------------------------------
 
 
-def test_umount_of_a_busy_mount_names_who_uses_it(place: Place) -> None:
-    place.mount()
-    with open(place.path / "file", "w"):
-        code, said = refused("umount", place.path)
+def test_umount_of_a_busy_mount_names_who_uses_it(served: Place) -> None:
+    with open(served.path / "file", "w"):
+        code, said = refused("umount", served.path)
     assert code == 6
-    assert said.startswith(f"{place.path}: is in use by ") and f"(pid {os.getpid()})" in said
+    assert said.startswith(f"{served.path}: is in use by ") and f"(pid {os.getpid()})" in said
 
 
 def test_a_lazy_umount_does_not_wait(place: Place) -> None:
@@ -384,9 +395,7 @@ def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> 
     place.mount()
     server = place.source / "data" / "1"
     away = server.rename(server.with_suffix(".away"))
-    with contextlib.suppress(
-        OSError
-    ):  # what matters is that the server keeps it from being finished
+    with suppress(OSError):  # what matters is that the server keeps it from being finished
         os.truncate(place.path / "file", 100)
     code, said = refused("umount", place.path)
     assert (
@@ -401,21 +410,20 @@ def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> 
     aifs("fsck", place.source)
 
 
-def test_info_tells_the_type_of_everything(place: Place) -> None:
-    place.mount()
-    (place.path / "tiny").write_text("x")
-    (place.path / "big").write_bytes(bytes(2 << 20))
-    (place.path / "link").symlink_to("big")
-    os.mkfifo(place.path / "fifo")
-    os.mknod(place.path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+def test_info_tells_the_type_of_everything(served: Place) -> None:
+    (served.path / "tiny").write_text("x")
+    (served.path / "big").write_bytes(bytes(2 << 20))
+    (served.path / "link").symlink_to("big")
+    os.mkfifo(served.path / "fifo")
+    os.mknod(served.path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     types = {}
     for name in ("tiny", "big", "link", "fifo", "null", "."):
-        info = json.loads(aifs("info", place.path / name, "--json").stdout)
-        assert info["inode"] == os.lstat(place.path / name).st_ino
+        info = json.loads(aifs("info", served.path / name, "--json").stdout)
+        assert info["inode"] == os.lstat(served.path / name).st_ino
         types[name] = info["type"]
         shown = dict(
             line.split(maxsplit=1)
-            for line in aifs("info", place.path / name).stdout.splitlines()
+            for line in aifs("info", served.path / name).stdout.splitlines()
             if line
         )
         assert shown["type"] == info["type"]
@@ -429,10 +437,9 @@ def test_info_tells_the_type_of_everything(place: Place) -> None:
     }
 
 
-def test_status_is_shown_as_a_table(place: Place) -> None:
-    place.mount()
-    shown = aifs("status", place.path).stdout
-    for server in place.status()["servers"]:
+def test_status_is_shown_as_a_table(served: Place) -> None:
+    shown = aifs("status", served.path).stdout
+    for server in served.status()["servers"]:
         assert re.search(
             rf"^ *{server['id']} +(active +)?ok .*{re.escape(server['path'])}", shown, re.MULTILINE
         )
@@ -459,7 +466,6 @@ def test_a_server_is_added_while_mounted(place: Place) -> None:
     )
 
 
-def test_fsck_of_a_mounted_store_is_refused(place: Place) -> None:
-    place.mount()
-    code, said = refused("fsck", place.source)
+def test_fsck_of_a_mounted_store_is_refused(served: Place) -> None:
+    code, said = refused("fsck", served.source)
     assert code == 8 and "in use by pid" in said

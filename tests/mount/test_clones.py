@@ -126,12 +126,12 @@ def test_cp_copies_unless_it_is_told_to_share(on_mount: Path) -> None:
     assert target.read_bytes() == data
 
 
-def test_snapshots_by_command(mounted: Mounted) -> None:
-    top, kept = mounted.path / "top", mounted.path / "top" / ".snapshots" / "before"
+def test_snapshots_by_command(on_mount: Path, scratch: Path) -> None:
+    top, kept = on_mount / "top", on_mount / "top" / ".snapshots" / "before"
     make_tree(top)
     before = (top / "large").read_bytes()
-    refused = aifs("snapshot", "make", mounted.path.parent, "before", check=False)
-    assert refused.returncode == 6 and not (mounted.path.parent / ".snapshots").exists()
+    refused = aifs("snapshot", "make", scratch, "before", check=False)
+    assert refused.returncode == 6 and not (scratch / ".snapshots").exists()
     assert "is not the name" in aifs("snapshot", "make", top, "a/b", check=False).stderr
     aifs("snapshot", "make", top, "before")
     (top / "large").write_bytes(b"risky")
@@ -150,7 +150,7 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
     assert errno_of((kept / "small").unlink) == read_only
     assert errno_of((kept / "new").touch) == read_only
     assert errno_of(os.chmod, kept / "small", 0o600) == read_only
-    assert errno_of(kept.rename, mounted.path / "elsewhere") == read_only
+    assert errno_of(kept.rename, on_mount / "elsewhere") == read_only
     impostor = top / ".snapshots" / "impostor"
     impostor.mkdir()  # which anybody can who may write there
     told = json.loads(aifs("snapshot", "ls", top, "--json").stdout)
@@ -163,24 +163,24 @@ def test_snapshots_by_command(mounted: Mounted) -> None:
 
 
 def test_wrong_use_is_one_line(
-    mounted: Mounted, scratch: Path, capsys: pytest.CaptureFixture[str]
+    on_mount: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (mounted.path / "file").write_bytes(b"x")
-    (mounted.path / "there").mkdir()
+    (on_mount / "file").write_bytes(b"x")
+    (on_mount / "there").mkdir()
     cases = [
-        ((mounted.path / "missing", mounted.path / "new"), "No such file"),
-        ((mounted.path / "file", mounted.path / "there"), "File exists"),
-        ((mounted.path / "file", mounted.path / "no" / "new"), "No such file"),
-        ((mounted.path / "file", scratch / "new"), "does not lie in the mount of"),
-        ((scratch, mounted.path / "new"), "does not lie in an AIFS mount"),
+        ((on_mount / "missing", on_mount / "new"), "No such file"),
+        ((on_mount / "file", on_mount / "there"), "File exists"),
+        ((on_mount / "file", on_mount / "no" / "new"), "No such file"),
+        ((on_mount / "file", scratch / "new"), "does not lie in the mount of"),
+        ((scratch, on_mount / "new"), "does not lie in an AIFS mount"),
     ]
     for arguments, said in cases:
         assert main(["clone", *map(str, arguments)]) != 0
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1, error
-    with open(mounted.path / "file", "ab") as file:
+    with open(on_mount / "file", "ab") as file:
         file.write(b"y" * 100_000)
-        assert main(["clone", str(mounted.path / "file"), str(mounted.path / "new")]) == 1
+        assert main(["clone", str(on_mount / "file"), str(on_mount / "new")]) == 1
         assert "cp copies" in capsys.readouterr().err
 
 

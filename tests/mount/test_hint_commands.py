@@ -12,15 +12,15 @@ ELSEWHERE = {"info", "hints", "places", "why"}
 """``aifs info``; this very table; for the client alone; ``aifs why``."""
 
 
-def test_each_hint_that_says_something_of_a_directory_is_there(mounted: Mounted):
+def test_each_hint_that_says_something_of_a_directory_is_there(shared: Mounted):
     of_any = {hint.stem for hint in hints.rows() if hint.get and hint.where != ROOT}
-    lines = aifs("hint", "ls", mounted.path).stdout.splitlines()
+    lines = aifs("hint", "ls", shared.path).stdout.splitlines()
     names = {line.split()[0].removeprefix("user.aifs.") for line in lines[1:]}
     assert names == of_any - ELSEWHERE
 
 
-def test_values_are_those_of_now(mounted: Mounted):
-    directory = mounted.path / "models"
+def test_values_are_those_of_now(on_mount: Path):
+    directory = on_mount / "models"
     directory.mkdir()
     os.setxattr(directory, "user.aifs.layout", b"ec=2+1")
     os.setxattr(directory, "user.aifs.tier", b"pinned")
@@ -33,7 +33,7 @@ def test_values_are_those_of_now(mounted: Mounted):
     assert line.split()[1] == "pinned"
 
 
-def test_elsewhere_there_are_none(mounted: Mounted):
+def test_elsewhere_there_are_none():
     said = aifs("hint", "ls", "/proc", check=False)
     assert said.returncode == 6
     assert said.stderr.startswith("aifs: /proc: ")
@@ -67,8 +67,8 @@ def test_hints_are_set_shown_and_taken_back(on_mount: Path):
     assert (wrong.returncode, wrong.stderr) == (2, "aifs: tier is not KEY=VALUE\n")
 
 
-def test_one_key_of_the_configuration(mounted: Mounted):
-    assert aifs("config", "get", mounted.path, "data.movers").stdout.strip().isdigit()
-    of_source = json.loads(aifs("config", "get", mounted.source, "layout.unit", "--json").stdout)
+def test_one_key_of_the_configuration(shared: Mounted):
+    assert aifs("config", "get", shared.path, "data.movers").stdout.strip().isdigit()
+    of_source = json.loads(aifs("config", "get", shared.source, "layout.unit", "--json").stdout)
     assert of_source.keys() == {"value", "origin"}
-    assert "data.movers" in aifs("config", "get", mounted.path, "data.mover", check=False).stderr
+    assert "data.movers" in aifs("config", "get", shared.path, "data.mover", check=False).stderr

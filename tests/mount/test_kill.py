@@ -304,21 +304,6 @@ def test_everything_acknowledged_survives_many_kills(store: Mounted, scratch: Pa
     _kill_again_and_again(store, scratch, rounds=200)
 
 
-def test_a_dead_mount_does_not_stand_in_the_way(store: Mounted) -> None:
-    """The next mount takes the dead one away, and serves what was there."""
-    (store.path / "file").write_bytes(b"before")
-    killed = store.pid
-    store.kill_only()
-    with pytest.raises(OSError):
-        os.statvfs(store.path)
-    store.mount()
-    assert store.pid != killed
-    assert (store.path / "file").read_bytes() == b"before"
-    mounts = Path("/proc/self/mounts").read_text().split("\n")
-    assert len([line for line in mounts if f" {store.path} " in line]) == 1
-    assert aifs("status", store.path).returncode == 0
-
-
 def test_no_mover_is_left(scratch: Path) -> None:
     """They die with the daemon, whatever they are doing, and the next mount does it again."""
     with mounted_store(scratch, ["burst.drain_delay=0s", "data.movers=2"]) as store:

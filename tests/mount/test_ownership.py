@@ -43,12 +43,3 @@ def test_a_copy_of_the_metadata_is_not_mounted_beside_its_owner(
     shutil.copytree(copy, mounted.source / "meta")  # moved, in order
     mounted.mount()
     assert sorted(os.listdir(mounted.path)) == ["file", "new"]
-
-
-def test_after_a_kill_the_mount_is_there_again_at_once(mounted: Mounted) -> None:
-    mounted.kill()
-    mounted.mount()
-    (mounted.path / "file").write_bytes(b"content")
-    mounted.kill()
-    mounted.mount()
-    assert (mounted.path / "file").read_bytes() == b"content"

@@ -73,13 +73,8 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
         pass
 
 
-@pytest.mark.sweep("options")
-@pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
-def test_a_name_is_free_as_soon_as_the_command_returns(
-    mount_store, options: tuple[str, ...]
-) -> None:
-    mounted = mount_store(*options)
-    name = mounted.path / "name"
+def test_a_name_is_free_as_soon_as_the_command_returns(here: Path) -> None:
+    name = here / "name"
     for _ in range(20):
         (name / "below").mkdir(parents=True)
         assert name.stat().st_nlink == 3
@@ -112,17 +107,17 @@ def test_a_link_that_remains_counts_right_at_once(on_mount: Path) -> None:
             assert time.monotonic() < end
 
 
-def test_what_is_refused(mounted: Mounted, tmp_path: Path) -> None:
+def test_what_is_refused(shared: Mounted, on_mount: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
-    tree, file = mounted.path / "tree", mounted.path / "file"
+    tree, file = on_mount / "tree", on_mount / "file"
     make_tree(tree, 1, 1)
     file.touch()
     for arguments, reason in (
         ((tree,), "is a directory"),
         (("-r", tmp_path / "plain"), "does not lie in an AIFS mount"),
-        (("-r", mounted.path), "is a mount"),
+        (("-r", shared.path), "is a mount"),
         (("-r", f"{tree}/d0/.."), "by its parent and its name"),
-        (("-r", mounted.path / "missing", file), "No such file"),
+        (("-r", on_mount / "missing", file), "No such file"),
     ):
         done = aifs("rm", *arguments, check=False)
         assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1, (
