@@ -11,11 +11,12 @@ import stat
 
 from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from tests.support.oracle import EXCHANGE, NOREPLACE
-from tests.support.sequences import Op, Weighted
+from tests.support.sequences import Op, Weighted, below, between, chance, one_of
 
 SLOTS = 6
 
-_ops = Weighted()
+_slot = below(SLOTS)
+_seed = below(1 << 30)
 
 
 def _path(rng: random.Random) -> tuple[bytes, ...]:
@@ -45,10 +46,6 @@ def _length(rng: random.Random) -> int:
     return rng.choice((1, rng.randrange(1, 100), rng.randrange(1, 3000), rng.randrange(1, 30000)))
 
 
-def _slot(rng: random.Random) -> int:
-    return rng.randrange(SLOTS)
-
-
 def _ns(rng: random.Random) -> int:
     return rng.choice((0, 999_999_999, 1_700_000_000_123_456_789, rng.randrange(1 << 61)))
 
@@ -57,12 +54,7 @@ def _xattr(rng: random.Random) -> bytes:
     return rng.choice((b"user.a", b"user.b", b"trusted.a", b"security.a", b"user." + b"n" * 250))
 
 
-def _seed(rng: random.Random) -> int:
-    return rng.randrange(1 << 30)
-
-
-@_ops.add(14)
-def create(rng: random.Random) -> Op:
+def _create(rng: random.Random) -> Op:
     flags = (
         os.O_RDWR
         | rng.choice((0, os.O_EXCL))
@@ -72,195 +64,24 @@ def create(rng: random.Random) -> Op:
     return _slot(rng), _path(rng), rng.choice((0o644, 0o600, 0o4755, 0o2755)), flags, _caller(rng)
 
 
-@_ops.add(5)
-def open(rng: random.Random) -> Op:
+def _open(rng: random.Random) -> Op:
     flags = rng.choice(
         (os.O_RDONLY, os.O_RDWR, os.O_RDWR, os.O_RDWR | os.O_TRUNC, os.O_WRONLY | os.O_APPEND)
     )
     return _slot(rng), _path(rng), flags
 
 
-@_ops.add(3)
-def clone(rng: random.Random) -> Op:
-    return _path(rng), _path(rng)
-
-
-@_ops.add(12)
-def write(rng: random.Random) -> Op:
-    return _slot(rng), _seed(rng), _length(rng), _offset(rng)
-
-
-@_ops.add(5)
-def append(rng: random.Random) -> Op:
-    return _slot(rng), _seed(rng), _length(rng)
-
-
-@_ops.add(8)
-def read(rng: random.Random) -> Op:
-    return _slot(rng), _offset(rng), rng.choice((_length(rng), 131072))
-
-
-@_ops.add(4)
-def parallel(rng: random.Random) -> Op:
+def _parallel(rng: random.Random) -> Op:
     reads = tuple((_slot(rng), _offset(rng), _length(rng)) for _ in range(3))
     return _slot(rng), _seed(rng), _length(rng), _offset(rng), reads, _slot(rng)
 
 
-@_ops.add(5)
-def truncate(rng: random.Random) -> Op:
-    return _path(rng), rng.choice((0, _offset(rng), _offset(rng)))
-
-
-@_ops.add(6)
-def ftruncate(rng: random.Random) -> Op:
-    return _slot(rng), rng.choice((0, _offset(rng), _offset(rng)))
-
-
-@_ops.add(4)
-def fsync(rng: random.Random) -> Op:
-    return _slot(rng), rng.random() < 0.5
-
-
-@_ops.add(1)
-def sync(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(4)
-def fallocate(rng: random.Random) -> Op:
+def _fallocate(rng: random.Random) -> Op:
     mode = rng.choice((0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE))
     return _slot(rng), mode, _offset(rng), _length(rng)
 
 
-@_ops.add(3)
-def copy_file_range(rng: random.Random) -> Op:
-    return _slot(rng), _offset(rng), _slot(rng), _offset(rng), _length(rng)
-
-
-@_ops.add(3)
-def seek(rng: random.Random) -> Op:
-    return _slot(rng), _offset(rng), rng.choice((os.SEEK_DATA, os.SEEK_HOLE))
-
-
-@_ops.add(4)
-def map(rng: random.Random) -> Op:
-    return _slot(rng), rng.randrange(1, 80_000)
-
-
-@_ops.add(4)
-def map_write(rng: random.Random) -> Op:
-    return _slot(rng), _seed(rng), _length(rng), rng.randrange(80_000)
-
-
-@_ops.add(3)
-def unmap(rng: random.Random) -> Op:
-    return (_slot(rng),)
-
-
-@_ops.add(4)
-def drain(rng: random.Random) -> Op:
-    """Wait for it, or let it go on beside what follows."""
-    return _path(rng), rng.random() < 0.5
-
-
-@_ops.add(1)
-def drain_all(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(4)
-def evict(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(4)
-def stage(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(2)
-def compact(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(3)
-def pause(rng: random.Random) -> Op:
-    """Give the background some turns."""
-    return (rng.choice((1, 3, 10, 100)),)
-
-
-@_ops.add(4)
-def close(rng: random.Random) -> Op:
-    return (_slot(rng),)
-
-
-@_ops.add(3)
-def lookup(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(2)
-def getattr_(rng: random.Random) -> Op:
-    return (_target(rng),)
-
-
-@_ops.add(10)
-def mkdir(rng: random.Random) -> Op:
-    return _path(rng), rng.choice((0o755, 0o700, 0o2755, 0o1777)), _caller(rng)
-
-
-@_ops.add(4)
-def rmdir(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(7)
-def unlink(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(4)
-def restore(rng: random.Random) -> Op:
-    """Out of the trash; there is nothing in it where nothing is kept."""
-    return (_path(rng),)
-
-
-@_ops.add(9)
-def rename(rng: random.Random) -> Op:
-    return _path(rng), _path(rng), 0
-
-
-@_ops.add(4)
-def rename_noreplace(rng: random.Random) -> Op:
-    return _path(rng), _path(rng), NOREPLACE
-
-
-@_ops.add(5)
-def rename_exchange(rng: random.Random) -> Op:
-    return (
-        _path(rng),
-        _path(rng),
-        rng.choice((EXCHANGE, EXCHANGE, EXCHANGE, EXCHANGE | NOREPLACE, 8)),
-    )
-
-
-@_ops.add(5)
-def link(rng: random.Random) -> Op:
-    return _target(rng), _path(rng)
-
-
-@_ops.add(4)
-def symlink(rng: random.Random) -> Op:
-    return _path(rng), _seed(rng), rng.choice((1, 20, 4000)), _caller(rng)
-
-
-@_ops.add(2)
-def readlink(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(3)
-def mknod(rng: random.Random) -> Op:
+def _mknod(rng: random.Random) -> Op:
     kind = rng.choice((stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFREG, stat.S_IFCHR, stat.S_IFBLK))
     return (
         _path(rng),
@@ -270,109 +91,77 @@ def mknod(rng: random.Random) -> Op:
     )
 
 
-@_ops.add(4)
-def chmod(rng: random.Random) -> Op:
-    return _target(rng), rng.randrange(0o10000)
-
-
-@_ops.add(3)
-def chown(rng: random.Random) -> Op:
-    return _target(rng), rng.choice((None, 0, 1000)), rng.choice((None, 0, 4_000_000_000))
-
-
-@_ops.add(4)
-def utimens(rng: random.Random) -> Op:
-    return _target(rng), rng.choice((None, _ns(rng))), rng.choice((None, _ns(rng)))
-
-
-@_ops.add(6)
-def setxattr(rng: random.Random) -> Op:
+def _setxattr(rng: random.Random) -> Op:
     flags = rng.choice((0, os.XATTR_CREATE, os.XATTR_REPLACE))
     return _target(rng), _xattr(rng), _seed(rng), rng.choice((0, 10, 1000, 65536)), flags
 
 
-@_ops.add(3)
-def getxattr(rng: random.Random) -> Op:
-    return _target(rng), _xattr(rng)
-
-
-@_ops.add(2)
-def listxattr(rng: random.Random) -> Op:
-    return (_target(rng),)
-
-
-@_ops.add(3)
-def removexattr(rng: random.Random) -> Op:
-    return _target(rng), _xattr(rng)
-
-
-@_ops.add(3)
-def list_all(rng: random.Random) -> Op:
-    return (_path(rng),)
-
-
-@_ops.add(3)
-def opendir(rng: random.Random) -> Op:
-    return _slot(rng), _path(rng)
-
-
-@_ops.add(5)
-def list_some(rng: random.Random) -> Op:
-    return _slot(rng), rng.randint(1, 3)
-
-
-@_ops.add(1)
-def many_names(rng: random.Random) -> Op:
-    return _path(rng), rng.choice((3, 40, 150)), rng.random() < 0.5
-
-
-@_ops.add(1)
-def closedir(rng: random.Random) -> Op:
-    return (_slot(rng),)
-
-
-@_ops.add(2)
-def statfs(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(3)
-def forget(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(2)
-def compare(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(1)
-def remount(rng: random.Random) -> Op:
-    return ()
-
-
-@_ops.add(2)
-def crash(rng: random.Random) -> Op:
-    return ()
-
+_ops = Weighted()
+_ops.add("create", 14, draw=_create)
+_ops.add("open", 5, draw=_open)
+_ops.add("clone", 3, _path, _path)
+_ops.add("write", 12, _slot, _seed, _length, _offset)
+_ops.add("append", 5, _slot, _seed, _length)
+_ops.add("read", 8, _slot, _offset, one_of(_length, 131072))
+_ops.add("parallel", 4, draw=_parallel)
+_ops.add("truncate", 5, _path, one_of(0, _offset, _offset))
+_ops.add("ftruncate", 6, _slot, one_of(0, _offset, _offset))
+_ops.add("fsync", 4, _slot, chance(0.5))
+_ops.add("sync", 1)
+_ops.add("fallocate", 4, draw=_fallocate)
+_ops.add("copy_file_range", 3, _slot, _offset, _slot, _offset, _length)
+_ops.add("seek", 3, _slot, _offset, one_of(os.SEEK_DATA, os.SEEK_HOLE))
+_ops.add("map", 4, _slot, between(1, 79_999))
+_ops.add("map_write", 4, _slot, _seed, _length, below(80_000))
+_ops.add("unmap", 3, _slot)
+# Wait for it, or let it go on beside what follows.
+_ops.add("drain", 4, _path, chance(0.5))
+_ops.add("drain_all", 1)
+_ops.add("evict", 4, _path)
+_ops.add("stage", 4, _path)
+_ops.add("compact", 2)
+# Give the background some turns.
+_ops.add("pause", 3, one_of(1, 3, 10, 100))
+_ops.add("close", 4, _slot)
+_ops.add("lookup", 3, _path)
+_ops.add("getattr_", 2, _target)
+_ops.add("mkdir", 10, _path, one_of(0o755, 0o700, 0o2755, 0o1777), _caller)
+_ops.add("rmdir", 4, _path)
+_ops.add("unlink", 7, _path)
+# Out of the trash; there is nothing in it where nothing is kept.
+_ops.add("restore", 4, _path)
+_ops.add("rename", 9, _path, _path, 0)
+_ops.add("rename_noreplace", 4, _path, _path, NOREPLACE)
+_exchanges = one_of(EXCHANGE, EXCHANGE, EXCHANGE, EXCHANGE | NOREPLACE, 8)
+_ops.add("rename_exchange", 5, _path, _path, _exchanges)
+_ops.add("link", 5, _target, _path)
+_ops.add("symlink", 4, _path, _seed, one_of(1, 20, 4000), _caller)
+_ops.add("readlink", 2, _path)
+_ops.add("mknod", 3, draw=_mknod)
+_ops.add("chmod", 4, _target, below(0o10000))
+_ops.add("chown", 3, _target, one_of(None, 0, 1000), one_of(None, 0, 4_000_000_000))
+_ops.add("utimens", 4, _target, one_of(None, _ns), one_of(None, _ns))
+_ops.add("setxattr", 6, draw=_setxattr)
+_ops.add("getxattr", 3, _target, _xattr)
+_ops.add("listxattr", 2, _target)
+_ops.add("removexattr", 3, _target, _xattr)
+_ops.add("list_all", 3, _path)
+_ops.add("opendir", 3, _slot, _path)
+_ops.add("list_some", 5, _slot, between(1, 3))
+_ops.add("many_names", 1, _path, one_of(3, 40, 150), chance(0.5))
+_ops.add("closedir", 1, _slot)
+_ops.add("statfs", 2)
+_ops.add("forget", 3)
+_ops.add("compare", 2)
+_ops.add("remount", 1)
+_ops.add("crash", 2)
 
 _quotas = Weighted(_ops)
-
-
-@_quotas.add(12)
-def set_quota(rng: random.Random) -> Op:
-    """Of bytes, files, or both; None: unlimited."""
-    return (
-        _path(rng),
-        rng.choice((None, rng.randrange(20_000), rng.randrange(500_000))),
-        rng.choice((None, rng.randrange(40))),
-    )
-
-
-@_quotas.add(2)
-def remove_quota(rng: random.Random) -> Op:
-    return (_path(rng),)
-
+# Of bytes, files, or both; None: unlimited.
+_quotas.add(
+    "set_quota", 12, _path, one_of(None, below(20_000), below(500_000)), one_of(None, below(40))
+)
+_quotas.add("remove_quota", 2, _path)
 
 KINDS = _quotas.kinds
 generate = _ops.sequence

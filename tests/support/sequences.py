@@ -7,38 +7,58 @@ fails is found by leaving operations out.
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 Op = tuple
-Generator = Callable[[random.Random], Op]
+Draw = Callable[[random.Random], Any]
+
+
+def one_of(*values: Any) -> Draw:
+    """Draws one of *values*. Those that are drawn themselves are drawn before."""
+    return lambda rng: rng.choice([_drawn(value, rng) for value in values])
+
+
+def below(end: int) -> Draw:
+    return lambda rng: rng.randrange(end)
+
+
+def between(first: int, last: int) -> Draw:
+    return lambda rng: rng.randint(first, last)
+
+
+def chance(of: float) -> Draw:
+    """Draws True that often."""
+    return lambda rng: rng.random() < of
+
+
+def _drawn(value: Any, rng: random.Random) -> Any:
+    return value(rng) if callable(value) else value
 
 
 class Weighted:
-    """Chooses among named generators in proportion to their weights; begins with those of
-    ``base``.
+    """A table of operations, which are drawn in proportion to their weights; it begins with the
+    rows of *base*.
     """
 
     def __init__(self, base: "Weighted | None" = None) -> None:
-        self._generators: dict[str, Generator] = dict(base._generators) if base else {}
+        self._draws: dict[str, Draw] = dict(base._draws) if base else {}
         self._weights: list[int] = list(base._weights) if base else []
 
-    def add(self, weight: int) -> Callable[[Generator], Generator]:
-        """Register a generator under its function's name."""
-
-        def register(generator: Generator) -> Generator:
-            self._generators[generator.__name__] = generator
-            self._weights.append(weight)
-            return generator
-
-        return register
+    def add(self, kind: str, weight: int, *arguments: Any, draw: Draw | None = None) -> None:
+        """Add a row. A function among *arguments* draws one, any other value is one; or *draw*
+        draws them all together.
+        """
+        self._draws[kind] = draw or (lambda rng: tuple(_drawn(each, rng) for each in arguments))
+        self._weights.append(weight)
 
     @property
     def kinds(self) -> list[str]:
-        return list(self._generators)
+        return list(self._draws)
 
     def sequence(self, seed: int, length: int) -> list[Op]:
         rng = random.Random(seed)
         names = rng.choices(self.kinds, self._weights, k=length)
-        return [(name, *self._generators[name](rng)) for name in names]
+        return [(name, *self._draws[name](rng)) for name in names]
 
 
 def shrink(ops: list[Op], fails: Callable[[list[Op]], bool], attempts: int = 150) -> list[Op]:
