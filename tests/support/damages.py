@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from aifs.meta import journal, shared
 from aifs.meta.shared import Shared
 from tests.support.damaged import COMMON, DamagedStore
 
+Do = Callable[[DamagedStore], Any]
 Found = list[tuple[str, str]]
 
 
@@ -24,7 +26,7 @@ class Damage:
     ``{/path}`` stands for an inode number, ``{server N}`` for a server's directory.
     """
 
-    do: Callable[[DamagedStore], None]
+    do: Do
     found: Found
     moves: dict[str, str | None]
 
@@ -32,11 +34,37 @@ class Damage:
         return sorted((kind, fill(store, where)) for kind, where in self.found)
 
 
-def register(
-    damages: dict[str, Damage], *found: tuple[str, str], moves: dict[str, str | None] | None = None
-) -> Callable:
-    """Add a damage to *damages*; *found* is what fsck finds of it."""
-    return lambda do: damages.setdefault(do.__name__, Damage(do, list(found), moves or {}))
+class Damages(dict[str, Damage]):
+    """By name. A finding is written as its kind and where it is, with a space between."""
+
+    def add(
+        self, name: str, do: Do, *found: str, moves: dict[str, str | None] | None = None
+    ) -> None:
+        kinds = [(kind, where) for kind, _, where in (each.partition(" ") for each in found)]
+        self[name] = Damage(do, kinds, moves or {})
+
+    def of(self, *found: str, **more: dict[str, str | None]) -> Callable[[Do], None]:
+        """Add the decorated function."""
+        return lambda do: self.add(do.__name__, do, *found, **more)
+
+
+def changed(path: str, **fields: Any) -> Do:
+    """Set fields of the record of an inode."""
+    return lambda store: store.change(path, **fields)
+
+
+def record_changed(path: str, **fields: Any) -> Do:
+    """Set fields of the record of a burst copy."""
+    return lambda store: store.change_copy_record(path, **fields)
+
+
+def put_at(path: str, key: Callable[[int], bytes], value: bytes = b"") -> Do:
+    """Put a record with the key of an inode number."""
+    return lambda store: store.put(key(store.ino[path]), value)
+
+
+def put(key: bytes, value: bytes = b"") -> Do:
+    return lambda store: store.put(key, value)
 
 
 def fill(store: DamagedStore, text: str) -> str:

@@ -1,7 +1,6 @@
 """Damages to records of objects, copies, containers and groups that a repair puts right."""
 
 import os
-from functools import partial
 
 from aifs.data import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES
@@ -14,41 +13,47 @@ from aifs.meta.kv import Transaction
 from aifs.meta.records import BurstRecord, Copy, Degraded, Garbage
 from aifs.meta.shared import Shared
 from tests.support.damaged import UNIT, DamagedStore
-from tests.support.damages import COMMON_CHUNK, Damage, common, put_shared, register
+from tests.support.damages import (
+    COMMON_CHUNK,
+    Damages,
+    common,
+    put,
+    put_at,
+    put_shared,
+)
 
-MENDED: dict[str, Damage] = {}
-mended = partial(register, MENDED)
+MENDED = Damages()
 
 
-@mended(("garbage-in-use", "/a/striped"))
+@MENDED.of("garbage-in-use /a/striped")
 def garbage_in_use(store: DamagedStore) -> None:
     inode = store.inode("/a/striped")
     store.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
 
 
-@mended(("garbage-in-use", "/a/rewritten"))
+@MENDED.of("garbage-in-use /a/rewritten")
 def garbage_in_use_with_another_id(store: DamagedStore) -> None:
     inode = store.inode("/a/rewritten")
     assert inode.oid != inode.ino
     store.put(keys.garbage(inode.oid), Garbage(inode.ino, inode.layout).encode())
 
 
-@mended(("unknown-server", "garbage record 4000"))
+@MENDED.of("unknown-server garbage record 4000")
 def garbage_on_an_unknown_server(store: DamagedStore) -> None:
     store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1, 77))).encode())
 
 
-@mended(("unreadable-record", "garbage record 4000"))
+@MENDED.of("unreadable-record garbage record 4000")
 def garbage_on_no_server(store: DamagedStore) -> None:
     store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, ())).encode())
 
 
-@mended(
-    ("stray-record", "inode 4002"),
-    ("unknown-host", "/a/striped"),
-    ("unknown-host", "chunk list 4001"),
-    ("unknown-host", "container {container}"),
-    ("unknown-host", "garbage record 4000"),
+@MENDED.of(
+    "stray-record inode 4002",
+    "unknown-host /a/striped",
+    "unknown-host chunk list 4001",
+    "unknown-host container {container}",
+    "unknown-host garbage record 4000",
 )
 def records_of_hosts_of_which_there_are_none(store: DamagedStore) -> None:
     """Left to a host that never mounts the store they would stay for ever."""
@@ -59,85 +64,58 @@ def records_of_hosts_of_which_there_are_none(store: DamagedStore) -> None:
     store.put(keys.garbage(4000), Garbage(4000, Striped(UNIT, (1,)), 7).encode())
 
 
-@mended(("unreadable-record", "host 7"))
-def record_of_a_host_that_cannot_be_read(store: DamagedStore) -> None:
-    store.put(keys.host(7), b"seven")
-
-
-@mended(("server-mark", "data server 1"))
-def server_without_mark(store: DamagedStore) -> None:
-    store.delete(keys.unprotected(1))
-
-
-@mended(("stray-record", "data server 77"))
-def mark_of_an_unknown_server(store: DamagedStore) -> None:
-    store.put(keys.unprotected(77), b"")
-
-
-@mended(("stray-record", "degraded objects 4000"))
+@MENDED.of("stray-record degraded objects 4000")
 def degraded_objects_of_nobody(store: DamagedStore) -> None:
     store.put(keys.degraded(4000), Degraded(store.ino["/a/striped"], 1).encode())
 
 
-@mended(("stray-record", "degraded objects {/a/striped}"))
+@MENDED.of("stray-record degraded objects {/a/striped}")
 def degraded_columns_of_a_plain_file(store: DamagedStore) -> None:
     ino = store.ino["/a/striped"]
     store.put(keys.degraded(store.inode("/a/striped").oid), Degraded(ino, 1).encode())
 
 
-@mended(("unreadable-record", "degraded objects 4000"))
+@MENDED.of("unreadable-record degraded objects 4000")
 def damaged_record_of_degraded_objects(store: DamagedStore) -> None:
     store.put(keys.degraded(4000), b"?")
 
 
-@mended(("unreadable-record", "stray of 4000"))
-def damaged_record_of_a_stray(store: DamagedStore) -> None:
-    store.put(keys.stray(4000, 1), b"?")
-
-
-@mended(("stray-record", "record 6d00"))
-def stray_with_a_short_key(store: DamagedStore) -> None:
-    store.put(b"m\0", b"")
-
-
-@mended(("copy-record", "/fast/new"))
+@MENDED.of("copy-record /fast/new")
 def copy_without_record(store: DamagedStore) -> None:
     store.delete(keys.burst_copy(store.inode("/fast/new").copy.id))
 
 
-@mended(("copy-record", "/fast/new"))
+@MENDED.of("copy-record /fast/new")
 def record_of_another_inode(store: DamagedStore) -> None:
     store.change_copy_record("/fast/new", ino=store.ino["/inline"])
 
 
-@mended(("copy-record", "/fast/new"))
+@MENDED.of("copy-record /fast/new")
 def record_of_a_copy_elsewhere(store: DamagedStore) -> None:
     store.change_copy_record("/fast/new", server=BURST_FIRST + 7)
 
 
-@mended(("copy-record", "/fast/new"))
+@MENDED.of("copy-record /fast/new")
 def record_says_that_it_is_drained(store: DamagedStore) -> None:
     store.change_copy_record("/fast/new", undrained=False, durable=False)
 
 
-@mended(("copy-record", "/fast/cached"))
+@MENDED.of("copy-record /fast/cached")
 def record_says_that_it_is_not_drained(store: DamagedStore) -> None:
     store.change_copy_record("/fast/cached", undrained=True)
 
 
-@mended(("unreadable-record", "/fast/new"))
+@MENDED.of("unreadable-record /fast/new")
 def unreadable_record_of_a_copy(store: DamagedStore) -> None:
     store.put(keys.burst_copy(store.inode("/fast/new").copy.id), b"?")
 
 
-@mended(("unreadable-record", "record of burst copy 4000"))
+@MENDED.of("unreadable-record record of burst copy 4000")
 def unreadable_record_of_no_copy(store: DamagedStore) -> None:
     store.put(keys.burst_copy(4000), b"?")
 
 
-@mended(
-    ("stray-record", "record of burst copy 4000"), ("stray-record", "record of burst copy 4001")
-)
+@MENDED.of("stray-record record of burst copy 4000", "stray-record record of burst copy 4001")
 def records_of_no_copy(store: DamagedStore) -> None:
     store.put(
         keys.burst_copy(4000),
@@ -146,30 +124,25 @@ def records_of_no_copy(store: DamagedStore) -> None:
     store.put(keys.burst_copy(4001), BurstRecord(4711, BURST_FIRST, False, True, 1).encode())
 
 
-@mended(("garbage-in-use", "/fast/new"))
+@MENDED.of("garbage-in-use /fast/new")
 def garbage_copy_in_use(store: DamagedStore) -> None:
     copy = store.inode("/fast/new").copy
     store.put(keys.garbage(copy.id), Garbage(0, Striped(1, (copy.server,))).encode())
 
 
-@mended(("bad-cache", "/fast/cached"), ("bad-cache", "/fast/tiny"))
+@MENDED.of("bad-cache /fast/cached", "bad-cache /fast/tiny")
 def caches_of_another_length(store: DamagedStore) -> None:
     os.truncate(store.copy("/fast/cached"), UNIT)
     os.truncate(store.copy("/fast/tiny"), 2 * UNIT)
 
 
-@mended(("bad-cache", "/fast/cached"))
-def missing_cache(store: DamagedStore) -> None:
-    store.copy("/fast/cached").unlink()
-
-
-@mended(("bad-cache", "/fast/new"))
+@MENDED.of("bad-cache /fast/new")
 def missing_copy_of_an_empty_file(store: DamagedStore) -> None:
     store.copy("/fast/new").unlink()
     store.change("/fast/new", size=0)
 
 
-@mended(("unknown-server", "/fast/tiny"))
+@MENDED.of("unknown-server /fast/tiny")
 def cache_on_an_unknown_device(store: DamagedStore) -> None:
     store.copy("/fast/tiny").unlink()
     copy = Copy(BURST_FIRST + 7, store.inode("/fast/tiny").copy.id)
@@ -177,40 +150,30 @@ def cache_on_an_unknown_device(store: DamagedStore) -> None:
     store.change_copy_record("/fast/tiny", server=copy.server)
 
 
-@mended(("wrong-size", "/fast/new"))
+@MENDED.of("wrong-size /fast/new")
 def copy_that_is_longer(store: DamagedStore) -> None:
     with store.copy("/fast/new").open("ab") as file:
         file.write(b"appended")
 
 
-@mended(("stray-record", "checksums of objects 4000"))
+@MENDED.of("stray-record checksums of objects 4000")
 def checksums_of_nothing(store: DamagedStore) -> None:
     store.put(keys.checksums(4000, 0), bytes(32))
 
 
-@mended(("stray-record", "/z/moved"))
+@MENDED.of("stray-record /z/moved")
 def too_many_checksums(store: DamagedStore) -> None:
     store.put(keys.checksums(store.inode("/z/moved").oid, 0), bytes(64))
 
 
-@mended(("stray-record", "/z/moved"))
+@MENDED.of("stray-record /z/moved")
 def checksums_that_do_not_begin_with_the_file(store: DamagedStore) -> None:
     oid = store.inode("/z/moved").oid
     store.delete(keys.checksums(oid, 0))
     store.put(keys.checksums(oid, 256), bytes(32))
 
 
-@mended(("stray-record", "/z/moved"))
-def checksums_of_a_changing_file(store: DamagedStore) -> None:
-    store.put(keys.dirty(store.ino["/z/moved"]), b"")
-
-
-@mended(("stray-record", "/a/chunks"))
-def dirty_mark_of_an_interleaved_file(store: DamagedStore) -> None:
-    store.put(keys.dirty(store.ino["/a/chunks"]), b"")
-
-
-@mended(("wrong-live-bytes", "container {container}"))
+@MENDED.of("wrong-live-bytes container {container}")
 def wrong_count_of_live_bytes(store: DamagedStore) -> None:
     number, _ = store.container()
     record = store.transact(lambda tx: chunks.find_container(tx, number))
@@ -230,17 +193,17 @@ GROUP = GroupRecord(
 UNKNOWN_CHUNK = f"shared chunk {UNKNOWN.hex()[:16]}"
 
 
-@mended(("wrong-references", COMMON_CHUNK))
+@MENDED.of(f"wrong-references {COMMON_CHUNK}")
 def too_few_references(store: DamagedStore) -> None:
     put_shared(store, common(store)._replace(references=1))
 
 
-@mended(("wrong-references", COMMON_CHUNK))
+@MENDED.of(f"wrong-references {COMMON_CHUNK}")
 def too_many_references(store: DamagedStore) -> None:
     put_shared(store, common(store)._replace(references=9))
 
 
-@mended(("wrong-references", UNKNOWN_CHUNK))
+@MENDED.of(f"wrong-references {UNKNOWN_CHUNK}")
 def shared_chunk_that_nobody_names(store: DamagedStore) -> None:
     place = common(store).place
 
@@ -251,45 +214,48 @@ def shared_chunk_that_nobody_names(store: DamagedStore) -> None:
     store.transact(put)
 
 
-@mended(("unreadable-record", UNKNOWN_CHUNK))
+@MENDED.of(f"unreadable-record {UNKNOWN_CHUNK}")
 def unreadable_shared_chunk_that_nobody_names(store: DamagedStore) -> None:
     store.put(keys.shared(UNKNOWN), b"?")
 
 
-@mended(("stray-record", "chunk list 4000"))
+@MENDED.of("stray-record chunk list 4000")
 def extent_list_of_no_file(store: DamagedStore) -> None:
     oid = store.inode("/a/first").oid
     store.transact(lambda tx: tx.put(keys.chunk_list(4000, 0), tx.get(keys.chunk_list(oid, 0))))
 
 
-@mended(("garbage-in-use", "/a/first"))
+@MENDED.of("garbage-in-use /a/first")
 def loose_mark_of_a_list_in_use(store: DamagedStore) -> None:
     store.put(keys.loose(store.inode("/a/first").oid), b"")
 
 
-@mended(("stray-record", "/inline"))
-def group_of_a_file(store: DamagedStore) -> None:
-    store.put(keys.group(store.ino["/inline"]), GROUP.encode())
-
-
-@mended(("stray-record", "inode 4000"))
-def group_of_no_directory(store: DamagedStore) -> None:
-    store.put(keys.group(4000), GROUP.encode())
-
-
-@mended(("stray-record", "/a"))
+@MENDED.of("stray-record /a")
 def member_without_group(store: DamagedStore) -> None:
     store.put(keys.group_member(store.ino["/a"], 1), GroupMember(5).encode())
 
 
-@mended(("unreadable-record", "/a"), ("unreadable-record", "/z"))
+@MENDED.of("unreadable-record /a", "unreadable-record /z")
 def unreadable_groups(store: DamagedStore) -> None:
     store.put(keys.group(store.ino["/z"]), b"?")
     store.put(keys.group(store.ino["/a"]), GROUP.encode())
     store.put(keys.group_member(store.ino["/a"], 1), b"?")
 
 
-@mended(("wrong-live-bytes", "container {shared container}"))
+@MENDED.of("wrong-live-bytes container {shared container}")
 def wrong_count_of_live_bytes_of_shared_chunks(store: DamagedStore) -> None:
     number, length = store.shared_container()[0], common(store).place.stored
     store.transact(lambda tx: chunks.adjust_live(tx, number, -length))
+
+
+add = MENDED.add
+add("record_of_a_host_that_cannot_be_read", put(keys.host(7), b"seven"), "unreadable-record host 7")
+add("server_without_mark", lambda s: s.delete(keys.unprotected(1)), "server-mark data server 1")
+add("mark_of_an_unknown_server", put(keys.unprotected(77)), "stray-record data server 77")
+add("damaged_record_of_a_stray", put(keys.stray(4000, 1), b"?"), "unreadable-record stray of 4000")
+add("stray_with_a_short_key", put(b"m\0"), "stray-record record 6d00")
+add("missing_cache", lambda s: s.copy("/fast/cached").unlink(), "bad-cache /fast/cached")
+add("checksums_of_a_changing_file", put_at("/z/moved", keys.dirty), "stray-record /z/moved")
+add("dirty_mark_of_an_interleaved_file", put_at("/a/chunks", keys.dirty), "stray-record /a/chunks")
+add("group_of_a_file", put_at("/inline", keys.group, GROUP.encode()), "stray-record /inline")
+add("group_of_no_directory", put(keys.group(4000), GROUP.encode()), "stray-record inode 4000")
