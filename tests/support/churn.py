@@ -41,43 +41,14 @@ SIZE_MAX = 10 * UNIT
 NAMES_MAX = 25
 WAIT_S = 60  # for what must happen; a test that waits so long fails
 
-WEIGHTS = {
-    "create": 12,
-    "write": 30,
-    "append": 10,
-    "truncate": 14,
-    "truncate_open": 4,
-    "fsync": 8,
-    "rename": 6,
-    "replace": 4,
-    "exchange": 2,
-    "unlink": 6,
-    "unlink_open": 4,
-    "mkdir": 4,
-    "rmdir": 3,
-    "symlink": 2,
-    "link": 3,
-    "chmod": 4,
-    "setxattr": 4,
-    "removexattr": 2,
-    "open": 8,
-    "close": 10,
-    "sync": 2,
-    "fsyncdir": 4,
-    "write_during_fsync": 4,
-    "drain": 7,
-    "evict": 7,
-    "stage": 10,
-    "compact": 3,
-    "settle_all": 1,
-    "remove_tree": 2,
-    "scrub": 2,
-    "rebuild": 3,
-    "leave": 3,
-    "age": 2,
-    "group": 5,
-    "clone": 4,
-}
+_WEIGHTS = """
+    create:12 write:30 append:10 truncate:14 truncate_open:4 fsync:8 rename:6 replace:4
+    exchange:2 unlink:6 unlink_open:4 mkdir:4 rmdir:3 symlink:2 link:3 chmod:4 setxattr:4
+    removexattr:2 open:8 close:10 sync:2 fsyncdir:4 write_during_fsync:4 drain:7 evict:7
+    stage:10 compact:3 settle_all:1 remove_tree:2 scrub:2 rebuild:3 leave:3 age:2 group:5
+    clone:4
+"""
+WEIGHTS = {kind: int(weight) for kind, weight in (each.split(":") for each in _WEIGHTS.split())}
 
 
 class Churn:

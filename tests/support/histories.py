@@ -434,23 +434,13 @@ def require_explained(events: Sequence[Event], has_kernel: bool = False) -> None
 
 FILES = [b"f0", b"f1", b"f2"]
 DIRECTORIES = [b"d0", b"d1"]
-_KINDS = (
-    ("create", 3),
-    ("replace", 4),
-    ("link", 2),
-    ("unlink", 3),
-    ("rename", 4),
-    ("mkdir", 2),
-    ("rmdir", 2),
-    ("lookup", 5),
-    ("open", 4),
-    ("list", 2),
-)
+_WEIGHTS = dict(create=3, replace=4, link=2, unlink=3, rename=4, mkdir=2, rmdir=2)
+_WEIGHTS |= dict(lookup=5, open=4, list=2)
 
 
 def draw(chance: random.Random, directories: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
     """An operation: as of an Event, or ``replace`` and a Name: a new file is renamed to it."""
-    kind = chance.choices([kind for kind, _ in _KINDS], [weight for _, weight in _KINDS])[0]
+    kind = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     parent = chance.choice([ROOT, *directories])
     name = (parent, chance.choice(FILES))
     directory = (ROOT, chance.choice(DIRECTORIES))

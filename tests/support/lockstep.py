@@ -24,6 +24,10 @@ from tests.support.kernel import Kernel
 from tests.support.oracle import PAGE, ROOT, Oracle, OracleInode, Stamp
 from tests.support.sequences import Op, payload
 
+Path = tuple[bytes, ...]
+Target = Path | int
+"""A path, or the slot of a handle."""
+
 _END_OF_TIME = 1 << 63
 _CLONED_MAX = 20  # inodes, or trees would get ever larger
 _WAIT_S = 60  # for what must happen; a test that waits so long fails
@@ -73,7 +77,7 @@ class Life:
         assert wanted == got, f"{method}{real_args!r:.300}: {got} where the oracle says {wanted}"
         return None if expected_error else (found, expected)
 
-    def resolve(self, path: tuple[bytes, ...]) -> tuple[OracleInode, bytes]:
+    def resolve(self, path: Path) -> tuple[OracleInode, bytes]:
         """The deepest directory on the way to ``path`` that exists, and the last name."""
         directory = self.oracle.inodes[ROOT]
         for name in path[:-1]:
@@ -83,7 +87,7 @@ class Life:
             directory = below
         return directory, path[-1]
 
-    def target(self, target: tuple[bytes, ...] | int) -> OracleInode | None:
+    def target(self, target: Target) -> OracleInode | None:
         """An inode by path, or by the slot of a handle; None if there is none."""
         if isinstance(target, int):
             return self.oracle.handles[self._slots[target][1]] if target in self._slots else None
@@ -118,7 +122,7 @@ class Life:
 
     # Operations on names.
 
-    async def _make(self, method: str, path: tuple[bytes, ...], *args: Any) -> None:
+    async def _make(self, method: str, path: Path, *args: Any) -> None:
         directory, name = self.resolve(path)
         results = await self.both(
             method, (self.numbers[directory.ino], name, *args), (directory.ino, name, *args)
@@ -126,24 +130,20 @@ class Life:
         if results:
             self.same(*results)
 
-    async def _mkdir(self, path: tuple[bytes, ...], mode: int, caller: tuple[int, int]) -> None:
+    async def _mkdir(self, path: Path, mode: int, caller: tuple[int, int]) -> None:
         await self._make("mkdir", path, mode, Caller(*caller))
 
-    async def _mknod(
-        self, path: tuple[bytes, ...], mode: int, device: int, caller: tuple[int, int]
-    ) -> None:
+    async def _mknod(self, path: Path, mode: int, device: int, caller: tuple[int, int]) -> None:
         rdev = device if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK) else 0
         await self._make("mknod", path, mode, rdev, Caller(*caller))
 
-    async def _symlink(
-        self, path: tuple[bytes, ...], seed: int, length: int, caller: tuple[int, int]
-    ) -> None:
+    async def _symlink(self, path: Path, seed: int, length: int, caller: tuple[int, int]) -> None:
         await self._make("symlink", path, payload(seed, length), Caller(*caller))
 
-    async def _lookup(self, path: tuple[bytes, ...]) -> None:
+    async def _lookup(self, path: Path) -> None:
         await self._make("lookup", path)
 
-    async def _link(self, target: tuple[bytes, ...] | int, path: tuple[bytes, ...]) -> None:
+    async def _link(self, target: Target, path: Path) -> None:
         inode = self.target(target)
         directory, name = self.resolve(path)
         if inode:
@@ -152,16 +152,16 @@ class Life:
             if results:
                 self.same(*results)
 
-    async def _remove(self, method: str, path: tuple[bytes, ...]) -> None:
+    async def _remove(self, method: str, path: Path) -> None:
         directory, name = self.resolve(path)
         real = (self.numbers[directory.ino], name, Caller())
         await self.both(method, real, (directory.ino, name))
         await self._check(directory)
 
-    async def _unlink(self, path: tuple[bytes, ...]) -> None:
+    async def _unlink(self, path: Path) -> None:
         await self._remove("unlink", path)
 
-    async def _restore(self, path: tuple[bytes, ...]) -> None:
+    async def _restore(self, path: Path) -> None:
         directory, name = self.resolve(path)
         wanted = Restoring(self.numbers[directory.ino], name)
         results = await self.both("restore", (wanted, Caller()), (directory.ino, name))
@@ -170,12 +170,10 @@ class Life:
             await self._list_all(path)
         await self._check(directory)
 
-    async def _rmdir(self, path: tuple[bytes, ...]) -> None:
+    async def _rmdir(self, path: Path) -> None:
         await self._remove("rmdir", path)
 
-    async def _rename(
-        self, source: tuple[bytes, ...], target: tuple[bytes, ...], flags: int
-    ) -> None:
+    async def _rename(self, source: Path, target: Path, flags: int) -> None:
         old, new = self.resolve(source), self.resolve(target)
         real = (self.numbers[old[0].ino], old[1], self.numbers[new[0].ino], new[1], flags, Caller())
         await self.both("rename", real, (old[0].ino, old[1], new[0].ino, new[1], flags))
@@ -184,7 +182,7 @@ class Life:
             if name in directory.names:
                 await self._check(directory.names[name])
 
-    async def _clone(self, source: tuple[bytes, ...], target: tuple[bytes, ...]) -> None:
+    async def _clone(self, source: Path, target: Path) -> None:
         inode = self.target(source)
         if inode and (
             _count(inode) > _CLONED_MAX or (not inode.is_dir and self._is_written(inode))
@@ -210,9 +208,7 @@ class Life:
 
     _rename_noreplace = _rename_exchange = _rename
 
-    async def _set_quota(
-        self, path: tuple[bytes, ...], bytes_max: int | None, files_max: int | None
-    ) -> None:
+    async def _set_quota(self, path: Path, bytes_max: int | None, files_max: int | None) -> None:
         inode = self.target(path)
         limits = {"size": bytes_max, "files": files_max}
         if inode and inode.is_dir and any(limit is not None for limit in limits.values()):
@@ -225,7 +221,7 @@ class Life:
             await self.fs.quota_trees.work()
             await self._check_quota(inode)
 
-    async def _remove_quota(self, path: tuple[bytes, ...]) -> None:
+    async def _remove_quota(self, path: Path) -> None:
         inode = self.target(path)
         if inode and inode.is_dir:
             real = self.numbers[inode.ino], b"user.aifs.quota"
@@ -245,7 +241,7 @@ class Life:
         counts = [(quota["used_bytes"], quota["used_files"]) for quota in found]
         assert counts == expected, f"{told} at {inode.ino}: {expected}"
 
-    async def _readlink(self, path: tuple[bytes, ...]) -> None:
+    async def _readlink(self, path: Path) -> None:
         inode = self.target(path)
         if inode and stat.S_ISLNK(inode.mode):
             await self._equal("readlink", inode)
@@ -257,7 +253,7 @@ class Life:
         assert results
         self.same(*results)
 
-    async def _getattr_(self, target: tuple[bytes, ...] | int) -> None:
+    async def _getattr_(self, target: Target) -> None:
         inode = self.target(target)
         if inode:
             await self._check(inode)
@@ -271,26 +267,22 @@ class Life:
             if results:
                 self.same(*results)
 
-    async def _chmod(self, target: tuple[bytes, ...] | int, mode: int) -> None:
+    async def _chmod(self, target: Target, mode: int) -> None:
         inode = self.target(target)
         if inode and not stat.S_ISLNK(inode.mode):
             await self._setattr(inode, SetAttr(mode=stat.S_IFMT(inode.mode) | mode))
 
-    async def _chown(
-        self, target: tuple[bytes, ...] | int, uid: int | None, gid: int | None
-    ) -> None:
+    async def _chown(self, target: Target, uid: int | None, gid: int | None) -> None:
         inode = self.target(target)
         mode = None
         if inode and stat.S_ISREG(inode.mode) and inode.mode & 0o6000:
             mode = inode.mode & ~0o6000  # this is how the kernel says it
         await self._setattr(inode, SetAttr(mode=mode, uid=uid, gid=gid))
 
-    async def _utimens(
-        self, target: tuple[bytes, ...] | int, atime_ns: int | None, mtime_ns: int | None
-    ) -> None:
+    async def _utimens(self, target: Target, atime_ns: int | None, mtime_ns: int | None) -> None:
         await self._setattr(self.target(target), SetAttr(atime_ns=atime_ns, mtime_ns=mtime_ns))
 
-    async def _truncate(self, path: tuple[bytes, ...], size: int) -> None:
+    async def _truncate(self, path: Path, size: int) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             await self._setattr(inode, SetAttr(size=size))
@@ -309,17 +301,17 @@ class Life:
             await self._check(inode)
 
     async def _setxattr(
-        self, target: tuple[bytes, ...] | int, name: bytes, seed: int, length: int, flags: int
+        self, target: Target, name: bytes, seed: int, length: int, flags: int
     ) -> None:
         await self._equal("setxattr", self.target(target), name, payload(seed, length), flags)
 
-    async def _getxattr(self, target: tuple[bytes, ...] | int, name: bytes) -> None:
+    async def _getxattr(self, target: Target, name: bytes) -> None:
         await self._equal("getxattr", self.target(target), name)
 
-    async def _removexattr(self, target: tuple[bytes, ...] | int, name: bytes) -> None:
+    async def _removexattr(self, target: Target, name: bytes) -> None:
         await self._equal("removexattr", self.target(target), name)
 
-    async def _listxattr(self, target: tuple[bytes, ...] | int) -> None:
+    async def _listxattr(self, target: Target) -> None:
         inode = self.target(target)
         if inode:
             results = await self.both("listxattr", (self.numbers[inode.ino],), (inode.ino,))
@@ -336,7 +328,7 @@ class Life:
             self._appending.add(slot)
 
     async def _create(
-        self, slot: int, path: tuple[bytes, ...], mode: int, flags: int, caller: tuple[int, int]
+        self, slot: int, path: Path, mode: int, flags: int, caller: tuple[int, int]
     ) -> None:
         directory, name = self.resolve(path)
         if not flags & os.O_EXCL and name in directory.names:
@@ -350,7 +342,7 @@ class Life:
             self.same(real, inode)
             await self._put(slot, (real_handle, handle), flags)
 
-    async def _open(self, slot: int, path: tuple[bytes, ...], flags: int) -> None:
+    async def _open(self, slot: int, path: Path, flags: int) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             results = await self.both("open", (self.numbers[inode.ino], flags), (inode.ino, flags))
@@ -501,7 +493,7 @@ class Life:
 
     # Where the bytes are.
 
-    async def _drain(self, path: tuple[bytes, ...], wait: bool) -> None:
+    async def _drain(self, path: Path, wait: bool) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             number = self.numbers[inode.ino]
@@ -528,7 +520,7 @@ class Life:
                 f"inode {number} is still in the burst tier"
             )
 
-    async def _evict(self, path: tuple[bytes, ...]) -> None:
+    async def _evict(self, path: Path) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             number = self.numbers[inode.ino]
@@ -540,7 +532,7 @@ class Life:
                     )
             await self._check(inode)
 
-    async def _stage(self, path: tuple[bytes, ...]) -> None:
+    async def _stage(self, path: Path) -> None:
         inode = self.target(path)
         if inode and stat.S_ISREG(inode.mode):
             number = self.numbers[inode.ino]
@@ -597,7 +589,7 @@ class Life:
 
     # Operations on directories and on the whole.
 
-    async def _opendir(self, slot: int, path: tuple[bytes, ...]) -> None:
+    async def _opendir(self, slot: int, path: Path) -> None:
         inode = self.target(path)
         if inode and inode.is_dir:
             await self._closedir(slot)
@@ -631,7 +623,7 @@ class Life:
         if slot in self._dirs:
             self.oracle.releasedir(self._dirs.pop(slot)[1])
 
-    async def _list_all(self, path: tuple[bytes, ...]) -> None:
+    async def _list_all(self, path: Path) -> None:
         inode = self.target(path)
         if inode and inode.is_dir:
             listed = dict(await self._listing(inode))
@@ -649,7 +641,7 @@ class Life:
         assert len(found) == len({name for name, _ in found}), f"readdir repeated a name: {found}"
         return found
 
-    async def _many_names(self, path: tuple[bytes, ...], count: int, remove: bool) -> None:
+    async def _many_names(self, path: Path, count: int, remove: bool) -> None:
         for number in range(count):
             name = (*path[:-1], b"m%d" % number)
             await (

@@ -39,12 +39,8 @@ def link_open(fd: int, target: str | bytes) -> None:
         os.close(anywhere)
 
 
-_BYTES_BUT_NO_PATH = {
-    "symlink": 1,
-    "setxattr": 3,
-    "fsetxattr": 3,
-    "set_acl": 3,
-}  # operation -> position of the argument
+_BYTES_BUT_NO_PATH = {"symlink": 1, "setxattr": 3, "fsetxattr": 3, "set_acl": 3}
+"""By operation the position of the argument."""
 _NO_DESCRIPTOR = 1 << 20
 
 
@@ -166,6 +162,10 @@ class Machine:
 
     # The operations, by name.
 
+    _mkdir, _rmdir, _mknod = map(staticmethod, (os.mkdir, os.rmdir, os.mknod))
+    _unlink, _rename, _readlink = map(staticmethod, (os.unlink, os.rename, os.readlink))
+    _truncate, _chmod, _rename2 = map(staticmethod, (os.truncate, os.chmod, renameat2))
+
     def _open(self, slot: int, path: bytes, flags: int, mode: int) -> None:
         fd = os.open(path, flags, mode)
         self._close(slot)
@@ -198,9 +198,6 @@ class Machine:
     def _ftruncate(self, slot: int, size: int) -> None:
         os.ftruncate(self._fd(slot), size)
 
-    def _truncate(self, path: bytes, size: int) -> None:
-        os.truncate(path, size)
-
     def _fsync(self, slot: int, data_only: bool) -> None:
         (os.fdatasync if data_only else os.fsync)(self._fd(slot))
 
@@ -210,21 +207,6 @@ class Machine:
     def _follow_stat(self, path: bytes) -> dict[str, int]:
         return _public(os.stat(path))
 
-    def _mkdir(self, path: bytes, mode: int) -> None:
-        os.mkdir(path, mode)
-
-    def _rmdir(self, path: bytes) -> None:
-        os.rmdir(path)
-
-    def _unlink(self, path: bytes) -> None:
-        os.unlink(path)
-
-    def _rename(self, source: bytes, target: bytes) -> None:
-        os.rename(source, target)
-
-    def _rename2(self, source: bytes, target: bytes, flags: int) -> None:
-        renameat2(source, target, flags)
-
     def _link(self, source: bytes, target: bytes) -> None:
         os.link(source, target, follow_symlinks=False)
 
@@ -233,15 +215,6 @@ class Machine:
 
     def _symlink(self, target: bytes, times: int, path: bytes) -> None:
         os.symlink(target * times, path)
-
-    def _readlink(self, path: bytes) -> bytes:
-        return os.readlink(path)
-
-    def _mknod(self, path: bytes, mode: int, device: int) -> None:
-        os.mknod(path, mode, device)
-
-    def _chmod(self, path: bytes, mode: int) -> None:
-        os.chmod(path, mode)
 
     def _fchmod(self, slot: int, mode: int) -> None:
         os.fchmod(self._fd(slot), mode)
@@ -475,17 +448,7 @@ def _attributes(target: bytes | int) -> dict[str, int] | None:
 
 _PRIVILEGES = stat.S_ISUID | stat.S_ISGID
 _COMPARED = ("mode", "nlink", "uid", "gid", "size", "rdev")
-_UNTIMED = (
-    "map_write",
-    "map_read",
-    "copy_range",
-    "open",
-    "open_plain",
-    "fallocate",
-    "keep_map",
-    "poke",
-    "drop_map",
-)
+_UNTIMED = "map_write map_read copy_range open open_plain fallocate keep_map poke drop_map".split()
 _CLOCK_TICK_NS = 20_000_000
 _RECENT_NS = 60 * 10**9
 

@@ -34,18 +34,9 @@ HOT = (
 """Where bytes and names are lost if a line is wrong."""
 _LIMIT_S = 900
 
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+_OPPOSITES = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE)]
+_OPPOSITES += [(ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)]
+_COMPARED = dict(_OPPOSITES) | {second: first for first, second in _OPPOSITES}
 
 
 class Mutant:
