@@ -27,14 +27,6 @@ from scripts import hint_text
 ROOT_OF_TREE = Path(__file__).parents[2]
 
 
-def test_the_files_of_the_lists_exist() -> None:
-    text = (ROOT_OF_TREE / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
-    assert len(named) > 10
-    roots = (ROOT_OF_TREE, ROOT_OF_TREE / "aifs")
-    assert not [name for name in named if not any((root / name).exists() for root in roots)]
-
-
 def test_the_tests_of_the_table_exist() -> None:
     text = (ROOT_OF_TREE / "CONTRIBUTING.md").read_text()
     globs = set(re.findall(r"`(tests/\S+)`", text))

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core import ioctl
-from aifs.core.errors import Invalid, MountError, NoSuchIoctl, NotFound, TimedOut
+from aifs.core.errors import MountError, NotFound, TimedOut
 from aifs.core.served import AllServed
 from aifs.files.refusals import Refusals
 from aifs.files.types import Caller
@@ -56,12 +56,21 @@ class FakeFilesystem:
         return method
 
 
+Reply = tuple[int, int, bytes]
+
+
+def handing_over(fs: Any, scheduler: Scheduler | None = None) -> tuple[HandedOver, list[Reply]]:
+    """And what is replied."""
+    replies: list[Reply] = []
+    requests = HandedOver(
+        fs, scheduler or Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
+    )
+    return requests, replies
+
+
 async def answer_to(fs: Any, opcode: int, body: bytes, nodeid: int = 7) -> tuple[int, bytes]:
     """The errno and data of the reply to one request."""
-    replies = []
-    requests = HandedOver(
-        fs, scheduler := Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
-    )
+    requests, replies = handing_over(fs, scheduler := Scheduler(0.0))
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         assert requests.take(opcode, 99, nodeid, CALLER, body)
@@ -84,11 +93,6 @@ SMALL, LARGE = ioctl.REQUESTS
 def call_body(name: str, text: bytes = b"", version: int = ioctl.VERSION) -> bytes:
     argument = struct.pack("=II56s", version, len(text), name.encode()) + text
     return ioctl_body(SMALL, argument.ljust(1024, b"\0"), 1024)
-
-
-def test_ioctl_numbers_are_those_of_linux() -> None:
-    assert SMALL == 3 << 30 | 1024 << 16 | ioctl.TYPE << 8 | 16
-    assert LARGE == 3 << 30 | 16320 << 16 | ioctl.TYPE << 8 | 16
 
 
 @pytest.mark.parametrize("version", [ioctl.VERSION, 0, 99])
@@ -200,23 +204,21 @@ async def test_copies_with_flags_are_refused() -> None:
     )
 
 
-async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "number", "logged"),
+    [
+        (NotFound(), errno.ENOENT, []),
+        (TimedOut(), errno.ETIMEDOUT, []),
+        (ZeroDivisionError(), errno.EIO, [logging.ERROR]),
+    ],
+)
+async def test_errors_pass_the_choke_point(
+    caplog: pytest.LogCaptureFixture, error: Exception, number: int, logged: list[int]
+) -> None:
     body = struct.pack("=QQII", 5, 10, 4, 0)
-    assert await answer_to(FakeFilesystem(NotFound()), handed_over.LSEEK, body) == (
-        errno.ENOENT,
-        b"",
-    )
-    assert await answer_to(FakeFilesystem(TimedOut()), handed_over.LSEEK, body) == (
-        errno.ETIMEDOUT,
-        b"",
-    )
-    assert not caplog.records
-    assert await answer_to(FakeFilesystem(ZeroDivisionError()), handed_over.LSEEK, body) == (
-        errno.EIO,
-        b"",
-    )
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
+    answer = await answer_to(FakeFilesystem(error), handed_over.LSEEK, body)
+    assert answer == (number, b"")
+    assert [record.levelno for record in caplog.records] == logged
 
 
 @pytest.mark.parametrize(
@@ -230,10 +232,7 @@ async def test_errors_pass_the_choke_point(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 async def test_what_no_program_expects_to_be_interrupted_is_not(opcode: int, body: bytes) -> None:
-    replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(
-        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
-    )
+    requests, replies = handing_over(FakeFilesystem())
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         assert requests.take(opcode, 2, 7, CALLER, body)
@@ -244,10 +243,7 @@ async def test_what_no_program_expects_to_be_interrupted_is_not(opcode: int, bod
 
 
 async def test_an_interrupt_cancels_its_request_alone() -> None:
-    replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(
-        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
-    )
+    requests, replies = handing_over(FakeFilesystem())
     body = struct.pack("=QQQII", 5, 10, 4, 0, 0)
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
@@ -265,7 +261,6 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
 
 
 async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made() -> None:
-    replies: list[tuple[int, int, bytes]] = []
     dropped: list[int] = []
     fs: Any = SimpleNamespace(
         operation_log=SimpleNamespace(is_on=False),
@@ -274,7 +269,7 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
         is_joined=lambda ino: ino == 7,
         kernel=SimpleNamespace(drop_attributes=dropped.append),
     )
-    requests = HandedOver(fs, Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL)
+    requests, replies = handing_over(fs)
     body = struct.pack("=QQQQIII4x", 5, 1, 0, 99, fcntl.F_WRLCK, 1, 0)
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
@@ -284,24 +279,13 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
 
 
 async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
-    replies: list[tuple[int, int, bytes]] = []
-    requests = HandedOver(
-        FakeFilesystem(), Scheduler(0.0), lambda *reply: replies.append(reply), KERNEL
-    )
+    requests, replies = handing_over(FakeFilesystem())
     async with trio.open_nursery() as nursery:
         requests.serve_in(nursery)
         requests.take(handed_over.LSEEK, 2, 7, CALLER, struct.pack("=QQII", 5, 10, 4, 0))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert replies == [(2, errno.EINTR, b"")]
-
-
-def test_errors_of_ioctls_have_their_errno() -> None:
-    assert (NoSuchIoctl.errno, TimedOut.errno, Invalid.errno) == (
-        errno.ENOTTY,
-        errno.ETIMEDOUT,
-        errno.EINVAL,
-    )
 
 
 # --- what is missing ---
@@ -322,13 +306,7 @@ class FakeExtension:
 
 
 def kernel(chosen: str) -> Any:
-    return SimpleNamespace(
-        bridge=chosen,
-        max_background=64,
-        entry_timeout_s=86400.0,
-        negative_timeout_s=1.0,
-        attr_timeout_s=1.5,
-    )
+    return SimpleNamespace(bridge=chosen, max_background=64, negative_timeout_s=1.0, **vars(KERNEL))
 
 
 def nothing(*args: Any) -> bool:

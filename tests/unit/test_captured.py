@@ -2,11 +2,13 @@
 --capture), in plain directories."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from aifs.cli.main import main
 from aifs.client import startup
 from aifs.client.startup import captured
-from aifs.core import files
+from tests.support.data_servers import hooked
 from tests.support.mounts import ROOT, TIMEOUT_S
 
 KEY = {"lock": "a==1"}
@@ -52,21 +54,13 @@ def install(path: Path) -> None:
 
 
 def tree(path: Path) -> dict[str, object]:
-    return {
-        os.path.relpath(os.path.join(top, name), path): (
-            os.readlink(os.path.join(top, name))
-            if os.path.islink(os.path.join(top, name))
-            else os.lstat(os.path.join(top, name)).st_mode
-            if os.path.isdir(os.path.join(top, name))
-            else (
-                os.lstat(os.path.join(top, name)).st_mode,
-                Path(top, name).read_bytes(),
-                os.lstat(os.path.join(top, name)).st_mtime_ns,
-            )
-        )
-        for top, directories, names in os.walk(path)
-        for name in directories + names
-    }
+    def told(one: Path) -> object:
+        status = one.lstat()
+        if one.is_symlink():
+            return os.readlink(one)
+        return status.st_mode, one.is_file() and (one.read_bytes(), status.st_mtime_ns)
+
+    return {str(one.relative_to(path)): told(one) for one in path.rglob("*")}
 
 
 def ask(envs: Path, path: Path, work: Callable[[Path], object] = install) -> startup.MadeDirectory:
@@ -256,20 +250,16 @@ def test_the_command(tmp_path: Path, site: Path, capfd: pytest.CaptureFixture[st
     assert run(site, "--key", "2", "--", "sh", "-c", "exit 7") == 7
 
 
-class _Hook:
-    """What is done to files: the ``left``-th of the operations ``op`` ends in ``action``."""
+def at(which: int, op: str, action: Callable[[], object]) -> AbstractContextManager[None]:
+    """The ``which``-th of the operations ``op`` on files (of all, if that is empty) ends in
+    ``action``."""
+    numbers = itertools.count(1)
 
-    def __init__(self, op: str, left: int, action: Callable[[], object]) -> None:
-        self._op, self._left, self._action = op, left, action
+    def before(done: str, path: str) -> None:
+        if op in ("", done) and next(numbers) == which:
+            action()
 
-    def before(self, op: str, path: str) -> None:
-        if self._op in ("", op):
-            self._left -= 1
-            if not self._left:
-                self._action()
-
-    def after(self, op: str, path: str, *args: object) -> None:
-        pass
+    return hooked(before)
 
 
 def fill_disk() -> None:
@@ -283,12 +273,8 @@ def nothing(path: Path) -> None:
 @pytest.mark.parametrize(("op", "which"), [("copy_range", 2), ("write_at", 3), ("sync_file", 4)])
 def test_a_full_disk_captures_nothing(tmp_path: Path, site: Path, op: str, which: int) -> None:
     envs, again = tmp_path / "envs", target(tmp_path / "again")
-    files.set_hook(_Hook(op, which, fill_disk))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            ask(envs, site)
-    finally:
-        files.set_hook(None)
+    with at(which, op, fill_disk), pytest.raises(OSError, match="No space left"):
+        ask(envs, site)
     assert startup.list_made(envs) == {}
     assert [name for name in os.listdir(envs) if name != ".aifs-env"] == []
     assert ask(envs, site, nothing).made
@@ -302,12 +288,8 @@ def test_what_a_full_disk_has_put_there_by_half_is_mended(
 ) -> None:
     envs, again = tmp_path / "envs", target(tmp_path / "again")
     ask(envs, site)
-    files.set_hook(_Hook(op, which, fill_disk))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            ask(envs, again, never)
-    finally:
-        files.set_hook(None)
+    with at(which, op, fill_disk), pytest.raises(OSError, match="No space left"):
+        ask(envs, again, never)
     assert tree(again).keys() != tree(site).keys()
     ask(envs, again, never)
     assert tree(again).keys() == tree(site).keys()
@@ -317,10 +299,9 @@ def killed(point: int, envs: Path, path: Path, work: str, op: str = "") -> None:
     """Asks for it, and dies at its ``point``-th operation, or its ``point``-th ``op``."""
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from aifs.core import files\n"
-        "from tests.unit.test_captured import _Hook, ask, install, never\n"
-        f"files.set_hook(_Hook({op!r}, {point}, lambda: os.kill(os.getpid(), signal.SIGKILL)))\n"
-        f"ask(Path(sys.argv[1]), Path(sys.argv[2]), {work})\n"
+        "from tests.unit.test_captured import ask, at, install, never\n"
+        f"with at({point}, {op!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)):\n"
+        f"    ask(Path(sys.argv[1]), Path(sys.argv[2]), {work})\n"
     )
     command = [sys.executable, "-c", script, str(envs), str(path)]
     died = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False, capture_output=True)

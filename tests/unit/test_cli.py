@@ -47,44 +47,6 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "format",
-        "mount",
-        "umount",
-        "status",
-        "info",
-        "doctor",
-        "drain",
-        "warm",
-        "evict",
-        "pin",
-        "unpin",
-        "clone",
-        "fsck",
-        "meta serve",
-        "server ls",
-        "server add",
-        "server drain",
-        "server replace",
-        "server rm",
-        "snapshot make",
-        "config show",
-        "config get",
-        "hint set",
-        "host ls",
-        "scrub start",
-    ],
-)
-def test_every_command_has_help_with_an_example(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    code, out, _ = run(capsys, *command.split(), "--help")
-    assert code == 0
-    assert "Example" in out and f"aifs {command} /" in out
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fromat"], "there is no command aifs fromat; did you mean format?"),
@@ -182,26 +144,37 @@ def test_a_wrong_configuration_exits_with_3(
 # --- mount options --------------------------------------------------------------------------------
 
 KEYS = ["servers", "layout.unit"]
+FSTAB = "auto,noauto,user,users,nofail,_netdev,x-systemd.requires=/a.b,comment=c,user=me,relatime"
 
 
-def test_root_starts_from_what_mount_8_starts_from() -> None:
-    options, overrides = parse([], KEYS, privileged=True)
-    assert options.allow_other and not options.read_only and not overrides
-    assert sorted(options.fuse_options) == ["dev", "suid"]
-
-
-def test_others_start_from_nothing() -> None:
-    options, _ = parse(["", "rw,defaults"], KEYS, privileged=False)
-    assert not options.allow_other
-    assert options.fuse_options == []
-
-
-def test_the_last_of_contradicting_options_wins() -> None:
-    options, _ = parse(
-        ["ro,nodev,exec,noatime", "rw,dev,noexec,sync,async,atime,noallow_other"], KEYS, True
-    )
-    assert not options.read_only and not options.allow_other
-    assert sorted(options.fuse_options) == ["async", "dev", "noexec", "suid"]
+@pytest.mark.parametrize(
+    ("given", "privileged", "flags", "kept", "overrides"),
+    [
+        # Root starts from what mount(8) starts from, others start from nothing.
+        ([], True, "allow_other", "dev suid", {}),
+        (["", "rw,defaults"], False, "", "", {}),
+        # Of options that contradict each other the last one counts.
+        (
+            ["ro,nodev,exec,noatime", "rw,dev,noexec,sync,async,atime,noallow_other"],
+            *(True, "", "async dev noexec suid", {}),
+        ),
+        # Options and keys of the configuration may be mixed.
+        (
+            ["ro,layout.unit=4MiB,nosuid,servers=/a:/b"],
+            *(True, "read_only allow_other", "dev nosuid"),
+            {"layout.unit": "4MiB", "servers": "/a:/b"},
+        ),
+        # What is meant for fstab is ignored.
+        ([FSTAB, "default_permissions"], False, "", "", {}),
+    ],
+)
+def test_options_of_a_mount(
+    given: list[str], privileged: bool, flags: str, kept: str, overrides: dict[str, str]
+) -> None:
+    options, found = parse(given, KEYS, privileged)
+    names = ("read_only", "allow_other", "remount")
+    assert [name for name in names if getattr(options, name)] == flags.split()
+    assert sorted(options.fuse_options) == kept.split() and found == overrides
 
 
 @pytest.mark.parametrize(
@@ -223,21 +196,6 @@ def test_access_times_are_kept_by_the_last_rule(given: str, rule: str) -> None:
 def test_a_remount_takes_what_mount_8_repeats() -> None:
     options, overrides = parse(["ro,relatime,user_id=0,group_id=0", "remount"], KEYS, True)
     assert options.remount and options.read_only and not overrides
-
-
-def test_options_and_keys_may_be_mixed() -> None:
-    options, overrides = parse(["ro,layout.unit=4MiB,nosuid,servers=/a:/b"], KEYS, True)
-    assert options.read_only
-    assert sorted(options.fuse_options) == ["dev", "nosuid"]
-    assert overrides == {"layout.unit": "4MiB", "servers": "/a:/b"}
-
-
-def test_what_is_meant_for_fstab_is_ignored() -> None:
-    items = [
-        "auto,noauto,user,users,nofail,_netdev",
-        "x-systemd.requires=/a.b,comment=c,user=me,relatime",
-    ]
-    assert parse([*items, "default_permissions"], KEYS, False) == parse([], KEYS, False)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from aifs.cli import door, output, tiers, umount
 from aifs.cli.doctor import burst_checks, drain_checks
@@ -52,16 +53,11 @@ class Played:
         files = [item for item in self.states if item == path or item.startswith(f"{path}/")]
         if name == "drain":
             dirty = [item for item in files if self.states[item] == "dirty"]
-            oldest = self.since_ns if dirty else None
-            sizes, writers = (
-                sum(map(os.path.getsize, dirty)),
-                sum(item in self.opened for item in dirty),
-            )
             return {
                 "files": len(dirty),
-                "bytes": sizes,
-                "open_files": writers,
-                "oldest_since_ns": oldest,
+                "bytes": sum(map(os.path.getsize, dirty)),
+                "open_files": sum(item in self.opened for item in dirty),
+                "oldest_since_ns": self.since_ns if dirty else None,
                 "error": self.error,
                 "hosts": {},
             }
@@ -72,14 +68,12 @@ class Played:
         for item in files:
             counts[self.states[item]] += 1
             sizes[self.states[item]] += os.path.getsize(item)
-        answer = {
-            "state": next((s for s in counts if counts[s]), "clean"),
+        state = next((s for s in counts if counts[s]), "clean")
+        return {
+            "state": state,
             "bytes": sizes,
             "files": counts,
-        }
-        copy = answer["state"] != "clean"
-        return answer | {
-            "copy": copy,
+            "copy": state != "clean",
             "open": path in self.opened,
             "pinned": path in self.pinned,
             "staging": path in self.staging,
@@ -399,13 +393,9 @@ def test_doctor_advises_nobody_to_format_a_store_that_is_there(capsys, tmp_path:
 
 
 def burst_status(**changes: object) -> dict:
-    device = {"id": 0, "path": "/b", "refuses": ""}
-    return {
-        "devices": [device],
-        "throttled_writers": 0,
-        "pause_s": 0.0,
-        "drain_bytes_per_s": 5 * MIB,
-    } | changes
+    devices = [{"id": 0, "path": "/b", "refuses": ""}]
+    none = {"throttled_writers": 0, "pause_s": 0.0}
+    return none | {"devices": devices, "drain_bytes_per_s": 5 * MIB} | changes
 
 
 def test_doctor_names_a_burst_tier_that_slows_down() -> None:
@@ -438,58 +428,28 @@ def test_what_is_left_is_said_in_a_line() -> None:
 
 
 def drain_status(**changes: object) -> dict:
-    return {
-        "files": 0,
-        "bytes": 0,
-        "active_files": 0,
-        "held_files": 0,
-        "withheld_files": 0,
-        "failing_files": 0,
-        "oldest_age_s": 0.0,
-        "late": False,
-        "drained_files": 7,
-        "last_error": "",
-    } | changes
+    none = dict.fromkeys(("files", "bytes", "oldest_age_s", "late"), 0)
+    none |= dict.fromkeys(("active_files", "held_files", "withheld_files", "failing_files"), 0)
+    return none | {"drained_files": 7, "last_error": ""} | changes
+
+
+STATUS = """
+bridge: {in_use: true, passthrough: false, requests: {"3": 9, "14": 5}, answered: {"3": 8}}
+background: {share: 0.031, seconds: 12.34}
+memory: {total_bytes: 4194304, used_bytes: 1048576, peak_bytes: 1048576, waiting: 0, waits: 0}
+cache: {cached_bytes: 0, hits: 1, misses: 2, read_ahead_bytes: 3}
+scrub: {begun_s: 1.7e+9, ended_s: 0, running: false}  # a store made then
+groups: {open: 1, committed: 0, durable: 2, stored_bytes: 1048576, saved_bytes: 3145728}
+doomed: {trees: 1, directories: 3, removed_inodes: 7}
+backup: {interval_s: 300.0, sequence: 77, time_s: null, base_bytes: 1048576, increment_bytes: 0,
+  changed_bytes: 0, waiting_deletions: 1, last_error: told to}
+"""
 
 
 def test_status_says_why_new_files_wait() -> None:
-    status = {
-        "bridge": {
-            "in_use": True,
-            "passthrough": False,
-            "requests": {"3": 9, "14": 5},
-            "answered": {"3": 8},
-        },
+    status = yaml.safe_load(STATUS) | {
         "burst": burst_status(throttled_writers=2, pause_s=0.05),
         "drain": drain_status(),
-        "background": {"share": 0.031, "seconds": 12.34},
-        "memory": {
-            "total_bytes": 4 * MIB,
-            "used_bytes": MIB,
-            "peak_bytes": MIB,
-            "waiting": 0,
-            "waits": 0,
-        },
-        "cache": {"cached_bytes": 0, "hits": 1, "misses": 2, "read_ahead_bytes": 3},
-        "scrub": {"begun_s": 1.7e9, "ended_s": 0, "running": False},  # a store made then
-        "groups": {
-            "open": 1,
-            "committed": 0,
-            "durable": 2,
-            "stored_bytes": MIB,
-            "saved_bytes": 3 * MIB,
-        },
-        "doomed": {"trees": 1, "directories": 3, "removed_inodes": 7},
-        "backup": {
-            "interval_s": 300.0,
-            "sequence": 77,
-            "time_s": None,
-            "base_bytes": MIB,
-            "increment_bytes": 0,
-            "changed_bytes": 0,
-            "waiting_deletions": 1,
-            "last_error": "told to",
-        },
     }
     lines = dict(figures.describe(status, SHOWS))
     assert lines["drain"] == "all is on the capacity tier; 7 files drained since the mount"
@@ -507,16 +467,9 @@ def test_status_says_why_new_files_wait() -> None:
     assert dict(figures.describe(status | {"movers": movers}, SHOWS))["movers"] == (
         "1 of 2 running, 1 busy; 1.00 MiB moved since the mount; 3 died"
     )
-    status["drain"] = drain_status(
-        files=3,
-        bytes=3 * MIB,
-        active_files=1,
-        held_files=1,
-        failing_files=1,
-        oldest_age_s=400.2,
-        late=True,
-        last_error="data server 2: no space",
-    )
+    one = dict.fromkeys(("active_files", "held_files", "failing_files"), 1)
+    late = {"oldest_age_s": 400.2, "late": True, "last_error": "data server 2: no space"}
+    status["drain"] = drain_status(files=3, bytes=3 * MIB, **one, **late)
     assert dict(figures.describe(status, SHOWS))["drain"] == (
         "3 files (3.00 MiB) undrained for up to 400 s; 1 active, 5.00 MiB/s; 1 open for writing; "
         "beyond burst.drain_deadline; 1 to be tried again after: data server 2: no space"

@@ -9,24 +9,17 @@ import pytest
 from aifs.cli.main import main
 
 
+def checkpoint(*words: object) -> int:
+    return main(["checkpoint", *map(str, words)])
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A directory with checkpoints of step 1 and 2."""
     for step in (1, 2):
         write(tmp_path / "tmp")
-        assert (
-            main(
-                [
-                    "checkpoint",
-                    "publish",
-                    str(tmp_path / "tmp"),
-                    str(tmp_path / f"step-{step}"),
-                    "--latest",
-                    "latest",
-                ]
-            )
-            == 0
-        )
+        final = tmp_path / f"step-{step}"
+        assert checkpoint("publish", tmp_path / "tmp", final, "--latest", "latest") == 0
     return tmp_path
 
 
@@ -46,17 +39,14 @@ def test_publish_says_what_it_did_or_why_not(
 ) -> None:
     tmp, final = str(tmp_path / "tmp"), str(tmp_path / "best")
     write(tmp_path / "tmp")
-    assert main(["checkpoint", "publish", tmp, final, "--ranks", "2"]) == 8
-    assert main(["checkpoint", "publish", tmp, final, "--tracker", "it"]) == 8
-    assert (
-        main(["checkpoint", "publish", tmp, final, "--step", "7", "--tracker", "it", "--no-hash"])
-        == 0
-    )
-    assert main(["checkpoint", "publish", tmp, final]) == 8
+    assert checkpoint("publish", tmp, final, "--ranks", "2") == 8
+    assert checkpoint("publish", tmp, final, "--tracker", "it") == 8
+    assert checkpoint("publish", tmp, final, "--step", "7", "--tracker", "it", "--no-hash") == 0
+    assert checkpoint("publish", tmp, final) == 8
     write(tmp_path / "tmp")
-    assert main(["checkpoint", "publish", tmp, final]) == 1
-    assert main(["checkpoint", "publish", tmp, final, "--replace"]) == 0
-    assert main(["checkpoint", "publish", "", final]) == 2
+    assert checkpoint("publish", tmp, final) == 1
+    assert checkpoint("publish", tmp, final, "--replace") == 0
+    assert checkpoint("publish", "", final) == 2
     assert said(capsys) == [
         f"published {final}: 2 files, 2.00 KiB",
         f"published {final}: 2 files, 2.00 KiB",
@@ -73,14 +63,14 @@ def test_ls_as_a_table_and_as_json(run: Path, capsys: pytest.CaptureFixture[str]
     (run / "step-1/shard-0").unlink()
     (run / ".step-3.pending").mkdir()
     capsys.readouterr()
-    assert main(["checkpoint", "ls", str(run)]) == 0
+    assert checkpoint("ls", run) == 0
     head, *rows = said(capsys)
     assert head.split() == ["checkpoint", "step", "published", "size", "files", "state", "problem"]
     assert [(row.split()[0], row.split()[-4:]) for row in rows] == [
         ("step-1", ["damaged", "shard-0:", "is", "missing"]),
         ("step-2", ["2.00", "KiB", "2", "complete"]),
     ]
-    assert main(["checkpoint", "ls", str(run), "--json", "--pending"]) == 0
+    assert checkpoint("ls", run, "--json", "--pending") == 0
     found = json.loads("\n".join(said(capsys)))
     assert [one["state"] for one in found] == ["damaged", "complete", "pending"]
     assert found[1] == {
@@ -99,10 +89,10 @@ def test_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "logs/step-7").mkdir(parents=True)
     (run / "logs/step-7/model.pt").touch()
     capsys.readouterr()
-    assert main(["checkpoint", "latest", str(run)]) == 0
-    assert main(["checkpoint", "latest", "--any", str(run / "logs")]) == 0
-    assert main(["checkpoint", "latest", str(run / "step-1")]) == 1
-    assert main(["checkpoint", "latest", str(run / "logs")]) == 1
+    assert checkpoint("latest", run) == 0
+    assert checkpoint("latest", "--any", run / "logs") == 0
+    assert checkpoint("latest", run / "step-1") == 1
+    assert checkpoint("latest", run / "logs") == 1
     assert said(capsys) == [
         str(run / "step-2"),
         str(run / "logs/step-7"),
@@ -116,15 +106,15 @@ def test_verify_names_the_bad_file(run: Path, capsys: pytest.CaptureFixture[str]
     (run / "step-1/shard-1").write_bytes(b"y" * 1024)
     (run / "by-hand-3").mkdir()
     capsys.readouterr()
-    assert main(["checkpoint", "verify", str(run / "latest")]) == 0
+    assert checkpoint("verify", run / "latest") == 0
     assert said(capsys) == [f"{run}/latest: 2 files, 2.00 KiB, as they were saved"]
-    assert main(["checkpoint", "verify", "--all", str(run)]) == 1
+    assert checkpoint("verify", "--all", run) == 1
     assert said(capsys) == [
         f"{run}/step-2: 2 files, 2.00 KiB, as they were saved",
         f"aifs: {run}/step-1: shard-1: its bytes are not those that were saved",
         "aifs: not verified, since they have no manifest: 1",
     ]
-    assert main(["checkpoint", "verify", str(run / "by-hand-3")]) == 8
+    assert checkpoint("verify", run / "by-hand-3") == 8
     assert said(capsys) == [
         f"aifs: {run}/by-hand-3: has no manifest, so nothing says what belongs to it"
     ]
@@ -134,25 +124,22 @@ def test_rm_removes_checkpoints_alone_and_asks(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "logs").mkdir()
-    assert main(["checkpoint", "rm", "--yes", str(run / "step-1"), str(run / "logs")]) == 8
+    assert checkpoint("rm", "--yes", run / "step-1", run / "logs") == 8
     assert (run / "step-1").exists()
     for answer, left in (("n", True), ("y", False)):
         monkeypatch.setattr("click.termui.visible_prompt_func", lambda _, answer=answer: answer)
-        assert main(["checkpoint", "rm", f"{run}/step-1/"]) == (1 if left else 0)
+        assert checkpoint("rm", f"{run}/step-1/") == (1 if left else 0)
         assert (run / "step-1").exists() == left
     assert os.listdir(run / "logs") == []
-    assert main(["checkpoint", "rm", "--yes", str(run / "latest")]) == 8
+    assert checkpoint("rm", "--yes", run / "latest") == 8
 
 
 def test_keep_prints_what_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for words, left in ((["--dry-run"], 2), ([], 1)):
-        assert main(["checkpoint", "keep", str(run), "--last", "1", *words]) == 0
+        assert checkpoint("keep", run, "--last", "1", *words) == 0
         assert said(capsys) == [str(run / "step-1")]
         assert len(list(run.glob("step-*"))) == left
-    assert (
-        main(["checkpoint", "keep", str(run), "--bytes", "1TiB", "--age", "7d", "--every", "10"])
-        == 0
-    )
+    assert checkpoint("keep", run, "--bytes", "1TiB", "--age", "7d", "--every", "10") == 0
     assert said(capsys) == []
-    assert main(["checkpoint", "keep", str(run)]) == 2
+    assert checkpoint("keep", run) == 2

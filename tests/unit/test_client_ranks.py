@@ -41,6 +41,15 @@ class Job:
             (tmp / f"shard-{rank}").write_text(content or f"content of {rank}") and None
         )
 
+    def finish(self, begun: list[Future[None]], content: str = "content of {}") -> None:
+        """All of them return, and what they have saved is there."""
+        for one in begun:
+            one.result(WAIT_S)
+        self.check(content)
+
+    def all(self) -> list[Future[None]]:
+        return [self.start(rank, self.writes(rank)) for rank in range(self.ranks)]
+
     def check(self, content: str = "content of {}") -> None:
         names = {f"shard-{rank}" for rank in range(self.ranks)}
         assert {path.name for path in self.target.iterdir()} == names | {".aifs-manifest.json"}
@@ -70,10 +79,7 @@ def test_each_file_falls_to_one_rank_and_none_has_too_much(
 
 
 def test_all_return_when_it_is_there(job: Job) -> None:
-    done = [job.start(rank, job.writes(rank)) for rank in range(job.ranks)]
-    for one in done:
-        one.result(WAIT_S)
-    job.check()
+    job.finish(job.all())
 
 
 @pytest.mark.parametrize("late", range(4))
@@ -84,9 +90,7 @@ def test_nobody_returns_before_the_last_has_written(job: Job, late: int) -> None
         pass
     assert not job.target.exists() and not any(one.done() for one in done)
     done.append(job.start(late, job.writes(late)))
-    for one in done:
-        one.result(WAIT_S)
-    job.check()
+    job.finish(done)
 
 
 def _crashed(job: Job, state: str, committed: bool = False) -> None:
@@ -104,14 +108,8 @@ def _crashed(job: Job, state: str, committed: bool = False) -> None:
                 json.dumps({"rank": rank, "files": {"gone": [1, ""]}})
             )
         if 0 < rank < 3:
-            mark = {
-                "attempt": "old",
-                "state": state,
-                "token": tokens[rank],
-                "plan": "p",
-                "names": ["gone"],
-                "reason": "",
-            }
+            mark = {"attempt": "old", "state": state, "token": tokens[rank]}
+            mark |= {"plan": "p", "names": ["gone"], "reason": ""}
             (ranks / f"rank.{rank}").write_text(json.dumps(mark))
     (ranks / "plan").write_text(json.dumps({"plan": "p", "tokens": tokens, "sizes": {"gone": 1}}))
     (pending / ".aifs-manifest.json").write_text("torn")
@@ -123,9 +121,7 @@ def test_what_a_crashed_job_has_left_does_not_get_in(
     job: Job, state: str, order: tuple[int, ...]
 ) -> None:
     _crashed(job, state, committed=state == "committed")
-    for one in [job.start(rank, job.writes(rank)) for rank in order]:
-        one.result(WAIT_S)
-    job.check()
+    job.finish([job.start(rank, job.writes(rank)) for rank in order])
 
 
 def test_one_rank_alone_begins_from_nothing(job: Job) -> None:
@@ -167,9 +163,7 @@ def test_a_rank_that_died_may_come_again(
     order = [number for number in range(job.ranks) if number != rank]
     done = [job.start(number, job.writes(number)) for number in order]
     done.append(job.start(rank, job.writes(rank)))
-    for one in done:
-        one.result(WAIT_S)
-    job.check()
+    job.finish(done)
 
 
 def test_rank_0_may_come_again_while_the_others_wait(job: Job) -> None:
@@ -178,9 +172,7 @@ def test_rank_0_may_come_again_while_the_others_wait(job: Job) -> None:
         pass
     _die_after_writing_alone(job)
     done.append(job.start(0, job.writes(0)))
-    for one in done:
-        one.result(WAIT_S)
-    job.check()
+    job.finish(done)
 
 
 def _die_after_writing_alone(job: Job) -> None:
@@ -195,8 +187,7 @@ def _die_after_writing_alone(job: Job) -> None:
 
 
 def test_a_rank_that_comes_again_after_the_publish_is_told(job: Job) -> None:
-    for one in [job.start(rank, job.writes(rank)) for rank in range(job.ranks)]:
-        one.result(WAIT_S)
+    job.finish(job.all())
     with pytest.raises(FileExistsError):
         job.start(2, job.writes(2)).result(WAIT_S)
     job.check()
@@ -243,9 +234,7 @@ def test_dead_ranks_are_named(job: Job) -> None:
     assert [one.state for one in list_checkpoints(job.target.parent, pending=True)] == ["pending"]
     with pytest.raises(TimeoutError, match="after 100ms, rank 0 had not begun"):
         job.start(1, job.writes(1), timeout_s=0.1).result(WAIT_S)
-    for one in [job.start(rank, job.writes(rank)) for rank in range(job.ranks)]:
-        one.result(WAIT_S)
-    job.check()
+    job.finish(job.all())
 
 
 def test_another_leader_is_noticed(job: Job) -> None:
@@ -273,6 +262,4 @@ def test_a_replacement_by_many_ranks(job: Job) -> None:
         done = [
             job.start(rank, job.writes(rank, content), replace=True) for rank in range(job.ranks)
         ]
-        for one in done:
-            one.result(WAIT_S)
-        job.check(content)
+        job.finish(done, content)

@@ -46,27 +46,14 @@ from aifs.client.torch import (
 )
 from aifs.client.torch.arena import Arena
 from tests.support import gloo
+from tests.unit import test_borders
 
 RANKS = 4
-DTYPES = [
-    getattr(torch, name)
-    for name in (
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-        "complex64",
-        "complex128",
-    )
-]
+_NAMES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool "
+    "complex64 complex128"
+)
+DTYPES = [getattr(torch, name) for name in _NAMES.split()]
 
 
 def state() -> dict[str, Any]:
@@ -163,6 +150,23 @@ def test_more_records_than_16_bits_count() -> None:
         assert found.read("x/data/65999") == b"9" and found.getinfo(
             "x/data/65999"
         ).CRC == zlib.crc32(b"9")
+
+
+def test_what_torch_saves_is_cut_at_its_tensors(tmp_path: Path) -> None:
+    state = {
+        "a": torch.arange(100_000),
+        "b": torch.ones(3),
+        "c": torch.zeros(1 << 20, dtype=torch.bfloat16),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    data = (tmp_path / "state.pt").read_bytes()
+    found = test_borders.ranges(data)
+    test_borders.require_cover(found, len(data))
+    begins = {offset for offset, _ in found}
+    for tensor in (state["a"], state["c"]):
+        raw = tensor.view(torch.uint8).numpy().tobytes()
+        at = data.index(raw)
+        assert at in begins and (at + len(raw) in begins or at + len(raw) == len(data))
 
 
 class Written(io.BytesIO):

@@ -199,99 +199,73 @@ def test_hosts_do_not_share_a_directory_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "expected"),
+    ("key", "value", "expected"),
     [
-        (
-            "layout:\n  unti: 1MiB\n",
-            5,
-            "layout.unti: unknown key; the nearest valid key is layout.unit",
-        ),
-        ("layot:\n  unit: 1MiB\n", 4, "layot: unknown key; the nearest valid key is layout"),
-        ("stripe_unit: 1\n", 4, "stripe_unit: unknown key"),
-        (
-            "layout:\n  unit: 3 apples\n",
-            5,
-            "layout.unit: '3 apples' is not a size from 4KiB to 1GiB",
-        ),
-        (
-            "layout:\n  unit: 5000\n",
-            5,
-            "layout.unit: 5000 is not a size from 4KiB to 1GiB, a multiple of 4096",
-        ),
-        ("layout:\n  unit: 2GiB\n", 5, "layout.unit: '2GiB' is not a size from 4KiB to 1GiB"),
-        ("layout:\n  unit: [1]\n", 5, "layout.unit: [1] is not a size"),
-        ("layout:\n  unit: {a: 1}\n", 5, "layout.unit: {'a': 1} is not a size"),
-        ("layout:\n  count: true\n", 5, "layout.count: True is not a whole number from 0 to 4096"),
-        ("layout:\n  count: 1.5\n", 5, "layout.count: 1.5 is not a whole number"),
-        ("data:\n  threads: 0\n", 5, "data.threads: 0 is not a whole number from 1 to 256"),
-        (
-            "data:\n  writeback_interval: soon\n",
-            5,
-            "data.writeback_interval: 'soon' is not a duration from 100ms",
-        ),
-        (
-            "kernel:\n  attr_timeout: -1\n",
-            5,
-            "kernel.attr_timeout: -1 is not a duration from 0s to 365d",
-        ),
-        ("log:\n  level: loud\n", 5, "log.level: 'loud' is not one of debug, info, warning, error"),
-        ("log:\n  file: 7\n", 5, "log.file: 7 is not a path"),
-        (
-            "layout: 5\n",
-            4,
-            "layout: is a section that holds layout.unit, layout.count, layout.inline_limit",
-        ),
-        ("burst:\n  directories: /b/\n  directories: /c\n", 6, "burst.directories: given twice"),
-        ("burst:\n  directories: [/s0]\n", 5, "burst.directories: /s0 is already used by servers"),
-        ("layout: [\n", 5, "not valid YAML: "),
-        (
-            "log:\n  level: !!python/name:os.system x\n",
-            5,
-            "not valid YAML: could not determine a constructor",
-        ),
+        ("layout.unti", "1MiB", "unknown key; the nearest valid key is layout.unit"),
+        ("layout.unit", "3 apples", "'3 apples' is not a size from 4KiB to 1GiB"),
+        ("layout.unit", "5000", "5000 is not a size from 4KiB to 1GiB, a multiple of 4096"),
+        ("layout.unit", "2GiB", "'2GiB' is not a size from 4KiB to 1GiB"),
+        ("layout.unit", "[1]", "[1] is not a size"),
+        ("layout.unit", "{a: 1}", "{'a': 1} is not a size"),
+        ("layout.count", "true", "True is not a whole number from 0 to 4096"),
+        ("layout.count", "1.5", "1.5 is not a whole number"),
+        ("data.threads", "0", "0 is not a whole number from 1 to 256"),
+        ("data.writeback_interval", "soon", "'soon' is not a duration from 100ms"),
+        ("kernel.attr_timeout", "-1", "-1 is not a duration from 0s to 365d"),
+        ("log.level", "loud", "'loud' is not one of debug, info, warning, error"),
+        ("log.file", "7", "7 is not a path"),
+        ("burst.directories", "[/s0]", "/s0 is already used by servers"),
     ],
 )
-def test_a_mistake_is_one_line_with_file_line_and_key(
-    tmp_path: Path, text: str, line: int, expected: str
+def test_a_wrong_value_is_one_line_with_file_line_and_key(
+    tmp_path: Path, key: str, value: str, expected: str
 ) -> None:
-    source = write(tmp_path / "c.yaml", MINIMAL + text)
-    assert refusal(source).startswith(f"{source}:{line}: {expected}")
+    section, name = key.split(".")
+    source = write(tmp_path / "c.yaml", f"{MINIMAL}{section}:\n  {name}: {value}\n")
+    assert refusal(source).startswith(f"{source}:5: {key}: {expected}")
+
+
+SETS = "a YAML source must set it"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("servers: [/s]\n", ": meta.directory is missing: a YAML source must set it"),
-        ("", ": meta.directory is missing: a YAML source must set it"),
-        ("meta: {directory: /m}\n", ": servers is missing: a YAML source must set it"),
-        ("meta: {directory: /m}\nservers: []\n", ":2: servers: [] is not a list of directories"),
-        (
-            "meta: {directory: /m}\nservers: [/a, 5]\n",
-            ":2: servers: ['/a', 5] is not a list of directories",
-        ),
-        (
-            "meta: {directory: /m}\nservers: [/a, /a/]\n",
-            ":2: servers: /a is already used by servers",
-        ),
-        (
-            "meta: {directory: /m}\nservers: [/a/b, /a]\n",
-            ":2: servers: /a/b lies inside /a, which is used too",
-        ),
-        (
-            "meta: {directory: /m}\nservers: [/m/s]\n",
-            ":2: servers: /m/s lies inside /m, which is used too",
-        ),
+        (f"{MINIMAL}layot: {{}}\n", ":4: layot: unknown key; the nearest valid key is layout"),
+        (f"{MINIMAL}stripe_unit: 1\n", ":4: stripe_unit: unknown key"),
+        (f"{MINIMAL}layout: 5\n", ":4: layout: is a section that holds layout.unit, layout.count,"),
+        (f"{MINIMAL}burst:\n  ioprio: idle\n  ioprio: idle\n", ":6: burst.ioprio: given twice"),
+        (f"{MINIMAL}layout: [\n", ":5: not valid YAML: "),
+        (f"{MINIMAL}log: !!python/name:os.system x\n", ":4: not valid YAML: could not determine"),
+        ("servers: [/s]\n", f": meta.directory is missing: {SETS}"),
+        ("", f": meta.directory is missing: {SETS}"),
+        ("meta: {directory: /m}\n", f": servers is missing: {SETS}"),
         ("- a\n", ":1: the file must hold keys and values"),
         ("log: {level: 2024-99-99}\n", ": not valid YAML: month must be in 1..12"),
     ],
 )
-def test_an_incomplete_source_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_source_of_another_form_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     source = write(tmp_path / "c.yaml", text)
     assert refusal(source).startswith(source + expected)
 
 
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        ("[]", "[] is not a list of directories"),
+        ("[/a, 5]", "['/a', 5] is not a list of directories"),
+        ("[/a, /a/]", "/a is already used by servers"),
+        ("[/a/b, /a]", "/a/b lies inside /a, which is used too"),
+        ("[/m/s]", "/m/s lies inside /m, which is used too"),
+    ],
+)
+def test_wrong_lists_of_servers_are_refused(tmp_path: Path, servers: str, expected: str) -> None:
+    source = write(tmp_path / "c.yaml", f"meta: {{directory: /m}}\nservers: {servers}\n")
+    assert refusal(source).startswith(f"{source}:2: servers: {expected}")
+
+
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "deep.yaml", "servers: " + "[" * 3000)
+    path = write(tmp_path / "deep.yaml", "servers: " + "[" * 1000)
     assert refusal(path) == f"{path}: not valid YAML: nested too deeply"
 
 

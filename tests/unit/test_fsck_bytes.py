@@ -5,19 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-import trio
 
 from aifs.check.fsck import check
-from aifs.core import config as configuration
 from aifs.core import files
 from aifs.data import chunk_codec
 from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import chunks, keys
 from aifs.meta.records import Copy
-from aifs.store.store import format_store
-from aifs.vfs import open_filesystem
-from tests.support.damaged import CHUNK, COPY_ID, NOBODY, ROOT, UNIT, DamagedStore
+from tests.support.damaged import CHUNK, COPY_ID, DamagedStore
 from tests.support.damages import (
     common,
     kinds_of,
@@ -141,34 +137,6 @@ def test_a_cached_copy_is_kept_where_the_data_servers_lack_bytes(store: DamagedS
     report = store.check(repair=True, deep=True)
     assert kinds_of(report) == [("bad-cache", "/z/moved"), ("wrong-checksum", "/z/moved")]
     assert not any(finding.repaired for finding in report.findings)
-
-
-@pytest.mark.parametrize("kind", ["striped", "interleaved"])
-def test_what_drains_and_stages_leave_is_in_order(tmp_path: Path, kind: str) -> None:
-    options = {"layout.kind": kind, "layout.unit": str(UNIT), "burst.drain_delay": "0s"}
-    config = configuration.load(str(tmp_path), options)
-    format_store(config, force=False)
-
-    async def work() -> None:
-        async with open_filesystem(config) as fs:
-            inos = []
-            for number, size in enumerate((0, 100, 50_000, (3 << 20) + 1)):
-                (handle, *_), inode = await fs.create(
-                    ROOT, b"%d" % number, 0o644, os.O_RDWR, NOBODY
-                )
-                await fs.write(handle, 0, os.urandom(size))
-                await fs.release(handle)
-                inos.append(inode.ino)
-            fs.drain.request(inos)
-            await fs.drain.wait(inos)
-            assert await fs.evictor.evict(inos[3])
-            await fs.evictor.evict(inos[2])
-            assert await fs.stager.stage(inos[3])
-
-    trio.run(work)
-    for _ in range(2):
-        report = check(config, repair=True, deep=True)
-        assert report.findings == [] and report.counts["undrained"] == 0
 
 
 def test_lost_bytes_are_named_though_the_burst_copy_is_in_a_directory_that_is_none(

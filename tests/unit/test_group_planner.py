@@ -197,24 +197,16 @@ def test_what_does_not_fit_is_told() -> None:
         plan(Pattern([Source(MB)], [Destination(MB, 55), Destination(MB, 35)], kinds))
 
 
-def test_space_is_obeyed_where_it_costs_time() -> None:
+@pytest.mark.parametrize("space", [100 * MIB, 100 * MIB - 1])
+def test_space_is_obeyed_to_the_byte_where_it_costs_time(space: int) -> None:
     pattern = Pattern(
         [Source(1000 * MB)],
-        [Destination(900 * MB, 100 * MIB), Destination(100 * MB)],
+        [Destination(900 * MB, space), Destination(100 * MB)],
         [ChunkClass(MIB, 500, (0,))],
     )
     made = plan(pattern)
     check(pattern, made)
     assert made.time_s == pytest.approx(400 * MIB / (100 * MB), rel=0.005)
-
-
-def test_not_a_byte_more_is_put_where_space_ends() -> None:
-    pattern = Pattern(
-        [Source(1000 * MB)],
-        [Destination(900 * MB, 100 * MIB - 1), Destination(100 * MB)],
-        [ChunkClass(MIB, 500, (0,))],
-    )
-    check(pattern, plan(pattern))
 
 
 def test_few_bytes_beside_very_many_are_sent_by_who_has_them() -> None:

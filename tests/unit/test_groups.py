@@ -428,19 +428,7 @@ def test_c_computes_the_same_numbers(tmp_path: Path) -> None:
         + "\nreturn 0;\n}\n"
     )
     program = tmp_path / "numbers"
-    command = [
-        "cc",
-        "-std=c11",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{HEADER.parent}",
-        source,
-        "-o",
-        program,
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    printed = subprocess.run(
-        [program], check=True, capture_output=True, text=True, timeout=10
-    ).stdout
+    command = ["cc", *"-std=c11 -Wall -Wextra -Werror".split(), f"-I{HEADER.parent}"]
+    subprocess.run([*command, source, "-o", program], check=True, timeout=60)
+    printed = subprocess.check_output([program], text=True, timeout=10)
     assert printed.split("\n")[:-1] == [f"{it} {size}" for it, size in ioctl.REQUESTS.items()]

@@ -1,6 +1,7 @@
 """Container images that are unpacked once (aifs image import), in a plain directory."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -18,8 +19,9 @@ from aifs.cli.main import main
 from aifs.client import startup
 from aifs.client.startup.images import import_image
 from aifs.client.startup.layers import ImageRefused
-from aifs.core import beneath, files
+from aifs.core import beneath
 from tests.support import forked
+from tests.support.data_servers import hooked
 from tests.support.images import (
     Entry,
     digest_of,
@@ -253,24 +255,15 @@ def test_an_import_that_is_killed_leaves_no_image(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    class Full:
-        left = 12
+    writes = itertools.count(1)
 
-        def before(self, op: str, path: str) -> None:
-            self.left -= op == "write_at"
-            if op == "write_at" and self.left == 0:
-                raise OSError(28, "No space left on device", path)
-
-        def after(self, op: str, path: str, *args: object) -> None:
-            pass
+    def fill(op: str, path: str) -> None:
+        if op == "write_at" and next(writes) == 12:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
 
     docker_archive(tmp_path / "image.tar", typical())
-    files.set_hook(Full())
-    try:
-        with pytest.raises(OSError, match="No space"):
-            import_image(tmp_path / "image.tar", tmp_path / "out")
-    finally:
-        files.set_hook(None)
+    with hooked(fill), pytest.raises(OSError, match="No space"):
+        import_image(tmp_path / "image.tar", tmp_path / "out")
     assert left(tmp_path / "out") == []
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aifs.core import files
 from aifs.core.errors import StoreError
 from aifs.meta import journal
 from aifs.meta.journal import FIRST_RECORD, Journal, changes, decode, encode
+from tests.support.data_servers import failing
 
 SALT = 0x01020304
 WRITES = st.dictionaries(
@@ -211,19 +211,8 @@ def test_holds_records(tmp_path):
 
 
 def test_nothing_of_a_journal_that_cannot_be_made_stays_open(tmp_path):
-    class Full:
-        def before(self, op, path):
-            if op == "allocate" and path.endswith("journal.1"):
-                raise OSError(errno.ENOSPC, "full")
-
-        def after(self, op, path, *args):
-            pass
-
     descriptors = len(os.listdir("/proc/self/fd"))
-    files.set_hook(Full())
-    try:
-        with pytest.raises(OSError, match="full"):
-            Journal.create(str(tmp_path))
-    finally:
-        files.set_hook(None)
+    full = failing("allocate", str(tmp_path / "journal.1"), errno.ENOSPC)
+    with full, pytest.raises(OSError, match="No space left"):
+        Journal.create(str(tmp_path))
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -33,12 +33,7 @@ def test_windows_hold_each_file_once(sizes: list[int], window: int, key: int) ->
 GOLDEN = {
     (10, order.key_of(7, 0, 2)): [1, 8, 5, 2, 7, 0, 9, 6, 3, 4],
     (386_000_000, order.key_of(7, 1, 3, 5)): [
-        5357807,
-        379660469,
-        366601625,
-        236438622,
-        222815822,
-        91155374,
+        *(5357807, 379660469, 366601625, 236438622, 222815822, 91155374)
     ],
 }
 """Where each permutation takes 0, 1, 2, ...: states that jobs have saved rely on it."""

@@ -12,10 +12,12 @@ from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
 from aifs.meta.dooming import Doomed, decode_doomed
-from aifs.meta.records import BurstRecord, Copy, Degraded, Dentry, Garbage, Inode
+from aifs.meta.records import BurstRecord, Copy, Degraded, Dentry, Garbage, Inode, MirrorOf
 
 U8, U16, U32, U64 = (some.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 I64 = some.integers(-(1 << 63), (1 << 63) - 1)
+COPIES = some.none() | some.builds(Copy, U16, U64)
+MIRRORS = some.none() | some.builds(MirrorOf, U64, U64, I64, I64)
 SERVERS = some.lists(U16, max_size=20).map(tuple)
 SOME_SERVERS = some.lists(U16, min_size=1, max_size=255).map(tuple)
 NAMES = some.binary(min_size=1, max_size=255)
@@ -54,21 +56,13 @@ def protected_layouts(draw: some.DrawFn) -> Striped:
 LAYOUTS = PLAIN_LAYOUTS | protected_layouts()
 INODES = some.builds(
     Inode,
-    U64,
-    U32,
-    U32,
-    U32,
-    U32,
-    U32,
-    U64,
-    U64,
-    I64,
-    I64,
-    I64,
-    U64,
-    U64,
+    U64,  # ino
+    *[U32] * 5,  # mode to rdev
+    *[U64] * 2,  # size, blocks
+    *[I64] * 3,  # times
+    *[U64] * 2,  # parent, oid
     some.none() | POLICIES,
-    copy=some.none() | some.builds(Copy, U16, U64),
+    copy=COPIES,
     birth_ns=I64,
     flags=U32,
     project=U32,
@@ -90,22 +84,8 @@ REST = (
 
 
 def an_inode(**changes: object) -> Inode:
-    return Inode(
-        7,
-        stat.S_IFREG | 0o644,
-        1000,
-        1001,
-        2,
-        0,
-        9,
-        16,
-        1,
-        2,
-        -3,
-        4,
-        5,
-        **({"birth_ns": 7} | changes),
-    )
+    numbers = (7, stat.S_IFREG | 0o644, 1000, 1001, 2, 0, 9, 16, 1, 2, -3, 4, 5)
+    return Inode(*numbers, **({"birth_ns": 7} | changes))
 
 
 GOLDEN = [
@@ -174,20 +154,10 @@ GOLDEN = [
 @pytest.mark.parametrize(
     ("inode", "golden"),
     GOLDEN,
-    ids=[
-        "empty",
-        "inline",
-        "striped",
-        "policy",
-        "burst",
-        "inline cached",
-        "striped cached",
-        "interleaved",
-        "coded",
-        "replicated",
-        "shared and cached",
-        "shared chunks",
-    ],
+    ids=(
+        "empty,inline,striped,policy,burst,inline cached,striped cached,interleaved,coded,"
+        "replicated,shared and cached,shared chunks"
+    ).split(","),
 )
 def test_golden_inodes(inode: Inode, golden: str) -> None:
     """``REST`` stands behind the unit of each."""
@@ -309,46 +279,30 @@ def test_a_record_takes_attributes_and_inline_bytes_without_being_decoded(
             assert found == after.but(data=data or None)
 
 
-@given(some.builds(Dentry, U64, U64, U8))
-def test_dentries_come_back(dentry: Dentry) -> None:
+@given(
+    some.builds(Dentry, U64, U64, U8),
+    some.builds(Garbage, U64, PLAIN_LAYOUTS, U16),
+    some.builds(Degraded, U64, U32),
+    some.builds(BurstRecord, U64, U16, some.booleans(), some.booleans(), I64, COPIES, MIRRORS),
+)
+def test_other_records_come_back(
+    dentry: Dentry, garbage: Garbage, degraded: Degraded, copy: BurstRecord
+) -> None:
     assert records.decode_dentry(dentry.encode()) == dentry
+    assert records.decode_garbage(garbage.encode()) == garbage
+    assert records.decode_degraded(degraded.encode()) == degraded
+    assert records.decode_burst(copy.encode()) == copy
 
 
-@given(U64, U8, NAMES)
-def test_entries_come_back(ino: int, type_: int, name: bytes) -> None:
+@given(POLICIES, U64, U8, NAMES)
+def test_policies_and_entries_come_back(policy: Policy, ino: int, type_: int, name: bytes) -> None:
+    assert records.decode_policy(records.encode_policy(policy)) == policy
     assert records.decode_entry(records.encode_entry(ino, type_, name)) == (ino, type_, name)
 
 
-@given(U64, PLAIN_LAYOUTS)
-def test_garbage_comes_back(ino: int, layout: Striped) -> None:
-    assert records.decode_garbage(Garbage(ino, layout).encode()) == Garbage(ino, layout)
-
-
-@given(U64, U32)
-def test_records_of_degraded_files_come_back(ino: int, mask: int) -> None:
-    assert records.decode_degraded(Degraded(ino, mask).encode()) == Degraded(ino, mask)
-
-
-@given(U64, U16)
-def test_keys_of_strays_come_apart(oid: int, server: int) -> None:
-    assert keys.stray_parts(keys.stray(oid, server)) == (oid, server)
-
-
-@given(U64, U16, some.booleans(), some.booleans(), I64)
-def test_burst_records_come_back(
-    ino: int, server: int, undrained: bool, durable: bool, since_ns: int
-) -> None:
-    record = BurstRecord(ino, server, undrained, durable, since_ns)
-    assert records.decode_burst(record.encode()) == record
-
-
-@given(POLICIES)
-def test_policies_come_back(policy: Policy) -> None:
-    assert records.decode_policy(records.encode_policy(policy)) == policy
-
-
-@given(U64, U64, NAMES)
-def test_keys_come_apart(one: int, two: int, name: bytes) -> None:
+@given(U64, U64, NAMES, U16)
+def test_keys_come_apart(one: int, two: int, name: bytes, server: int) -> None:
+    assert keys.stray_parts(keys.stray(one, server)) == (one, server)
     for key in (keys.inode, keys.dirty, keys.orphan, keys.garbage, keys.degraded):
         assert keys.number(key(one)) == one
     assert keys.entry_numbers(keys.entry(one, two)) == (one, two)

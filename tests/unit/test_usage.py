@@ -17,16 +17,8 @@ from aifs.watch import usage
 
 def record(**changed: Any) -> dict[str, Any]:
     """As ``aifs trace --json`` prints it."""
-    return {
-        "operation": "read",
-        "path": "/a/b/c/d",
-        "uid": 0,
-        "pid": 0,
-        "bytes": 10,
-        "errno": 0,
-        "duration_us": 5,
-        "waited_us": {},
-    } | changed
+    of = {"operation": "read", "path": "/a/b/c/d", "uid": 0, "pid": 0, "waited_us": {}}
+    return of | {"bytes": 10, "errno": 0, "duration_us": 5} | changed
 
 
 @pytest.mark.parametrize(
@@ -52,13 +44,8 @@ def test_whose_a_request_is(by: str, changed: dict[str, Any], key: str) -> None:
 def test_requests_are_summed_up() -> None:
     records = [record(errno=2), record(errno=5, duration_us=15), record(operation="open", bytes=0)]
     sums = usage.summed(records, "operation")
-    assert sums["read"].told() == {
-        "requests": 2,
-        "errors": 1,
-        "seconds": 2e-5,
-        "slowest_s": 1.5e-5,
-        "bytes": 20,
-    }
+    told = {"requests": 2, "errors": 1, "seconds": 2e-5, "slowest_s": 1.5e-5, "bytes": 20}
+    assert sums["read"].told() == told
     usage.summed([record(operation="open", duration_us=99, bytes=0)], "operation", sums)
     assert [key for key, _ in usage.ordered(sums, "time")] == ["open", "read"]
     assert [key for key, _ in usage.ordered(sums, "bytes")] == ["read", "open"]
