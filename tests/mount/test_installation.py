@@ -16,7 +16,7 @@ COMMANDS = [
     (["warm", "x"], 0),
     (["group", "show", "x"], 1),  # there is none
     (["checkpoint", "ls", "."], 0),
-    (["publish", "new", "final"], 0),
+    (["checkpoint", "publish", "new", "final"], 0),
     (["rm", "-r", "final"], 0),
 ]
 
