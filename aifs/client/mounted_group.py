@@ -37,6 +37,11 @@ _joined: set[tuple[int, int, int]] = set()  # device, group, rank: those of this
 os.register_at_fork(after_in_child=_joined.clear)
 
 
+def duration(seconds: float) -> str:
+    """A time as the mount reads it, which knows no exponents: whole milliseconds."""
+    return f"{int(seconds * 1000)}ms"
+
+
 class MountedGroup:
     """A ``Coordinator``."""
 
@@ -126,8 +131,8 @@ class MountedGroup:
             "name": options.name,
             "dedup": str(options.chunk),
             "commit": "explicit",
-            "timeout": f"{options.timeout_s:g}s",
-            "grace": f"{options.grace_s:g}s",
+            "timeout": duration(options.timeout_s),
+            "grace": duration(options.grace_s),
             "same_size": _YES_NO[options.same_size],
             "publish": options.publish,
             "job": options.job,

@@ -2,6 +2,7 @@
 ``1MiB``, ``1M``, ``100ms``, ``zstd:3``. Pure.
 """
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,10 @@ def parse_duration(text: str) -> float:
     factor = _DURATIONS.get(match[2] or "s") if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a duration, such as 100ms, 1s, 5min, 2h or 1d")
-    return float(_exact(match[1]) * factor / _DURATIONS["s"])
+    seconds = float(_exact(match[1]) * factor / _DURATIONS["s"])
+    if seconds == math.inf:
+        raise ValueError(f"{text[:16]!r}... is longer than any duration")
+    return seconds
 
 
 def format_size(size: int) -> str:

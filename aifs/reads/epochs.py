@@ -67,6 +67,7 @@ class Epochs:
         self._tier = tier
         self._evictor = evictor
         self._upkeep = services.upkeep
+        self._options = services.options
         self._epochs: dict[_Key, FollowedEpoch] = {}
         """The user that has had a file brought last is the last."""
         self._choosing = trio.Lock()
@@ -78,7 +79,9 @@ class Epochs:
 
     async def order(self, ino: int, text: str, caller: CallerLike) -> None:
         """Readers of the dataset in a directory say what they read; '': all of this user's have
-        ended. Raises Invalid, NotADirectory, NotSupported; Busy if too many epochs are read."""
+        ended. Raises Invalid, NotADirectory, NotSupported, ReadOnly; Busy if too many epochs are
+        read."""
+        self._options.require_writable()
         inode = await self._engine.view(namespace.get_inode, ino)
         if not inode.is_dir:
             raise NotADirectory()

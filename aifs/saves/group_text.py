@@ -63,7 +63,7 @@ def wanted(words: Mapping[str, Any]) -> Wanted:
         ]
         if more:
             raise Invalid(f"group: {', '.join(more)} needs more than dedup=no")
-        return Wanted(_bare(values["ranks"]), mark, anew)
+        return Wanted(_bare(values), mark, anew)
     options = GroupOptions(
         values["name"],
         values["ranks"],
@@ -86,16 +86,16 @@ def parse_pending(text: str) -> Wanted:
         values[key] = _PENDING[key](key, value)
     if "ranks" not in values:
         raise Invalid("pending: ranks must be given, as in 'ranks=8,step=100'")
-    job = values.get("job", b"")
-    if len(job) > PENDING_JOB_MAX:
-        raise Invalid(f"pending: a job's name has up to {PENDING_JOB_MAX} bytes")
-    return Wanted(_bare(values["ranks"]), (values.get("step"), job), values.get("anew") == "yes")
+    mark = values.get("step"), values.get("job", b"")
+    return Wanted(_bare(values), mark, values.get("anew") == "yes")
 
 
-def _bare(ranks: int) -> GroupOptions:
+def _bare(values: Mapping[str, Any]) -> GroupOptions:
     """Of a group that only keeps its directory pending."""
-    _require_ranks(ranks)
-    return GroupOptions(b"", ranks, 0, True, 0, 0, b"")
+    _require_ranks(values["ranks"])
+    if len(values.get("job", b"")) > PENDING_JOB_MAX:
+        raise Invalid(f"pending: a job's name has up to {PENDING_JOB_MAX} bytes")
+    return GroupOptions(b"", values["ranks"], 0, True, 0, 0, b"")
 
 
 def _require_ranks(ranks: int) -> None:

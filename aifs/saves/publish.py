@@ -333,9 +333,11 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
 def _walk(tx: ReadTransaction, ino: int, way: bytes, start: int, caller: CallerLike) -> int:
     """The directory that ``way`` leads to from *start* (0: from the one that *ino* lies in).
     Raises NotFound; NotADirectory, also for a symlink; AccessDenied for one that ``caller`` may not
-    search, even if it is empty.
+    search, even if it is empty, or for a *start* that it cannot reach.
     """
     place = namespace.get_directory(tx, start or namespace.get_directory(tx, ino).parent)
+    if start:
+        permissions.require_reach(tx, place, caller)
     for name in way.split(b"/"):
         permissions.require_may(place, caller, permissions.SEARCH)
         if name == b"..":

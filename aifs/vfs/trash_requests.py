@@ -242,7 +242,11 @@ class TrashRequests:
         back. Raises NotFound (one of them is not there, or not the caller's), ReadOnly."""
         self._options.require_writable()
         if inos:
-            return await self._trash.empty(await self._engine.view(_own, inos, caller))
+            wanted: list[Entry] = []
+            for first in range(0, len(inos), AT_ONCE):
+                wanted += await self._engine.view(_own, inos[first : first + AT_ONCE], caller)
+                await trio.lowlevel.checkpoint()
+            return await self._trash.empty(wanted)
         size, (start, end) = 0, keys.all_of(b"U")
         while start:
             found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)

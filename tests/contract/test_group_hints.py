@@ -399,6 +399,9 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
         assert (await ask(fs, top))["file_count"] == 1
         with pytest.raises(ReadOnly):
             await call(fs, top, "group", name="a", ranks=1)
+        for text in ("", "seed=7"):
+            with pytest.raises(ReadOnly):
+                await put(fs, top, "order", text)
 
 
 # --- which files belong ---------------------------------------------------------------------------

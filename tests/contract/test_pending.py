@@ -207,6 +207,7 @@ NONSENSE = [
     ("pending", "ranks=1,ranks=2"),
     ("pending", "ranks=1,size=2"),
     ("pending", "ranks=1,job=" + "j" * 256),
+    ("group", "ranks=1,commit=explicit,dedup=no,pending=yes,job=" + "j" * 256),
     ("commit", ""),
     ("commit", "x"),
     ("commit", "{"),
@@ -251,6 +252,7 @@ async def test_nonsense_is_refused_and_changes_nothing(directory: Path) -> None:
         before = await names(fs)
         inos = {
             "pending": fresh,
+            "group": fresh,
             "commit": marked,
             "publish-as": complete,
             "keep": fresh,

@@ -371,6 +371,17 @@ async def test_a_final_name_tells_nothing_of_where_one_may_not_search(directory:
                 await put(fs, ino, "publish-as", {"final": f"secret/{name}/final"})
 
 
+async def test_nor_does_a_directory_by_number_that_one_cannot_reach(directory: Path) -> None:
+    async with opened(directory) as fs:
+        secret = (await fs.mkdir(ROOT, b"secret", 0o700, OTHER)).ino
+        open_to_all = (await fs.mkdir(secret, b"open", 0o777, OTHER)).ino
+        await fs.mkdir(open_to_all, b"there", 0o755, OTHER)
+        ino = await tree(fs, b"tmp")
+        for name in ("there", "not"):
+            with pytest.raises(AccessDenied):
+                await call(fs, ino, "publish-as", parent=open_to_all, final=f"{name}/final")
+
+
 # --- from the capacity tier -----------------------------------------------------------------------
 
 

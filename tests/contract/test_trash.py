@@ -557,7 +557,10 @@ async def test_users_empty_their_own(directory: Path) -> None:
             await fs.empty_trash([theirs["id"]], OWNER)
         await fs.empty_trash([], OWNER)
         assert await kept(fs) == ["/theirs"]
-        await fs.empty_trash([theirs["id"]], ROOT)
+        with pytest.raises(NotFound):  # one of many, and so none is erased
+            await fs.empty_trash([*[theirs["id"]] * 40, 1 << 40], ROOT)
+        assert await kept(fs) == ["/theirs"]
+        await fs.empty_trash([theirs["id"]] * 40, ROOT)
         await fs.collector.drain()
         assert await numbers(fs, b"i") == [ROOT_INO]
     async with opened(directory, {}, base={}) as fs:

@@ -32,7 +32,9 @@ from aifs.client.checkpoints import locks, tensor_file
 from aifs.client.checkpoints.tensor_file import ALIGNMENT, DamagedTensors
 from aifs.client.coordination import JOB_NAME, JOB_VARIABLES, job_of_environment
 from aifs.client.futures import Future
+from aifs.client.mounted_group import duration
 from aifs.core import files
+from aifs.core.units import parse_duration
 from tests.support.group_ranks import (
     WAIT_S,
     WORLD,
@@ -450,3 +452,8 @@ def test_what_a_rank_has_put_it_reads(tmp_path: Path) -> None:
     group_putfile("x", b"new" * 100_000, group)
     assert bytes(group_getfile("x", group).to_buffer()) == b"new" * 100_000
     group.durable.result(WAIT_S)
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.25, 600.0, 30 * 86400.0, 1234567.891])
+def test_the_mount_understands_all_times(seconds: float) -> None:
+    assert parse_duration(duration(seconds)) == int(seconds * 1000) / 1000

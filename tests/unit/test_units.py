@@ -54,6 +54,11 @@ def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
         parse_duration(text)
 
 
+def test_a_duration_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than any duration"):
+        parse_duration("9" * 400)
+
+
 @given(st.one_of(st.integers(0, 1 << 62), st.integers(0, 60).map(lambda power: 3 << power)))
 def test_a_formatted_size_is_read_back(size: int) -> None:
     assert parse_size(format_size(size)) == size
