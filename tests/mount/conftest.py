@@ -83,6 +83,20 @@ def on_mount(shared: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
     yield from _own_directory(shared, request)
 
 
+@pytest.fixture(scope="module")
+def remounted() -> Iterator[Mounted]:
+    """A mount for the tests of one file, which may remount it, or kill it and mount it again."""
+    with TemporaryDirectory(prefix="aifs-remounted-") as place:
+        with mounted_store(Path(place)) as store:
+            yield store
+
+
+@pytest.fixture
+def on_remounted(remounted: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty directory on ``remounted``, of the test's own."""
+    yield from _own_directory(remounted, request)
+
+
 @pytest.fixture(
     scope="module",
     params=[

@@ -99,7 +99,7 @@ def sources(scratch: Path) -> Path:
     return tree
 
 
-def test_git(mounted: Mounted, scratch: Path) -> None:
+def test_git(remounted: Mounted, on_remounted: Path, scratch: Path) -> None:
     need("git")
     options = {
         "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -113,8 +113,8 @@ def test_git(mounted: Mounted, scratch: Path) -> None:
     def git(*args: str | Path, cwd: Path) -> str:
         return run("git", *args, cwd=cwd, **options)
 
-    work = mounted.path / "work"
-    git("init", "-q", "-b", "main", work, cwd=mounted.path)
+    work = on_remounted / "work"
+    git("init", "-q", "-b", "main", work, cwd=on_remounted)
     for commit in range(5):
         for number in range(40):
             path = work / f"dir{number % 7}" / f"file{number}"
@@ -128,12 +128,12 @@ def test_git(mounted: Mounted, scratch: Path) -> None:
     git("commit", "-q", "-m", "side", cwd=work)
     git("merge", "-q", "-m", "merge", "main", cwd=work)
     git("gc", "-q", "--aggressive", "--prune=now", cwd=work)
-    git("clone", "-q", "--no-hardlinks", work, mounted.path / "clone", cwd=mounted.path)
-    git("clone", "-q", work, mounted.path / "linked", cwd=mounted.path)
+    git("clone", "-q", "--no-hardlinks", work, on_remounted / "clone", cwd=on_remounted)
+    git("clone", "-q", work, on_remounted / "linked", cwd=on_remounted)
     git("clone", "-q", work, scratch / "outside", cwd=scratch)
     head = git("rev-parse", "HEAD", cwd=work)
-    mounted.remount()
-    for repository in (work, mounted.path / "clone", mounted.path / "linked", scratch / "outside"):
+    remounted.remount()
+    for repository in (work, on_remounted / "clone", on_remounted / "linked", scratch / "outside"):
         git("fsck", "--full", "--strict", cwd=repository)
         assert git("rev-parse", "HEAD", cwd=repository) == head
         assert git("status", "--porcelain", cwd=repository) == ""
@@ -155,11 +155,11 @@ for number in range(100_000):
 
 @pytest.mark.sweep("journal")
 @pytest.mark.parametrize("journal", ["wal", "delete", "truncate"])
-def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
+def test_sqlite_survives_kill(remounted: Mounted, on_remounted: Path, journal: str) -> None:
     """A writer, and then the whole filesystem, is killed in mid-transaction; what was committed is
     there.
     """
-    path = mounted.path / "base.sqlite"
+    path = on_remounted / "base.sqlite"
     base = sqlite3.connect(path)
     base.execute(f"pragma journal_mode = {journal}")
     base.execute("create table t (number, part, bytes)")
@@ -175,8 +175,8 @@ def test_sqlite_survives_kill(mounted: Mounted, journal: str) -> None:
             acknowledged = int(line)
             writer.kill()
         if kill_filesystem:
-            mounted.kill()
-            mounted.mount()
+            remounted.kill()
+            remounted.mount()
         base = sqlite3.connect(path)
         assert base.execute("pragma integrity_check").fetchall() == [("ok",)]
         counts = [
@@ -213,29 +213,31 @@ def test_sqlite_with_two_writers(on_mount: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_tar_round_trip(mounted: Mounted, scratch: Path, sources: Path) -> None:
+def test_tar_round_trip(
+    remounted: Mounted, on_remounted: Path, scratch: Path, sources: Path
+) -> None:
     need("tar")
     options = ("--xattrs", "--xattrs-include=*", "--sparse", "--numeric-owner")
     run("tar", *options, "-cf", scratch / "first.tar", "-C", sources, ".")
-    copy = mounted.path / "copy"
+    copy = on_remounted / "copy"
     copy.mkdir()
     run("tar", *options, "-xpf", scratch / "first.tar", "-C", copy)
     assert fingerprint(copy) == fingerprint(sources)
     assert (copy / "sparse").stat().st_blocks * 512 < 4 << 20
-    mounted.remount()
+    remounted.remount()
     assert fingerprint(copy) == fingerprint(sources)
-    run("tar", *options, "-cf", mounted.path / "second.tar", "-C", copy, ".")
+    run("tar", *options, "-cf", on_remounted / "second.tar", "-C", copy, ".")
     back = scratch / "back"
     back.mkdir()
-    run("tar", *options, "-xpf", mounted.path / "second.tar", "-C", back)
+    run("tar", *options, "-xpf", on_remounted / "second.tar", "-C", back)
     assert fingerprint(back) == fingerprint(sources)
-    run("tar", *options, "--compare", "-f", mounted.path / "second.tar", "-C", sources)
+    run("tar", *options, "--compare", "-f", on_remounted / "second.tar", "-C", sources)
 
 
-def test_rsync_twice(mounted: Mounted, sources: Path) -> None:
+def test_rsync_twice(remounted: Mounted, on_remounted: Path, sources: Path) -> None:
     """-A needs POSIX ACLs; where the filesystem has none rsync says so, and is run without it."""
     need("rsync")
-    copy = mounted.path / "copy"
+    copy = on_remounted / "copy"
     command = [
         "rsync",
         "-aHAXS",
@@ -250,7 +252,7 @@ def test_rsync_twice(mounted: Mounted, sources: Path) -> None:
     run(*command)
     assert fingerprint(copy) == fingerprint(sources)
     assert run(*command) == ""
-    mounted.remount()
+    remounted.remount()
     assert run(*command) == ""
     (sources / "dir0" / "70000 bytes").write_bytes(os.urandom(70_000))
     (sources / "dir1" / "hard link").unlink()
@@ -300,10 +302,10 @@ clean:
 
 
 @pytest.mark.sweep
-def test_building_a_c_program(mounted: Mounted) -> None:
+def test_building_a_c_program(remounted: Mounted, on_remounted: Path) -> None:
     need("gcc")
     need("make")
-    work = mounted.path / "work"
+    work = on_remounted / "work"
     work.mkdir()
     numbers = range(12)
     (work / "Makefile").write_text(_MAKEFILE)
@@ -322,21 +324,21 @@ def test_building_a_c_program(mounted: Mounted) -> None:
     (work / "part3.c").write_text('#include "parts.h"\nint part3(void) { return 1000; }\n')
     rebuilt = run("make", cwd=work)
     assert "part3.c" in rebuilt and "part4.c" not in rebuilt
-    mounted.remount()
+    remounted.remount()
     assert run(work / "program") == f"{sum(numbers) - 3 + 1000}\n"
     assert "up to date" in run("make", cwd=work)
     run("make", "clean", cwd=work)
 
 
 @pytest.mark.sweep
-def test_pip_install_to_the_mount(mounted: Mounted, scratch: Path) -> None:
+def test_pip_install_to_the_mount(remounted: Mounted, on_remounted: Path, scratch: Path) -> None:
     package = scratch / "package"
     (package / "tiny").mkdir(parents=True)
     (package / "tiny" / "__init__.py").write_text("WORD = 'installed'\n")
     (package / "setup.py").write_text(
         "from setuptools import setup\nsetup(name='tiny', version='1', packages=['tiny'])\n"
     )
-    target = mounted.path / "site"
+    target = on_remounted / "site"
     options = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
     run(
         sys.executable,
@@ -349,21 +351,21 @@ def test_pip_install_to_the_mount(mounted: Mounted, scratch: Path) -> None:
         package,
         TMPDIR=str(scratch),
     )
-    mounted.remount()
+    remounted.remount()
     assert run(
         sys.executable, "-c", "import tiny; print(tiny.WORD, tiny.__file__)", PYTHONPATH=str(target)
     ) == (f"installed {target}/tiny/__init__.py\n")
 
 
 @pytest.mark.parametrize("pip", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_python_venv(mounted: Mounted, pip: bool) -> None:
-    place = mounted.path / "venv"
-    run(sys.executable, "-m", "venv", *([] if pip else ["--without-pip"]), place)
-    python = place / "bin" / "python"
-    mounted.remount()
-    assert run(python, "-c", "import sys; print(sys.prefix)") == f"{place}\n"
+def test_python_venv(remounted: Mounted, on_remounted: Path, pip: bool) -> None:
+    environment = on_remounted / "venv"
+    run(sys.executable, "-m", "venv", *([] if pip else ["--without-pip"]), environment)
+    python = environment / "bin" / "python"
+    remounted.remount()
+    assert run(python, "-c", "import sys; print(sys.prefix)") == f"{environment}\n"
     if pip:
-        assert str(place) in run(python, "-m", "pip", "--version")
+        assert str(environment) in run(python, "-m", "pip", "--version")
 
 
 _FIO = {
@@ -391,25 +393,25 @@ _FIO = {
 
 
 @pytest.mark.parametrize("kind", _FIO)
-def test_fio_verifies(mounted: Mounted, kind: str) -> None:
+def test_fio_verifies(remounted: Mounted, on_remounted: Path, kind: str) -> None:
     need("fio")
-    os.setxattr(mounted.path, "user.aifs.layout", b"unit=256KiB")
+    os.setxattr(on_remounted, "user.aifs.layout", b"unit=256KiB")
     job = [
         f"--name={kind}",
-        f"--filename={mounted.path / 'file'}",
+        f"--filename={on_remounted / 'file'}",
         "--verify=crc32c",
         "--verify_fatal=1",
         *_FIO[kind],
     ]
-    job.append(f"--aux-path={mounted.source.parent}")  # fio keeps notes beside what it does
+    job.append(f"--aux-path={remounted.source.parent}")  # fio keeps notes beside what it does
     run("fio", *job, "--end_fsync=1", "--do_verify=1")
-    mounted.remount()
+    remounted.remount()
     if kind != "mixed sizes":  # what the random sizes were is not remembered
         run("fio", *job, "--verify_only=1")
-    assert (mounted.path / "file").stat().st_size > 0
+    assert (on_remounted / "file").stat().st_size > 0
 
 
-def test_text_tools_and_redirections(mounted: Mounted) -> None:
+def test_text_tools_and_redirections(remounted: Mounted, on_remounted: Path) -> None:
     script = """
         set -e
         seq 1 20000 > numbers
@@ -430,7 +432,7 @@ def test_text_tools_and_redirections(mounted: Mounted) -> None:
         flock log echo locked | grep -q locked
         rm -rf a part.* large
     """
-    run("sh", "-c", script, cwd=mounted.path)
-    digest = hashlib.blake2b((mounted.path / "numbers").read_bytes()).digest()
-    mounted.remount()
-    assert hashlib.blake2b((mounted.path / "hard2").read_bytes()).digest() == digest
+    run("sh", "-c", script, cwd=on_remounted)
+    digest = hashlib.blake2b((on_remounted / "numbers").read_bytes()).digest()
+    remounted.remount()
+    assert hashlib.blake2b((on_remounted / "hard2").read_bytes()).digest() == digest

@@ -45,8 +45,8 @@ def _same(left: object, right: object) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-def test_save_rename_load(mounted: Mounted, state: dict) -> None:
-    temporary, final = mounted.path / "checkpoint.tmp", mounted.path / "checkpoint"
+def test_save_rename_load(remounted: Mounted, on_remounted: Path, state: dict) -> None:
+    temporary, final = on_remounted / "checkpoint.tmp", on_remounted / "checkpoint"
     temporary.mkdir()
     for rank in range(2):
         with (temporary / f"rank{rank}.pt").open("wb") as stream:
@@ -54,30 +54,32 @@ def test_save_rename_load(mounted: Mounted, state: dict) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     temporary.rename(final)
-    mounted.remount()
+    remounted.remount()
     for rank in range(2):
         assert _same(torch.load(final / f"rank{rank}.pt"), state)
 
 
 @pytest.mark.sweep
-def test_load_by_mapping(mounted: Mounted, state: dict) -> None:
-    os.setxattr(mounted.path, "user.aifs.layout", b"unit=64KiB")
-    path = mounted.path / "state.pt"
+def test_load_by_mapping(remounted: Mounted, on_remounted: Path, state: dict) -> None:
+    os.setxattr(on_remounted, "user.aifs.layout", b"unit=64KiB")
+    path = on_remounted / "state.pt"
     torch.save(state, path)
-    mounted.remount()
+    remounted.remount()
     mapped = torch.load(path, mmap=True)
     assert _same(mapped, state)
     path.unlink()
     assert _same(mapped["model"], state["model"])  # the mapping outlives the name
 
 
-def test_a_checkpoint_is_whole_after_kill(mounted: Mounted, state: dict) -> None:
-    old, new = mounted.path / "step1.pt", mounted.path / "step2.pt"
+def test_a_checkpoint_is_whole_after_kill(
+    remounted: Mounted, on_remounted: Path, state: dict
+) -> None:
+    old, new = on_remounted / "step1.pt", on_remounted / "step2.pt"
     torch.save(state, old)
     torch.save({**state, "step": 18}, new)
     os.rename(new, old)  # publishes: nothing else was synced
-    mounted.kill()
-    mounted.mount()
+    remounted.kill()
+    remounted.mount()
     found = torch.load(old)
     assert found["step"] == 18
     assert _same({**found, "step": 17}, state)
