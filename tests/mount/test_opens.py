@@ -340,19 +340,17 @@ def test_times_of_access(store: Mounted, request: pytest.FixtureRequest, size: i
     assert path.stat().st_atime_ns == accessed_ns
 
 
-def test_the_rule_for_times_of_access_may_change(mount_store: Callable[..., Mounted]) -> None:
-    mounted = mount_store()
-    path = written(mounted, mounted.path / "file")
+def test_the_rule_for_times_of_access_may_change(store: Mounted, path: Path) -> None:
     path.read_bytes()
     for rule, moves in ((b"strictatime", True), (b"noatime", False), (b"relatime", False)):
-        os.setxattr(mounted.path, "user.aifs.atime", rule)
+        os.setxattr(store.path, "user.aifs.atime", rule)
         for _ in range(3):
             before_ns = path.stat().st_atime_ns
             while time.time_ns() < before_ns + 20_000_000:  # the kernel's coarse clock ticks
                 pass
             path.read_bytes()
             assert (path.stat().st_atime_ns > before_ns) == moves
-            until_closed(mounted)
+            until_closed(store)
 
 
 def test_set_id_bits_go_with_a_write(store: Mounted, path: Path) -> None:
@@ -388,9 +386,10 @@ def test_more_files_than_the_bridge_remembers(store: Mounted) -> None:
     until_closed(store)
 
 
-def test_a_daemon_that_is_killed(mount_store: Callable[..., Mounted]) -> None:
-    mounted = mount_store()
-    path = written(mounted, mounted.path / "file")
+def test_a_daemon_that_is_killed(store: Mounted) -> None:
+    directory = store.path / "killed"
+    directory.mkdir()
+    path = written(store, directory / "file")
     assert path.read_bytes() == CONTENT
     with path.open("rb", buffering=0) as file:
         assert file.read(len(CONTENT)) == CONTENT
@@ -399,20 +398,18 @@ def test_a_daemon_that_is_killed(mount_store: Callable[..., Mounted]) -> None:
         path.with_name("gone").write_bytes(CONTENT)
         with path.with_name("gone").open("rb"):
             path.with_name("gone").unlink()
-            mounted.kill()
-    mounted.mount()
+            store.kill()
+    store.mount()
     assert path.read_bytes() == b"last" + CONTENT[4:]
-    assert os.listdir(mounted.path) == ["file"]
+    assert os.listdir(directory) == ["file"]
 
 
-def test_a_mount_ends_while_files_are_open(mount_store: Callable[..., Mounted]) -> None:
-    mounted = mount_store("burst.drain_delay=1h")
-    path = written(mounted, mounted.path / "file")
+def test_a_mount_ends_while_files_are_open(store: Mounted, path: Path) -> None:
     accessed_ns = path.stat().st_atime_ns
     with path.open("rb", buffering=0) as file:
         assert file.read(len(CONTENT)) == CONTENT
         path.with_name("gone").write_bytes(CONTENT)
-    mounted.remount()
+    store.remount()
     assert path.read_bytes() == CONTENT and path.stat().st_atime_ns > accessed_ns
 
 

@@ -269,12 +269,12 @@ def test_birth_times(alike: Alike, module_mount: Mounted) -> None:
     alike(scenario)
 
 
-def test_birth_times_outlive_the_mount(mount_store: Callable[..., Mounted]) -> None:
-    store = mount_store()
-    (store.path / "file").touch()
-    born = shell(f"stat -c %w {store.path} {store.path}/file")
-    store.remount()
-    assert shell(f"stat -c %w {store.path} {store.path}/file") == born and "-\n" not in born
+def test_birth_times_outlive_the_mount(remounted: Mounted, on_remounted: Path) -> None:
+    (on_remounted / "file").touch()
+    born = shell(f"stat -c %w {remounted.path} {on_remounted} {on_remounted}/file")
+    remounted.remount()
+    again = shell(f"stat -c %w {remounted.path} {on_remounted} {on_remounted}/file")
+    assert again == born and "-\n" not in born
 
 
 # --- immutable, append-only, projects -------------------------------------------------------------
@@ -450,15 +450,14 @@ def test_projects_are_inherited(here: Path) -> None:
 
 
 def test_no_tree_is_removed_with_an_immutable_file_in_it(
-    mount_store: Callable[..., Mounted],
+    remounted: Mounted, on_remounted: Path
 ) -> None:
-    store = mount_store()
-    top = store.path / "top"
+    top = on_remounted / "top"
     (top / "below").mkdir(parents=True)
     (top / "below" / "file").touch()
     assert shell(f"chattr +i {top}/below/file") == ""
-    store.remount()
-    assert errno_of(os.setxattr, store.path, "user.aifs.remove", b"top") == errno.EPERM
+    remounted.remount()
+    assert errno_of(os.setxattr, on_remounted, "user.aifs.remove", b"top") == errno.EPERM
     assert errno_of(os.unlink, top / "below" / "file") == errno.EPERM
     assert shell(f"chattr -i {top}/below/file") == ""
     aifs("rm", "-r", top)
