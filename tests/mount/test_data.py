@@ -71,11 +71,7 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Any], int], dict[str,
     "jsonl": (partial(one_file, "a.jsonl", write_jsonl), column, {}),
     "tar": (partial(one_file, "a.tar", write_tar), member, {}),
     "files": (files, content, {}),
-    "records": (
-        partial(one_file, "a.rec", write_records),
-        int,
-        {"format": "records", "record_bytes": 8},
-    ),
+    "records": (partial(one_file, "a.rec", write_records), int, RECORDS),
 }
 
 

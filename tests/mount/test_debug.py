@@ -59,13 +59,15 @@ def test_a_bundle_has_all_but_secrets_and_contents(
     assert aifs("debug", mount.path, "--output", bundle, check=False).returncode == 1
 
 
-def test_a_daemon_that_is_stuck_is_looked_at_from_outside(mounted: Mounted, scratch: Path) -> None:
+def test_a_daemon_that_is_stuck_is_looked_at_from_outside(
+    remounted: Mounted, scratch: Path
+) -> None:
     bundle = scratch / "bundle.tar.gz"
-    mounted.signal(signal.SIGSTOP)
+    remounted.signal(signal.SIGSTOP)
     try:
-        done = aifs("debug", mounted.path, "--output", bundle)
+        done = aifs("debug", remounted.path, "--output", bundle)
     finally:
-        mounted.signal(signal.SIGCONT)
+        remounted.signal(signal.SIGCONT)
     assert "without status.json: " in done.stdout
     found = members(bundle)
     assert "status.json" in json.loads(found["missing.json"])
@@ -73,28 +75,28 @@ def test_a_daemon_that_is_stuck_is_looked_at_from_outside(mounted: Mounted, scra
 
 
 def test_some_keys_change_while_it_is_mounted(
-    mounted: Mounted, capfd: pytest.CaptureFixture[str]
+    remounted: Mounted, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def told(key: str) -> dict:
-        return json.loads(aifs("config", "show", mounted.path, "--json").stdout)[key]
+        return json.loads(aifs("config", "show", remounted.path, "--json").stdout)[key]
 
     before = told("burst.drain_bandwidth")
     assert before == {"value": "0", "from": "default", "can_change": True}
-    done = aifs("config", "set", mounted.path, "burst.drain_bandwidth", "7MiB")
+    done = aifs("config", "set", remounted.path, "burst.drain_bandwidth", "7MiB")
     assert done.stdout == "burst.drain_bandwidth is 7MiB until the next mount, and was 0\n"
     assert told("burst.drain_bandwidth") == before | {"value": "7MiB", "from": "aifs config set"}
-    status = json.loads(aifs("status", mounted.path, "--json").stdout)
+    status = json.loads(aifs("status", remounted.path, "--json").stdout)
     assert status["drain"]["bandwidth"] == 7 << 20
     for key, value, said in (
         ("burst.drain_bandwidth", "lots", "'lots' is not a size"),
         ("layout.unit", "1MiB", "read when the store is mounted: mount again with -o layout.unit"),
         ("layout.unti", "1MiB", "the nearest valid key is layout.unit"),
     ):
-        done = aifs("config", "set", mounted.path, key, value, check=False)
+        done = aifs("config", "set", remounted.path, key, value, check=False)
         assert done.returncode == 3 and said in done.stderr
-    mounted.remount()
+    remounted.remount()
     assert told("burst.drain_bandwidth") == before
-    aifs("config", "set", mounted.path, "log.level", "debug")
+    aifs("config", "set", remounted.path, "log.level", "debug")
 
 
 def test_others_are_told_nothing(shared: Mounted, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,10 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def busy(mounted: Mounted) -> Iterator[Mounted]:
+def busy(remounted: Mounted) -> Iterator[Mounted]:
     """A mount with a program that makes files in a directory until the test ends."""
-    directory = mounted.path / "job" / "files"
-    directory.mkdir(parents=True)
+    directory = remounted.path / "job" / "files"
+    directory.mkdir(parents=True, exist_ok=True)
     ended = threading.Event()
 
     def work() -> None:
@@ -33,7 +33,7 @@ def busy(mounted: Mounted) -> Iterator[Mounted]:
 
     worker = threading.Thread(target=work)
     worker.start()
-    yield mounted
+    yield remounted
     ended.set()
     worker.join()
 
