@@ -13,13 +13,13 @@ from tests.support.mounts import Mounted
 
 
 @pytest.mark.sweep
-def test_a_listing_in_progress_brings_nothing_back(mounted: Mounted) -> None:
-    directory = mounted.path / "d"
+def test_a_listing_in_progress_brings_nothing_back(remounted: Mounted, on_remounted: Path) -> None:
+    directory = on_remounted / "d"
     directory.mkdir()
     count = 1000
     for number in range(count):
         (directory / f"{number}").write_bytes(b"content")
-    mounted.remount()
+    remounted.remount()
     with os.scandir(directory) as listing:
         next(listing)
         for number in range(1, count):
@@ -45,8 +45,10 @@ def blocks_of(path: Path) -> int:
     return path.stat().st_blocks
 
 
-def test_the_count_of_blocks_is_exact_after_fsync_and_after_close(mounted: Mounted) -> None:
-    path = mounted.path / "sparse"
+def test_the_count_of_blocks_is_exact_after_fsync_and_after_close(
+    remounted: Mounted, on_remounted: Path
+) -> None:
+    path = on_remounted / "sparse"
     exact = 2 * 4096 // 512
     with path.open("wb", buffering=0) as file:
         os.pwrite(file.fileno(), b"a" * 4096, 0)
@@ -60,8 +62,8 @@ def test_the_count_of_blocks_is_exact_after_fsync_and_after_close(mounted: Mount
             os.pwrite(file.fileno(), b"c" * 4096, 0)
         assert blocks_of(path) >= exact
     # close(2) does not wait for the daemon.
-    while json.loads(os.getxattr(mounted.path, "user.aifs.status"))["open_files"]:
+    while json.loads(os.getxattr(remounted.path, "user.aifs.status"))["open_files"]:
         pass
     assert blocks_of(path) == exact
-    mounted.remount()
+    remounted.remount()
     assert blocks_of(path) == exact

@@ -41,39 +41,39 @@ def write_fast(path: Path, pieces: list[bytes]) -> None:
             os.close(fd)
 
 
-def test_direct_writes_with_a_buffered_tail(mounted: Mounted) -> None:
+def test_direct_writes_with_a_buffered_tail(remounted: Mounted, on_remounted: Path) -> None:
     pieces = [
         os.urandom((3 << 20) + 8 * ALIGNMENT),
         os.urandom(ALIGNMENT),
         os.urandom((1 << 20) + 77),
     ]
-    path = mounted.path / "state.pt"
+    path = on_remounted / "state.pt"
     write_fast(path, pieces)
     assert path.read_bytes() == b"".join(pieces)
     write_fast(path, pieces[2:])
     assert path.read_bytes() == pieces[2]
-    mounted.remount()
+    remounted.remount()
     assert path.read_bytes() == pieces[2]
 
 
-def test_the_client_saves_on_a_mount(mounted: Mounted) -> None:
+def test_the_client_saves_on_a_mount(remounted: Mounted, on_remounted: Path) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
     from aifs.client.torch import PipelinedCheckpointer, parallel_load, parallel_save, save
 
     state = {"a": torch.randn(700_001), "b": torch.arange(9)}
     for method in ("buffered", "direct"):
-        save(state, mounted.path / method, method=method)
-    with PipelinedCheckpointer(mounted.path / "step-{step}") as checkpointer:
+        save(state, on_remounted / method, method=method)
+    with PipelinedCheckpointer(on_remounted / "step-{step}") as checkpointer:
         for step in range(2):
             checkpointer.save(state, step)
-    parallel_save(state, mounted.path / "parts-1", ("model", 0, 1))
-    mounted.kill()
-    mounted.mount()
+    parallel_save(state, on_remounted / "parts-1", ("model", 0, 1))
+    remounted.kill()
+    remounted.mount()
     for path in ("buffered", "direct", "latest/model.pt", "step-0/state-0.pt", "step-1/state-0.pt"):
         found = (
-            parallel_load(mounted.path / "latest")
+            parallel_load(on_remounted / "latest")
             if "model" in path
-            else torch.load(mounted.path / path)
+            else torch.load(on_remounted / path)
         )
         assert torch.equal(found["a"], state["a"]) and torch.equal(found["b"], state["b"])
-    assert client.verify(mounted.path / "step-1") == []
+    assert client.verify(on_remounted / "step-1") == []
