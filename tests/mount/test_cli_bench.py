@@ -4,22 +4,22 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.mounts import Mounted, aifs
+from tests.support.mounts import aifs
 
 SMALL = ("--size", "1MiB", "--files", "3")
 
 
-def test_a_mount_beside_a_plain_directory(mounted: Mounted, scratch: Path):
+def test_a_mount_beside_a_plain_directory(on_mount: Path, scratch: Path):
     plain = scratch / "plain"
     plain.mkdir()
-    rows = json.loads(aifs("bench", mounted.path, "--against", plain, *SMALL, "--json").stdout)
+    rows = json.loads(aifs("bench", on_mount, "--against", plain, *SMALL, "--json").stdout)
     assert len(rows) == 8
     for row in rows:
         assert row["rate"] > 0 and row["plain"] > 0
         assert abs(row["ratio"] - row["rate"] / row["plain"]) < 1e-9
         assert row["limited_by"] in ("", "this process", "the daemon", "the storage", "AIFS")
         assert row["limited_by"] != "the storage" or row["ratio"] > 0.5
-    assert os.listdir(mounted.path) == os.listdir(plain) == []
+    assert os.listdir(on_mount) == os.listdir(plain) == []
 
 
 def test_any_directory_alone(tmp_path: Path):

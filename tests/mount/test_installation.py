@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.support.mounts import Mounted
 from tests.unit.test_installation import COMMAND, WITHOUT_EXTRAS
 
 COMMANDS = [
@@ -21,8 +21,8 @@ COMMANDS = [
 ]
 
 
-def test_commands_for_a_mount_run_without_the_daemons_packages(mounted: Mounted) -> None:
-    for file in (mounted.path / "x", mounted.path / "new" / "x"):
+def test_commands_for_a_mount_run_without_the_daemons_packages(on_mount: Path) -> None:
+    for file in (on_mount / "x", on_mount / "new" / "x"):
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"content" * 100_000)
     for command, code in COMMANDS:
@@ -31,7 +31,7 @@ def test_commands_for_a_mount_run_without_the_daemons_packages(mounted: Mounted)
             check=False,
             capture_output=True,
             text=True,
-            cwd=mounted.path,
+            cwd=on_mount,
         )
         assert "pip install" not in done.stderr and "Traceback" not in done.stderr
         assert done.returncode == code, (command, done.stderr)

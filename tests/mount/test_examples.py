@@ -1,5 +1,6 @@
-"""The example of docs/guide/grouped.md, on a mount and in a plain directory. Skipped where torch is
-not installed.
+"""The examples of docs/guide/grouped.md, on a mount and in a plain directory, and of
+docs/guide/datasets.md, where a small model learns from each format. Skipped where torch is not
+installed.
 """
 
 import subprocess
@@ -44,3 +45,13 @@ def test_on_a_mount_equal_bytes_are_stored_once(mounted: Mounted) -> None:
 @pytest.mark.long
 def test_in_any_other_directory(tmp_path: Path) -> None:
     run_example(tmp_path / "run")
+
+
+@pytest.mark.long  # eight times
+def test_a_model_learns_from_each_format(mounted: Mounted) -> None:
+    pytest.importorskip("pyarrow")
+    command = [sys.executable, ROOT / "scripts/examples/datasets.py", mounted.path]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    formats = "parquet arrow jsonl text tar megatron records files".split()
+    assert [line.partition(":")[0] for line in said.splitlines()] == formats
+    assert said.count("100% of the pictures are known") == len(formats), said
