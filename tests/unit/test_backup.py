@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import Unavailable
@@ -118,7 +118,6 @@ def make_history(rng: random.Random) -> tuple[list[dict], dict[Name, dict]]:
     return states, segments
 
 
-@settings(max_examples=200)
 @given(st.integers(), st.floats(0, 0.5), st.none() | st.integers(0, 40))
 def test_any_chain_makes_the_state_that_it_says(seed: int, lost: float, at: int | None) -> None:
     rng = random.Random(seed)

@@ -10,7 +10,7 @@ import struct
 import zipfile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.layout.borders import SMALL, cut
@@ -162,7 +162,6 @@ def test_what_is_odd_is_cut_plainly(data):
     assert ranges(data) == plain(len(data))
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_damage_never_hurts(data):
     made = bytearray(data.draw(st.sampled_from([_SAFE, _ZIP])))

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.budget import Budget
@@ -164,7 +164,6 @@ uses = st.tuples(
 )  # as of ``use`` below
 
 
-@settings(deadline=None)
 @given(st.lists(uses, max_size=30))
 def test_never_more_than_the_total(plan):
     budget = Budget(100)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aifs.burst.ledger import Ledger
@@ -72,6 +72,14 @@ def make_tier(*devices: FakeServer, upkeep: Upkeep | None = None, **options: obj
     )
 
 
+def make_one(
+    size: int = 10 * GIB, used: int = 0, **options: object
+) -> tuple[FakeServer, BurstTier]:
+    """A device, and the tier that has it alone."""
+    server = FakeServer(0, size, used)
+    return server, make_tier(server, **options)
+
+
 def a_copy(server: FakeServer, copy_id: int) -> SimpleNamespace:
     return SimpleNamespace(id=copy_id, server=server.id)
 
@@ -85,8 +93,7 @@ def promise(tier: BurstTier, server: FakeServer, copy_id: int, expected: int) ->
 
 
 def test_policy_and_room_decide():
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server)
+    server, tier = make_one()
     assert tier.admit("capacity") is None
     for policy in ("", "burst", "pinned"):
         assert tier.admit(policy) is server
@@ -103,8 +110,7 @@ def test_without_devices_all_goes_to_the_data_servers():
 
 
 def test_above_the_high_mark_nothing_is_admitted():
-    server = FakeServer(0, 10 * GIB, used=int(7.9 * GIB))
-    tier = make_tier(server)
+    server, tier = make_one(used=int(7.9 * GIB))
     assert tier.admit("") is server
     tier.dirty(1, server.id, GIB // 5)
     assert tier.admit("") is None
@@ -112,8 +118,7 @@ def test_above_the_high_mark_nothing_is_admitted():
 
 
 def test_the_reserve_is_at_most_a_twentieth():
-    server = FakeServer(0, GIB)
-    tier = make_tier(server, reserve="1GiB", high_water=1)
+    server, tier = make_one(GIB, reserve="1GiB", high_water=1)
     assert tier.admit("", 970 * MIB) is server
     assert tier.admit("", 980 * MIB) is None
 
@@ -145,7 +150,6 @@ def test_equal_devices_take_turns_and_the_emptier_takes_more():
     st.sampled_from([0.5, 0.8, 1.0]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=60),
 )
-@settings(max_examples=200)
 def test_expected_sizes_never_exceed_what_may_be_used(count, capacity, high, events):
     servers = {number: FakeServer(number, 100 * MIB) for number in range(count)}
     tier = make_tier(
@@ -172,8 +176,7 @@ def test_expected_sizes_never_exceed_what_may_be_used(count, capacity, high, eve
 
 
 def test_room_that_was_promised_is_free_again_when_the_file_is_closed():
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server)
+    server, tier = make_one()
     tier.admit("", 6 * GIB)
     promise(tier, server, 1, 6 * GIB)
     tier.opened(a_copy(server, 1))
@@ -185,8 +188,7 @@ def test_room_that_was_promised_is_free_again_when_the_file_is_closed():
 
 async def test_a_device_that_becomes_full_is_said_so_once(caplog):
     caplog.set_level(logging.INFO)
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server, reserve="100MiB")
+    server, tier = make_one(reserve="100MiB")
     for used in (GIB, 10 * GIB, 10 * GIB, 10 * GIB - 50 * MIB, GIB):
         server.used = used
         await tier.look()
@@ -199,8 +201,7 @@ async def test_a_device_that_becomes_full_is_said_so_once(caplog):
 
 
 async def test_the_length_of_what_is_written_behind_our_back_is_looked_at():
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server, capacity="1GiB")
+    server, tier = make_one(capacity="1GiB")
     copy = SimpleNamespace(
         id=1, server=server.id, is_open=True, stat=lambda: SimpleNamespace(st_blocks=GIB // 512)
     )
@@ -232,8 +233,7 @@ async def test_what_a_look_costs_does_not_grow_with_the_files_that_are_open():
 
 
 async def test_a_copy_that_is_drained_or_gone_before_its_turn_is_not_looked_at():
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server)
+    server, tier = make_one()
     copies = [
         SimpleNamespace(
             id=number, server=server.id, is_open=True, stat=lambda: SimpleNamespace(st_blocks=8)
@@ -255,8 +255,7 @@ async def test_a_copy_that_is_drained_or_gone_before_its_turn_is_not_looked_at()
 
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=30), st.sampled_from([0.0, 1e6, 1e9]))
 def test_the_pause_grows_with_what_is_not_drained(steps, rate):
-    server = FakeServer(0, 1000 * MIB)
-    tier = make_tier(server, throttle_max="200ms")
+    server, tier = make_one(1000 * MIB, throttle_max="200ms")
     tier.rate = rate
     last = -1.0
     for copy_id, step in enumerate(steps):
@@ -271,8 +270,7 @@ def test_the_pause_grows_with_what_is_not_drained(steps, rate):
 
 
 async def test_throttling_is_free_where_there_is_room():
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server)
+    server, tier = make_one()
     tier.dirty(1, server.id, 6 * GIB)
     with trio.CancelScope() as scope:
         scope.cancel()
@@ -281,8 +279,7 @@ async def test_throttling_is_free_where_there_is_room():
 
 
 async def test_a_writer_waits_as_long_as_told_or_until_there_is_room(autojump_clock):
-    server = FakeServer(0, 10 * GIB)
-    tier = make_tier(server, throttle_max="10s")
+    server, tier = make_one(throttle_max="10s")
     tier.dirty(1, server.id, 8 * GIB)
     start = trio.current_time()
     await tier.throttle()
@@ -298,8 +295,7 @@ async def test_a_writer_waits_as_long_as_told_or_until_there_is_room(autojump_cl
 
 
 def test_what_others_store_there_moves_the_marks():
-    server = FakeServer(0, 1000 * MIB, used=500 * MIB)
-    tier = make_tier(server)
+    server, tier = make_one(1000 * MIB, used=500 * MIB)
     tier.dirty(1, server.id, 200 * MIB)
     assert tier.pressure == 0
     tier.dirty(1, server.id, 270 * MIB)
@@ -312,8 +308,7 @@ def test_what_others_store_there_moves_the_marks():
 
 
 def test_eviction_goes_down_to_the_low_mark_and_spares_what_is_dirty():
-    server = FakeServer(0, 1000 * MIB)
-    tier = make_tier(server)
+    server, tier = make_one(1000 * MIB)
     tier.dirty(1, server.id, 200 * MIB)
     tier.clean(2, server.id, 500 * MIB)
     assert tier.needs_eviction() == {}
@@ -327,8 +322,7 @@ def test_eviction_goes_down_to_the_low_mark_and_spares_what_is_dirty():
 
 
 def test_space_of_evicted_copies_is_not_asked_for_twice():
-    server = FakeServer(0, 1000 * MIB, used=900 * MIB)
-    tier = make_tier(server)
+    server, tier = make_one(1000 * MIB, used=900 * MIB)
     for copy_id in range(9):
         tier.clean(copy_id, server.id, 100 * MIB)
         tier.devices[server.id].look(server.space())
@@ -413,7 +407,6 @@ EVENTS = st.lists(
 @example(
     events=[("clean", 1, 0, 0), ("clean", 0, 0, 0), ("unpin", 1, 0, 0)], wanted=0
 )  # one that was not pinned
-@settings(max_examples=300)
 def test_the_ledger_agrees_with_a_naive_one(events, wanted):
     ledger = Ledger()
     copies: dict[int, tuple[int, int, bool]] = {}

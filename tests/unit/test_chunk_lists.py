@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import Stale, Unavailable
@@ -129,7 +129,6 @@ class Reads:
         return self.tx.get(key)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=900), st.data())
 async def test_extents_are_found_by_offset(lengths, data):
     engine = MemoryEngine()
@@ -317,7 +316,6 @@ class Files:
             assert shares == stored
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -1,7 +1,7 @@
 """The erasure code: what it makes of a row, and what any of its columns can be told from."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from aifs.data.objects import isal
@@ -37,7 +37,6 @@ def rows(draw: some.DrawFn) -> tuple[int, int, list[bytes]]:
     return data, parity, [content[start : start + unit] for start in range(0, unit * data, unit)]
 
 
-@settings(deadline=None, max_examples=60)
 @given(rows(), some.data())
 def test_any_columns_as_many_as_there_are_of_data_tell_the_others(
     row: tuple, choice: some.DataObject
@@ -53,7 +52,6 @@ def test_any_columns_as_many_as_there_are_of_data_tell_the_others(
         assert bytes(target) == columns[wanted].ljust(length, b"\0")
 
 
-@settings(deadline=None, max_examples=40)
 @given(rows(), some.data())
 def test_a_range_of_parity_is_that_of_the_range(row: tuple, choice: some.DataObject) -> None:
     data, parity, units = row

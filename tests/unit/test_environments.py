@@ -27,6 +27,8 @@ from tests.support.mounts import TIMEOUT_S
 
 KEY = {"lock": "torch==2.2"}
 
+gives_away = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+
 
 def touch(path: str) -> None:
     Path(path, "done").write_text(path)
@@ -322,9 +324,8 @@ def test_records_stay_where_they_are_when_a_symlink_takes_their_place(tmp_path: 
     assert os.listdir(victim) == os.listdir(moved) == []
 
 
+@gives_away
 def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give a directory away")
     with startup.environment(tmp_path, key=KEY, make=touch) as found:
         os.chown(found.path, 65534, 65534)
     with startup.environment(tmp_path, key=KEY, make=touch) as again:
@@ -340,13 +341,12 @@ def test_where_everybody_may_write_nobody_runs_what_others_made(tmp_path: Path) 
     startup.environment(tmp_path, key=KEY, make=touch).close()
 
 
+@gives_away
 @pytest.mark.parametrize("field", ["making", "name"])
 def test_a_record_removes_nothing_that_does_not_belong_to_its_owner(
     tmp_path: Path, field: str
 ) -> None:
     """Root removed what another user was just making, because a third one's record said so."""
-    if os.geteuid():
-        pytest.skip("only root can give a directory away")
     records = tmp_path / ".aifs-env"
     records.mkdir()
     theirs = tmp_path / ("." + "a" * 63 if field == "making" else "c" * 64)
@@ -370,10 +370,9 @@ def test_a_record_is_not_read_without_bound(tmp_path: Path) -> None:
     assert startup.list_made(tmp_path)[name][0] == startup.MadeRecord()
 
 
+@gives_away
 def test_where_everybody_may_write_records_of_others_are_not_used(tmp_path: Path) -> None:
     """Their owner may write anything into them, and give them other names."""
-    if os.geteuid():
-        pytest.skip("only root can give a directory away")
     tmp_path.chmod(0o1777)
     (tmp_path / ".aifs-env").mkdir()
     os.chown(tmp_path / ".aifs-env", 65534, 65534)

@@ -465,7 +465,6 @@ def test_torn_files(valid: tuple[str, bytes, bytes | None]) -> None:
         assert sum(block.rows for block in found) < whole
 
 
-@settings(max_examples=60)
 @given(changes=st.lists(st.tuples(st.integers(0, 1 << 30), st.binary(min_size=1, max_size=9))))
 def test_mutated_files(
     valid: tuple[str, bytes, bytes | None], changes: list[tuple[int, bytes]]
@@ -486,7 +485,6 @@ def test_mutated_files(
         pass
 
 
-@settings(max_examples=60)
 @given(
     data=st.binary(max_size=3000), magic=st.sampled_from([b"", b"PAR1", b"ARROW1\0\0", b"\xff" * 4])
 )

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import NoSpace
@@ -99,7 +99,6 @@ def least_s(pattern: Pattern) -> float:
     return max(bounds)
 
 
-@settings(max_examples=100, deadline=None)
 @given(patterns())
 def test_a_plan_is_close_to_the_least_time_of_all(pattern: Pattern) -> None:
     room = [node.space for node in pattern.destinations]
@@ -133,7 +132,6 @@ def best_whole(pattern: Pattern) -> float:
     return best
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_tiny_plans_against_brute_force(seed: int) -> None:
     rng = random.Random(seed)
@@ -219,7 +217,6 @@ def test_few_bytes_beside_very_many_are_sent_by_who_has_them() -> None:
     check(pattern, plan(pattern))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 20)), max_size=20))
 def test_the_maximum_flow_equals_the_minimum_cut(edges: list[tuple[int, int, int]]) -> None:
     network = Network(6)

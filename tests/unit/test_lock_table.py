@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.files.lock_table import LAST, Lock, LockOwner, LockTable, Wait
@@ -116,7 +116,6 @@ def _ofd(fd: int, command: int, step: Step) -> tuple[int, ...]:
     return _OFD.unpack(fcntl.fcntl(fd, command, packed))
 
 
-@settings(max_examples=60)
 @given(st.lists(steps(), max_size=30))
 def test_ranges_are_those_of_linux(asked: list[Step]) -> None:
     table = LockTable(False)
@@ -139,7 +138,6 @@ def test_ranges_are_those_of_linux(asked: list[Step]) -> None:
             assert apply(table, step) == is_locked, step
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(OWNERS), st.sampled_from(["read", "write", "unlock"])),

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, Unavailable
@@ -163,7 +163,6 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=100, deadline=None)
 async def test_counters_are_the_sums_of_inodes(steps: list[tuple[str, int, int, int]]) -> None:
     store = Store()
     await store.begin()
