@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -82,8 +83,22 @@ def content(engine):
     return trio.run(engine.view, lambda tx: list(tx.range(b"\0", b"\xff")))
 
 
-def count_in(pairs):
-    return int(dict(pairs).get(b"n", b"0"))
+@contextmanager
+def opened(path):
+    engine = LmdbEngine(str(path))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prefix_in(path):
+    """How many transactions of the history a store holds, which has to be all that it holds."""
+    with opened(path) as engine:
+        pairs = content(engine)
+    count = int(dict(pairs).get(b"n", b"0"))
+    assert pairs == after(count), "not a prefix of the history"
+    return count
 
 
 class Run:
@@ -149,13 +164,7 @@ def crash_and_recover(directory, copy, begin, point, rng):
         assert cut.crashed, f"{point} was not reached in 3000 transactions"
         cut.materialise(copy, rng)
         engine.close()
-    recovered = LmdbEngine(str(copy))
-    try:
-        pairs = content(recovered)
-    finally:
-        recovered.close()
-    found = count_in(pairs)
-    assert pairs == after(found), "not a prefix of the history"
+    found = prefix_in(copy)
     assert run.durable <= found <= run.attempted
     return found
 
@@ -188,13 +197,7 @@ def test_a_power_cut_while_the_next_process_recovers_after_kill_9(scratch, point
         with pytest.raises(faults.SimulatedCrash):
             LmdbEngine(str(scratch / "0"))
         cut.materialise(scratch / "1", rng)
-    recovered = LmdbEngine(str(scratch / "1"))
-    try:
-        pairs = content(recovered)
-        assert 20 <= count_in(pairs) <= 50
-        assert pairs == after(count_in(pairs))
-    finally:
-        recovered.close()
+    assert 20 <= prefix_in(scratch / "1") <= 50
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -210,12 +213,7 @@ def test_lmdb_never_holds_what_the_journal_could_lose(scratch, seed):
         assert cut.crashed
         cut.materialise(scratch / "1", rng)
         engine.close()
-    recovered = LmdbEngine(str(scratch / "1"))
-    try:
-        pairs = content(recovered)
-        assert pairs == after(count_in(pairs))
-    finally:
-        recovered.close()
+    prefix_in(scratch / "1")
 
 
 async def run_some(engine, begin, count):
@@ -231,38 +229,31 @@ def test_a_power_cut_while_the_store_is_made_leaves_one_that_can_be_made(scratch
         with pytest.raises(faults.SimulatedCrash):
             LmdbEngine(str(scratch / "0"))
         cut.materialise(scratch / "1", random.Random(seed))
-    engine = LmdbEngine(str(scratch / "1"))
-    trio.run(run_some, engine, 0, 5)
-    engine.close()
-    engine = LmdbEngine(str(scratch / "1"))
-    assert content(engine) == after(5)
-    engine.close()
+    with opened(scratch / "1") as engine:
+        trio.run(run_some, engine, 0, 5)
+    assert prefix_in(scratch / "1") == 5
 
 
 def test_what_a_cut_left_behind_a_torn_record_never_comes_back(scratch):
     """Records 1 and 3 reached the disk, 2 did not; after recovery a new record ends just where 3
     begins.
     """
-    path = scratch / "0"
-    engine = LmdbEngine(str(path))
-    for number in (b"1", b"2", b"3"):
-        trio.run(engine.transact, lambda tx, number=number: tx.put(b"key", number))
-    shutil.copytree(path, scratch / "1")
-    engine.close()
+    with opened(scratch / "0") as engine:
+        for number in (b"1", b"2", b"3"):
+            trio.run(engine.transact, lambda tx, number=number: tx.put(b"key", number))
+        shutil.copytree(scratch / "0", scratch / "1")
     length = len(journal.encode(1, {b"key": b"1"}, 0))
     with open(scratch / "1" / "journal.0", "r+b") as file:
         file.seek(journal.FIRST_RECORD + length)
         file.write(bytes(length))
-    engine = LmdbEngine(str(scratch / "1"))
-    assert engine.recovered == 1
-    trio.run(engine.transact, lambda tx: tx.put(b"key", b"4" * (length + 1)))
-    assert engine.journal_bytes == 2 * length
-    shutil.copytree(scratch / "1", scratch / "2")
-    engine.close()
-    engine = LmdbEngine(str(scratch / "2"))
-    assert engine.recovered == 1
-    assert content(engine) == [(b"key", b"4" * (length + 1))]
-    engine.close()
+    with opened(scratch / "1") as engine:
+        assert engine.recovered == 1
+        trio.run(engine.transact, lambda tx: tx.put(b"key", b"4" * (length + 1)))
+        assert engine.journal_bytes == 2 * length
+        shutil.copytree(scratch / "1", scratch / "2")
+    with opened(scratch / "2") as engine:
+        assert engine.recovered == 1
+        assert content(engine) == [(b"key", b"4" * (length + 1))]
 
 
 @pytest.mark.sweep("life")
@@ -283,11 +274,7 @@ def test_kill_9_loses_nothing_acknowledged(scratch, life):
         assert child.wait() == -signal.SIGKILL
         acknowledged = int(acknowledgements[-1])
         assert acknowledged == begin + len(acknowledgements)
-        engine = LmdbEngine(str(scratch / "0"))
-        pairs = content(engine)
-        engine.close()
-        begin = count_in(pairs)
-        assert pairs == after(begin)
+        begin = prefix_in(scratch / "0")
         assert acknowledged <= begin <= acknowledged + 1
 
 
@@ -348,10 +335,8 @@ def test_an_append_that_fails_changes_nothing(scratch, number, kind, late):
         trio.run(engine.transact, change, 2)
         shutil.copytree(scratch / "0", scratch / "1")
         engine.close()
-    engine = LmdbEngine(str(scratch / "1"))
-    assert engine.recovered == 2
-    assert content(engine) == after(2)
-    engine.close()
+    with opened(scratch / "1") as engine:
+        assert engine.recovered == 2 and content(engine) == after(2)
 
 
 def test_after_a_failed_sync_nothing_is_promised_any_more(scratch, caplog):
@@ -370,9 +355,7 @@ def test_after_a_failed_sync_nothing_is_promised_any_more(scratch, caplog):
         with pytest.raises(Unavailable):
             engine.close()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    engine = LmdbEngine(str(scratch / "0"))  # the journal was good after all
-    assert content(engine) == after(1)
-    engine.close()
+    assert prefix_in(scratch / "0") == 1  # the journal was good after all
 
 
 def test_all_who_wait_for_a_sync_that_fails_hear_of_it(scratch, caplog):
@@ -468,10 +451,9 @@ def test_a_full_disk(small_disk, caplog, monkeypatch):
     assert "changes that need space are refused" in caplog.text
     assert "takes no changes" in caplog.text
 
-    engine = LmdbEngine(str(store))
-    assert engine.recovered == 0
-    assert [key for key, _ in content(engine)] == [b"%05d" % number for number in range(count)]
-    engine.close()
+    with opened(store) as engine:
+        assert engine.recovered == 0
+        assert [key for key, _ in content(engine)] == [b"%05d" % number for number in range(count)]
 
 
 def test_without_its_directory_the_engine_goes_on_and_commits_when_it_is_back(
@@ -504,9 +486,25 @@ def test_without_its_directory_the_engine_goes_on_and_commits_when_it_is_back(
     assert not engine.commit_error
     engine.close()
     assert "takes no changes" in caplog.text
-    engine = LmdbEngine(str(store))
-    assert len(content(engine)) == 2
-    engine.close()
+    with opened(store) as engine:
+        assert len(content(engine)) == 2
+
+
+@grows
+def add(tx, number):
+    tx.put(b"%05d" % number, bytes(900))
+
+
+def remove(tx, number):
+    tx.delete(b"%05d" % number)
+
+
+def work(engine, function, numbers):
+    """A transaction for each number, now and then committed to LMDB."""
+    for number in numbers:
+        trio.run(engine.transact, function, number)
+        if number % 16 == 0:
+            trio.run(engine.commit)
 
 
 def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeypatch):
@@ -514,23 +512,12 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     own file.
     """
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 32 << 10)
-
-    @grows
-    def add(tx, number):
-        tx.put(b"%05d" % number, bytes(900))
-
-    def work(function, numbers):
-        for number in numbers:
-            trio.run(engine.transact, function, number)
-            if number % 16 == 0:
-                trio.run(engine.commit)
-
     store = small_disk / "meta"
     store.mkdir()
     engine = LmdbEngine(str(store))
     fill(small_disk / "ballast")
     with pytest.raises(NoSpace):
-        work(add, range(10_000))
+        work(engine, add, range(10_000))
     assert engine.short_of_space
     engine.close()
 
@@ -538,14 +525,14 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     assert engine.short_of_space
     count = len(content(engine))
     assert count > 16
-    work(lambda tx, number: tx.delete(b"%05d" % number), range(count))
+    work(engine, remove, range(count))
     engine.abandon()
 
     engine = LmdbEngine(str(store))
     assert content(engine) == []
     (small_disk / "ballast").unlink()
     trio.run(engine.commit)
-    work(add, range(10))
+    work(engine, add, range(10))
     engine.close()
     assert "No space" not in caplog.text
 
@@ -555,53 +542,44 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
 def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypatch, remount):
     """LMDB's file does not shrink: its free pages are the room, though the disk stays full."""
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 32 << 10)
-
-    @grows
-    def add(tx, number):
-        tx.put(b"%05d" % number, bytes(900))
-
-    def work(function, numbers):
-        for number in numbers:
-            trio.run(engine.transact, function, number)
-            if number % 16 == 0:
-                trio.run(engine.commit)
-
     store = small_disk / "meta"
     store.mkdir()
     engine = LmdbEngine(str(store))
-    work(add, range(400))
+    work(engine, add, range(400))
     fill(small_disk / "ballast")
     with pytest.raises(NoSpace):
-        work(add, range(400, 10_000))
+        work(engine, add, range(400, 10_000))
     count = len(content(engine))
-    work(lambda tx, number: tx.delete(b"%05d" % number), range(count))
+    work(engine, remove, range(count))
     if remount:
         engine.close()
         engine = LmdbEngine(str(store))
     else:
         trio.run(engine.commit)
     assert not engine.short_of_space
-    work(add, range(count // 2))
+    work(engine, add, range(count // 2))
     assert len(content(engine)) == count // 2
     engine.close()
     assert "takes no changes" not in caplog.text
 
 
-def test_a_database_that_lost_its_file_is_refused(scratch):
-    engine = LmdbEngine(str(scratch / "0"))
-    trio.run(engine.transact, change, 1)
-    engine.close()
-    (scratch / "0" / "data.mdb").unlink()
-    with pytest.raises(StoreError, match="journal holds changes"):
-        LmdbEngine(str(scratch / "0"))
-
-
-def test_a_truncated_database_is_refused(scratch):
-    engine = LmdbEngine(str(scratch / "0"))
-    trio.run(run_some, engine, 0, 50)
-    engine.close()
-    os.truncate(scratch / "0" / "data.mdb", 3 * 4096)
-    with pytest.raises(StoreError, match="the metadata database is broken"):
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (os.unlink, "journal holds changes"),
+        (lambda path: os.truncate(path, 3 * 4096), "the metadata database is broken"),
+        (
+            lambda path: path.write_bytes(b"something else" * 1000),
+            "the metadata database is broken",
+        ),
+    ],
+    ids=["lost", "truncated", "something else"],
+)
+def test_a_damaged_database_is_refused(scratch, damage, match):
+    with opened(scratch / "0") as engine:
+        trio.run(run_some, engine, 0, 50)
+    damage(scratch / "0" / "data.mdb")
+    with pytest.raises(StoreError, match=match):
         LmdbEngine(str(scratch / "0"))
 
 
@@ -609,9 +587,8 @@ def test_a_database_without_its_unwritten_last_pages_is_whole(scratch):
     # LMDB does not write pages that one transaction takes and frees, so the file may end before its
     # "last page".
     directory = str(scratch / "0")
-    engine = LmdbEngine(directory)
-    trio.run(run_some, engine, 0, 50)
-    engine.close()
+    with opened(directory) as engine:
+        trio.run(run_some, engine, 0, 50)
     with lmdb.open(directory, lock=False, max_dbs=2) as environment:
         records = environment.open_db(b"checked")
         for change in (lambda tx, key: tx.put(key, bytes(500)), lambda tx, key: tx.delete(key)):
@@ -620,17 +597,8 @@ def test_a_database_without_its_unwritten_last_pages_is_whole(scratch):
                     change(transaction, b"q%d" % number)
         length = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     assert (scratch / "0" / "data.mdb").stat().st_size < length
-    engine = LmdbEngine(directory)
-    try:
-        assert trio.run(engine.view, lambda tx: len(list(tx.range(b"\0", b"\xff")))) > 0
-    finally:
-        engine.close()
-
-
-def test_a_file_that_is_no_database_is_refused(scratch):
-    (scratch / "0" / "data.mdb").write_bytes(b"something else" * 1000)
-    with pytest.raises(StoreError, match="the metadata database is broken"):
-        LmdbEngine(str(scratch / "0"))
+    with opened(directory) as engine:
+        assert content(engine)
 
 
 if __name__ == "__main__":
