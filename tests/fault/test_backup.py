@@ -6,7 +6,9 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import trio
@@ -33,6 +35,7 @@ from tests.support.ledger import Ledger
 from tests.support.powercut import PowerCut
 
 ROOT, OWNER = 1, Caller()
+Result = TypeVar("Result")
 ON = modes.ON | {"meta.backup_interval": "1h", "layout.unit": str(UNIT)}
 MODES = {
     "striped": ON | modes.STRIPED,
@@ -47,6 +50,13 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vfs_backup, "PART_BYTES", 1000)
     monkeypatch.setattr(vfs_backup, "_SLICE", 8)
     monkeypatch.setattr(vfs_backup, "_MIN_BASE_BYTES", 5000)
+
+
+@pytest.fixture
+def empty(scratch: Path) -> Path:
+    """A store without files."""
+    modes.make_store(scratch / "0", ON)
+    return scratch / "0"
 
 
 def lose_metadata(source: Path) -> None:
@@ -71,6 +81,20 @@ def segments(source: Path) -> dict[str, list[Path]]:
     for path in sorted(source.glob(f"data/*/{BACKUP}/*")):
         copies.setdefault(path.name, []).append(path)
     return copies
+
+
+def use(source: Path, work: Callable[..., Awaitable[Result]], *args: object) -> Result:
+    """Mount a store for ``work(fs, *args)``."""
+
+    async def run() -> Result:
+        async with open_filesystem(modes.config_of(source)) as fs:
+            return await work(fs, *args)
+
+    return trio.run(run)
+
+
+def unavailable(*_: object) -> None:
+    raise Unavailable("told to")
 
 
 async def write(fs: Filesystem, name: bytes, content: bytes) -> int:
@@ -200,13 +224,12 @@ def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
     modes.make_store(source, ON | {"meta.backup_interval": "20ms"})
     rng = random.Random(part)
 
-    async def work(cut: PowerCut) -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            for number in range(200):
-                await write(fs, b"%d" % number, b"x" * number)
-                if cut.crashed:
-                    raise faults.SimulatedCrash("the power fails")
-                await trio.sleep(0.001)
+    async def work(fs: Filesystem, cut: PowerCut) -> None:
+        for number in range(200):
+            await write(fs, b"%d" % number, b"x" * number)
+            if cut.crashed:
+                raise faults.SimulatedCrash("the power fails")
+            await trio.sleep(0.001)
 
     with PowerCut(source) as cut:
         cut.crash_at(
@@ -214,7 +237,7 @@ def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
             1 + 3 * part,
         )
         with pytest.raises(faults.SimulatedCrash):
-            trio.run(work, cut)
+            use(source, work, cut)
         cut.materialise(copy, rng)
     assert not check(modes.config_of(copy), repair=False).findings
     if list(states(find(modes.config_of(copy), "")[1])):
@@ -239,8 +262,8 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
         ]
         return {item.oid for item in items if isinstance(item, StoredObject) and item.length}
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs, trio.open_nursery() as nursery:
+    async def run(fs: Filesystem) -> None:
+        async with trio.open_nursery() as nursery:
             await write(fs, b"before", bytes(5000))
             await fs.unlink(ROOT, b"before")
             fs.forget([(await fs.ids.take()) - 1])
@@ -261,7 +284,7 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
             await fs.collector.drain()
             assert len(stored()) < len(before)
 
-    trio.run(run)
+    use(source, run)
 
 
 @pytest.mark.parametrize("lost", ["clone after it", "changed after it", "removed after it"])
@@ -276,51 +299,46 @@ def test_clones_come_back_with_the_bytes_that_they_share(
     source, data = scratch / "0", os.urandom(20_000)
     modes.make_store(source, MODES[mode] | {"layout.inline_limit": "0"})
 
-    def fail(server: object, name: str, data: bytes) -> None:
-        raise Unavailable("told to")
-
-    async def live() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            ino = await write(fs, b"file", data)
-            await fs.wait_drained(ino)
-            await fs.evictor.evict(ino)
-            if lost == "clone after it":
-                await fs.backup.ship()
-                patch.setattr(backups, "put", fail)
-            await fs.clone(ROOT, b"file", ROOT, b"clone", OWNER)
-            clone = (await fs.lookup(ROOT, b"clone")).ino
-            if lost != "clone after it":
-                await fs.backup.ship()
-                patch.setattr(backups, "put", fail)
-            if lost == "changed after it":
-                for number in (ino, clone):
-                    handle, *_ = await fs.open(number, os.O_RDWR | os.O_TRUNC)
-                    await fs.write(handle, 0, b"other bytes" * 900)
-                    await fs.release(handle)
-                    await fs.wait_drained(number)
-            else:
-                await fs.unlink(ROOT, b"file")
-                await fs.unlink(ROOT, b"clone")
-                fs.forget([ino, clone])
-            await fs.collector.drain()
-            raise faults.SimulatedCrash("the metadata is lost")
+    async def live(fs: Filesystem) -> None:
+        ino = await write(fs, b"file", data)
+        await fs.wait_drained(ino)
+        await fs.evictor.evict(ino)
+        if lost == "clone after it":
+            await fs.backup.ship()
+            patch.setattr(backups, "put", unavailable)
+        await fs.clone(ROOT, b"file", ROOT, b"clone", OWNER)
+        clone = (await fs.lookup(ROOT, b"clone")).ino
+        if lost != "clone after it":
+            await fs.backup.ship()
+            patch.setattr(backups, "put", unavailable)
+        if lost == "changed after it":
+            for number in (ino, clone):
+                handle, *_ = await fs.open(number, os.O_RDWR | os.O_TRUNC)
+                await fs.write(handle, 0, b"other bytes" * 900)
+                await fs.release(handle)
+                await fs.wait_drained(number)
+        else:
+            await fs.unlink(ROOT, b"file")
+            await fs.unlink(ROOT, b"clone")
+            fs.forget([ino, clone])
+        await fs.collector.drain()
+        raise faults.SimulatedCrash("the metadata is lost")
 
     with monkeypatch.context() as patch, pytest.raises(faults.SimulatedCrash):
-        trio.run(live)
+        use(source, live)
     lose_metadata(source)
     restored(source)
 
-    async def look() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
+    async def look(fs: Filesystem) -> None:
+        assert await read(fs, b"file") == data
+        if lost != "clone after it":
+            assert await read(fs, b"clone") == data
+            handle, *_ = await fs.open((await fs.lookup(ROOT, b"clone")).ino, os.O_RDWR)
+            await fs.write(handle, 0, b"new")
+            await fs.release(handle)
             assert await read(fs, b"file") == data
-            if lost != "clone after it":
-                assert await read(fs, b"clone") == data
-                handle, *_ = await fs.open((await fs.lookup(ROOT, b"clone")).ino, os.O_RDWR)
-                await fs.write(handle, 0, b"new")
-                await fs.release(handle)
-                assert await read(fs, b"file") == data
 
-    trio.run(look)
+    use(source, look)
     assert not check(modes.config_of(source), repair=False, deep=True).findings
 
 
@@ -344,106 +362,95 @@ def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
             item.oid for item in list_all(burst) if isinstance(item, StoredObject) and item.length
         }
 
-    async def evict() -> None:
-        async with open_filesystem(config) as fs:
-            await write(fs, b"first", data)
-            if when != "made after":
-                ino = await write(fs, b"file", data)
-            if when == "drained before":
-                await fs.wait_drained(ino)
-            await fs.backup.ship()
-            if when == "made after":
-                ino = await write(fs, b"file", data)
+    async def evict(fs: Filesystem) -> None:
+        await write(fs, b"first", data)
+        if when != "made after":
+            ino = await write(fs, b"file", data)
+        if when == "drained before":
             await fs.wait_drained(ino)
-            copy = (await fs.getattr(ino)).copy.id
-            with monkeypatch.context() as patch:
-                patch.setattr(backups, "put", fail)
-                assert await fs.evictor.evict(ino)
-                await fs.collector.drain()
-                assert (copy in copies()) == (when == "undrained in it")
-                raise faults.SimulatedCrash("the metadata is lost")
+        await fs.backup.ship()
+        if when == "made after":
+            ino = await write(fs, b"file", data)
+        await fs.wait_drained(ino)
+        copy = (await fs.getattr(ino)).copy.id
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "put", unavailable)
+            assert await fs.evictor.evict(ino)
+            await fs.collector.drain()
+            assert (copy in copies()) == (when == "undrained in it")
+            raise faults.SimulatedCrash("the metadata is lost")
 
-    def fail(server: object, name: str, data: bytes) -> None:
-        raise Unavailable("told to")
-
-    async def look() -> None:
-        async with open_filesystem(config) as fs:
-            assert await read(fs, b"first") == data
-            if when == "made after":
-                with pytest.raises(NotFound):
-                    await fs.lookup(ROOT, b"file")
-            else:
-                assert await read(fs, b"file") == data
+    async def look(fs: Filesystem) -> None:
+        assert await read(fs, b"first") == data
+        if when == "made after":
+            with pytest.raises(NotFound):
+                await fs.lookup(ROOT, b"file")
+        else:
+            assert await read(fs, b"file") == data
 
     with pytest.raises(faults.SimulatedCrash):
-        trio.run(evict)
+        use(source, evict)
     shutil.rmtree(source / "meta")
     restored(source)
-    trio.run(look)
+    use(source, look)
 
 
 @pytest.mark.parametrize(("error", "goes_on"), [(NoSpace, True), (Unavailable, False)])
 def test_deletions_where_no_backup_can_be_made(
-    scratch: Path,
+    empty: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: type,
     goes_on: bool,
 ) -> None:
     monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
-    source = scratch / "0"
-    modes.make_store(source, ON)
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            await fs.backup.ship()
-            with monkeypatch.context() as patch:
-                patch.setattr(backups, "put", fail)
-                await write(fs, b"file", b"x")
-                assert await fs.backup.covered(fs.store.engine.seq) == goes_on
-                assert fs.backup.status()["last_error"]
-                assert ("no longer wait" in caplog.text) == goes_on
-            await fs.backup.ship()
-            assert fs.backup.status()["last_error"] == ""
+    async def run(fs: Filesystem) -> None:
+        await fs.backup.ship()
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "put", fail)
+            await write(fs, b"file", b"x")
+            assert await fs.backup.covered(fs.store.engine.seq) == goes_on
+            assert fs.backup.status()["last_error"]
+            assert ("no longer wait" in caplog.text) == goes_on
+        await fs.backup.ship()
+        assert fs.backup.status()["last_error"] == ""
 
     def fail(server: object, name: str, data: bytes) -> None:
         raise error("told to")
 
-    trio.run(run)
-    assert len(list(states(find(modes.config_of(source), "")[1]))) == 1
+    use(empty, run)
+    assert len(list(states(find(modes.config_of(empty), "")[1]))) == 1
 
 
-def test_bases_take_the_place_of_increments(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bases_take_the_place_of_increments(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers hold two bases, what came after them, and nothing that a crash has left; each on
     two servers.
     """
-    source = scratch / "0"
-    modes.make_store(source, ON)
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            for number in range(100):
-                await write(fs, b"%d" % number, os.urandom(200))
-                await fs.backup.ship()
-            while fs.backup.status()["increment_bytes"]:  # so that no base is due soon
-                await write(fs, b"more", b"x")
-                await fs.unlink(ROOT, b"more")
-                await fs.backup.ship()
+    async def run(fs: Filesystem) -> None:
+        for number in range(100):
+            await write(fs, b"%d" % number, os.urandom(200))
+            await fs.backup.ship()
+        while fs.backup.status()["increment_bytes"]:  # so that no base is due soon
+            await write(fs, b"more", b"x")
+            await fs.unlink(ROOT, b"more")
+            await fs.backup.ship()
 
-    trio.run(run)
-    names = segments(source)
+    use(empty, run)
+    names = segments(empty)
     assert all(len(copies) == 2 for copies in names.values())
     assert len({parse_name(name).after for name in names if parse_name(name).kind == BASE}) == 2
     assert sum(path.stat().st_size for copies in names.values() for path in copies[:1]) < 6 * 20000
-    (source / "data" / "0" / BACKUP / "increment-left.new").touch()
+    (empty / "data" / "0" / BACKUP / "increment-left.new").touch()
     before = set(names)
-    trio.run(look, source)
-    assert set(segments(source)) > before, "an increment, since the store was closed in order"
+    trio.run(look, empty)
+    assert set(segments(empty)) > before, "an increment, since the store was closed in order"
     monkeypatch.setattr(vfs_backup, "BASE_AGE_S", -1.0)
-    back_up(modes.config_of(source), "")
-    check(modes.config_of(source), repair=False)
-    back_up(modes.config_of(source), "")
-    assert not before & set(segments(source)) and "increment-left.new" not in segments(source), (
+    back_up(modes.config_of(empty), "")
+    check(modes.config_of(empty), repair=False)
+    back_up(modes.config_of(empty), "")
+    assert not before & set(segments(empty)) and "increment-left.new" not in segments(empty), (
         "a new base"
     )
 
@@ -457,23 +464,21 @@ def source(scratch: Path) -> Path:
     source = scratch / "store"
     modes.make_store(source, ON)
 
-    async def fill() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            for name in (b"a", b"b", b"c"):
-                await write(fs, name, name * 3000)
-                await fs.wait_drained(ROOT)
-                await fs.backup.ship()
+    async def fill(fs: Filesystem) -> None:
+        for name in (b"a", b"b", b"c"):
+            await write(fs, name, name * 3000)
+            await fs.wait_drained(ROOT)
+            await fs.backup.ship()
 
-    trio.run(fill)
+    use(source, fill)
     return source
 
 
-async def names_of(source: Path) -> list[bytes]:
-    async with open_filesystem(modes.config_of(source)) as fs:
-        names = [name for name, _, _ in await fs.readdir(ROOT, 0)]
-        for name in names:
-            assert await read(fs, name) == name * 3000
-        return names
+async def names_of(fs: Filesystem) -> list[bytes]:
+    names = [name for name, _, _ in await fs.readdir(ROOT, 0)]
+    for name in names:
+        assert await read(fs, name) == name * 3000
+    return names
 
 
 def numbers(source: Path) -> list[int]:
@@ -487,7 +492,7 @@ def test_a_damaged_copy_is_passed_over(source: Path, caplog: pytest.LogCaptureFi
     for copies in segments(source).values():
         copies[0].write_bytes(b"damage")
     restored(source)
-    assert trio.run(names_of, source) == [b"a", b"b", b"c"]
+    assert use(source, names_of) == [b"a", b"b", b"c"]
     assert "is not used" in caplog.text
 
 
@@ -495,19 +500,18 @@ def test_a_damaged_copy_is_passed_over(source: Path, caplog: pytest.LogCaptureFi
 def generations(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same store with a second generation of backups, and a state with file d behind it."""
 
-    async def add() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            with monkeypatch.context() as patch:
-                patch.setattr(vfs_backup, "BASE_AGE_S", -1.0)
-                await fs.backup.ship()
-                await write(fs, b"c2", b"c2" * 3000)
-                await fs.wait_drained(ROOT)
-                await fs.backup.ship()
-            await write(fs, b"d", b"d" * 3000)
+    async def add(fs: Filesystem) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(vfs_backup, "BASE_AGE_S", -1.0)
+            await fs.backup.ship()
+            await write(fs, b"c2", b"c2" * 3000)
             await fs.wait_drained(ROOT)
             await fs.backup.ship()
+        await write(fs, b"d", b"d" * 3000)
+        await fs.wait_drained(ROOT)
+        await fs.backup.ship()
 
-    trio.run(add)
+    use(source, add)
     assert len({name.after for name in map(parse_name, segments(source)) if name.kind == BASE}) == 2
     lose_metadata(source)
     return source
@@ -543,7 +547,7 @@ def test_a_damaged_newest_base_falls_back_to_the_generation_before(
     assert (state.seq, state.generation) == (last, 1 if damage == "missing" else 2)
     if damage != "missing":
         assert "is damaged: restored is generation 2" in caplog.text
-    assert trio.run(names_of, generations) == [b"a", b"b", b"c", b"c2", b"d"]
+    assert use(generations, names_of) == [b"a", b"b", b"c", b"c2", b"d"]
 
 
 @pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage != "missing"])
@@ -560,7 +564,7 @@ def test_a_damaged_newest_increment_leaves_the_state_before(
     state = restore(modes.config_of(generations), "", None)
     assert state.seq < last and state.generation == 1
     assert f"of sequence {last}, is damaged" in caplog.text
-    assert b"c2" in trio.run(names_of, generations)
+    assert b"c2" in use(generations, names_of)
 
 
 def test_one_server_with_whole_copies_is_enough(
@@ -572,7 +576,7 @@ def test_one_server_with_whole_copies_is_enough(
     state = restore(modes.config_of(generations), "", None)
     assert (state.seq, state.generation) == (last, 1)
     assert "is damaged: restored" not in caplog.text
-    assert b"d" in trio.run(names_of, generations)
+    assert b"d" in use(generations, names_of)
 
 
 def test_a_lost_increment_ends_the_chain(source: Path) -> None:
@@ -587,7 +591,7 @@ def test_a_lost_increment_ends_the_chain(source: Path) -> None:
         if parse_name(path.name).seq == numbers(source)[2]:
             path.unlink()
     restored(source)
-    assert trio.run(names_of, source) == [b"a", b"b"]
+    assert use(source, names_of) == [b"a", b"b"]
 
 
 def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
@@ -604,28 +608,25 @@ def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
     )
     lose_metadata(source)
     restored(source, at=second)
-    assert trio.run(names_of, source) == [b"a", b"b"]
+    assert use(source, names_of) == [b"a", b"b"]
 
 
 def test_backups_go_on_after_a_restore(source: Path) -> None:
     """Their numbers are beyond all that were used, so the newest is the newest; and so are ids."""
     base, old = min(numbers(source)), max(numbers(source))
 
-    async def highest(source: Path) -> int:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            return await fs.ids.take()
+    async def highest(fs: Filesystem) -> int:
+        return await fs.ids.take()
 
-    first = trio.run(highest, source)
+    first = use(source, highest)
     lose_metadata(source)
     restored(source, at=numbers(source)[0])
-    assert trio.run(highest, source) > first
+    assert use(source, highest) > first
     kept, *made = numbers(source)
     assert kept == base and min(made) > old, "what came after the restored state is of no use"
     lose_metadata(source)
     restored(source)
-    assert trio.run(names_of, source) == [b"a", b"lost+found"] or trio.run(names_of, source) == [
-        b"a"
-    ]
+    assert use(source, names_of) == [b"a", b"lost+found"] or use(source, names_of) == [b"a"]
 
 
 def test_a_restore_that_failed_can_be_tried_again(source: Path, scratch: Path) -> None:
@@ -669,7 +670,7 @@ def test_what_is_refused(source: Path, scratch: Path) -> None:
     )
     restore(restored_config, "", None)
     shutil.move(source / "kept", source / "data" / "0")
-    assert trio.run(names_of, source) == [b"a", b"b", b"c"]
+    assert use(source, names_of) == [b"a", b"b", b"c"]
 
 
 def test_a_restore_that_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -715,53 +716,44 @@ def test_only_whole_copies_count(source: Path) -> None:
         found.read(base)
 
 
-def test_too_many_changes_call_for_a_base(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_changes_call_for_a_base(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While no server takes a backup, memory stays bounded; what comes then is whole."""
     monkeypatch.setattr(vfs_backup, "CHANGES_MAX", 20000)
-    source = scratch / "0"
-    modes.make_store(source, ON)
 
-    def fail(server: object, name: str, data: bytes) -> None:
-        raise Unavailable("told to")
-
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            await write(fs, b"a", b"a" * 3000)
-            await fs.backup.ship()
-            with monkeypatch.context() as patch:
-                patch.setattr(backups, "put", fail)
-                for number in range(200):
-                    await write(fs, b"%d" % number, b"")
-                    assert fs.backup.status()["changed_bytes"] <= 20000
-                with pytest.raises(Unavailable):
-                    await fs.backup.ship()
+    async def run(fs: Filesystem) -> None:
+        await write(fs, b"a", b"a" * 3000)
+        await fs.backup.ship()
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "put", unavailable)
             for number in range(200):
-                await fs.unlink(ROOT, b"%d" % number)
+                await write(fs, b"%d" % number, b"")
+                assert fs.backup.status()["changed_bytes"] <= 20000
+            with pytest.raises(Unavailable):
+                await fs.backup.ship()
+        for number in range(200):
+            await fs.unlink(ROOT, b"%d" % number)
 
-    trio.run(run)
-    lose_metadata(source)
-    restored(source)
-    assert trio.run(names_of, source) == [b"a"]
+    use(empty, run)
+    lose_metadata(empty)
+    restored(empty)
+    assert use(empty, names_of) == [b"a"]
 
 
-def test_a_server_on_its_way_out_is_not_relied_on(scratch: Path) -> None:
+def test_a_server_on_its_way_out_is_not_relied_on(empty: Path) -> None:
     """The next backup is a base, which goes to the others; the generation before stays there."""
-    source = scratch / "0"
-    modes.make_store(source, ON)
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            await write(fs, b"a", b"a")
-            await fs.backup.ship()
-            await fs.store.table.change(0, "draining")
-            fs.store.servers[0].standing = "draining"
-            await fs.backup.ship()
+    async def run(fs: Filesystem) -> None:
+        await write(fs, b"a", b"a")
+        await fs.backup.ship()
+        await fs.store.table.change(0, "draining")
+        fs.store.servers[0].standing = "draining"
+        await fs.backup.ship()
 
-    trio.run(run)
-    names = {text: parse_name(text) for text in segments(source)}
+    use(empty, run)
+    names = {text: parse_name(text) for text in segments(empty)}
     newest = max(name.after for name in names.values() if name.kind == BASE)
     parts = [text for text, name in names.items() if (name.kind, name.after) == (BASE, newest)]
-    assert {path.parent.parent.name for text in parts for path in segments(source)[text]} == {
+    assert {path.parent.parent.name for text in parts for path in segments(empty)[text]} == {
         "1",
         "2",
     }
@@ -774,62 +766,58 @@ def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
     source = scratch / "0"
     modes.make_store(source, ON | {"meta.backup_copies": "1"})
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            await write(fs, b"a", b"inline")  # no object has to be moved first
-            await fs.backup.ship()
-            path, *_ = next(iter(segments(source).values()))  # the mount may have shipped one, too
-            server = int(path.parent.parent.name)
-            await fs.server_admin.drain(server)
-            await fs.server_admin.remove(server)
-            with trio.fail_after(60):
-                while server in fs.store.servers:
-                    await trio.sleep(0.01)
-            assert segments(source)
-            raise faults.SimulatedCrash("the machine is lost")
+    async def run(fs: Filesystem) -> None:
+        await write(fs, b"a", b"inline")  # no object has to be moved first
+        await fs.backup.ship()
+        path, *_ = next(iter(segments(source).values()))  # the mount may have shipped one, too
+        server = int(path.parent.parent.name)
+        await fs.server_admin.drain(server)
+        await fs.server_admin.remove(server)
+        with trio.fail_after(60):
+            while server in fs.store.servers:
+                await trio.sleep(0.01)
+        assert segments(source)
+        raise faults.SimulatedCrash("the machine is lost")
 
     with pytest.raises(faults.SimulatedCrash):
-        trio.run(run)
+        use(source, run)
     left = scratch / "left"
     shutil.copytree(source, left, ignore=lambda path, names: {"meta"} & set(names))
     restore(modes.config_of(left), "", None)  # from before the server went
 
-    async def look() -> bytes:
-        async with open_filesystem(modes.config_of(left)) as fs:
-            return await read(fs, b"a")
+    async def look(fs: Filesystem) -> bytes:
+        return await read(fs, b"a")
 
-    assert trio.run(look) == b"inline"
+    assert use(left, look) == b"inline"
 
 
-def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(scratch: Path) -> None:
+def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(
+    empty: Path, scratch: Path
+) -> None:
     """What a directory has may be older than what lies on the servers by then: that is of another
     history.
     """
-    source = scratch / "0"
-    modes.make_store(source, ON)
 
     async def live(name: bytes) -> int:
-        async with open_filesystem(modes.config_of(source)) as fs:
+        async with open_filesystem(modes.config_of(empty)) as fs:
             await write(fs, name, name * 3000)
         return fs.store.engine.seq
 
     trio.run(live, b"a")
-    back_up(modes.config_of(source), str(scratch / "copy"))
+    back_up(modes.config_of(empty), str(scratch / "copy"))
     last = max(trio.run(live, name) for name in (b"b", b"c", b"d"))
-    lose_metadata(source)
-    restore(modes.config_of(source), str(scratch / "copy"), None)
+    lose_metadata(empty)
+    restore(modes.config_of(empty), str(scratch / "copy"), None)
     assert trio.run(live, b"e") > last
-    lose_metadata(source)
-    restored(source)
-    assert [name for name in trio.run(names_of, source) if name != b"lost+found"] == [b"a", b"e"]
+    lose_metadata(empty)
+    restored(empty)
+    assert [name for name in use(empty, names_of) if name != b"lost+found"] == [b"a", b"e"]
 
 
 def test_what_there_is_no_room_for_leaves_nothing(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
+    empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every attempt would take some of the room that lacks."""
-    source = scratch / "0"
-    modes.make_store(source, ON)
     put = backups.put
 
     def full(server: object, name: str, data: bytes) -> None:
@@ -837,48 +825,44 @@ def test_what_there_is_no_room_for_leaves_nothing(
             raise NoSpace("told to")
         put(server, name, data)
 
-    async def run() -> None:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            for number in range(50):
-                await write(fs, b"%d" % number, b"x")
-            await fs.backup.ship()
-            before = segments(source)
-            fs.backup.base_at_s = -float("inf")  # the next one is a base
-            await write(fs, b"more", b"x")
-            with monkeypatch.context() as patch:
-                patch.setattr(backups, "put", full)
-                with pytest.raises(NoSpace):
-                    await fs.backup.ship()
-            (increment,) = segments(source).keys() - before.keys()  # which comes before a base
-            assert parse_name(increment).kind == INCREMENT
-            before = segments(source)
-            fs.backup.base_at_s = trio.current_time()
-            await write(fs, b"still more", b"x")
-            with failing("sync_file", f"{source}/data"), pytest.raises(FsError):
+    async def run(fs: Filesystem) -> None:
+        for number in range(50):
+            await write(fs, b"%d" % number, b"x")
+        await fs.backup.ship()
+        before = segments(empty)
+        fs.backup.base_at_s = -float("inf")  # the next one is a base
+        await write(fs, b"more", b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "put", full)
+            with pytest.raises(NoSpace):
                 await fs.backup.ship()
-            assert segments(source) == before
+        (increment,) = segments(empty).keys() - before.keys()  # which comes before a base
+        assert parse_name(increment).kind == INCREMENT
+        before = segments(empty)
+        fs.backup.base_at_s = trio.current_time()
+        await write(fs, b"still more", b"x")
+        with failing("sync_file", f"{empty}/data"), pytest.raises(FsError):
             await fs.backup.ship()
+        assert segments(empty) == before
+        await fs.backup.ship()
 
-    trio.run(run)
-    assert len(list(states(find(modes.config_of(source), "")[1]))) == 1
+    use(empty, run)
+    assert len(list(states(find(modes.config_of(empty), "")[1]))) == 1
 
 
-def test_numbers_of_servers_are_not_given_out_again(scratch: Path) -> None:
+def test_numbers_of_servers_are_not_given_out_again(empty: Path, scratch: Path) -> None:
     """One was added after the backup was made: its directory is no other server's."""
-    source = scratch / "0"
-    modes.make_store(source, ON)
-    back_up(modes.config_of(source), str(scratch / "copy"))
+    back_up(modes.config_of(empty), str(scratch / "copy"))
 
-    async def add(name: str) -> int:
-        async with open_filesystem(modes.config_of(source)) as fs:
-            return await fs.store.table.add(str(scratch / name))
+    async def add(fs: Filesystem, name: str) -> int:
+        return await fs.store.table.add(str(scratch / name))
 
-    known = trio.run(add, "new")
-    lose_metadata(source)
-    config = modes.config_of(source)
+    known = use(empty, add, "new")
+    lose_metadata(empty)
+    config = modes.config_of(empty)
     places = (*config.places, config.places[0]._replace(path=str(scratch / "new")))
     restore(config.model_copy(update={"places": places}), str(scratch / "copy"), None)
-    assert trio.run(add, "newer") == known + 1
+    assert use(empty, add, "newer") == known + 1
 
 
 def test_a_server_that_does_not_answer_is_done_without(
@@ -899,4 +883,4 @@ def test_a_server_that_does_not_answer_is_done_without(
     lose_metadata(source)
     restore(found, "", None)
     monkeypatch.undo()
-    assert trio.run(names_of, source) == [b"a", b"b", b"c"]
+    assert use(source, names_of) == [b"a", b"b", b"c"]
