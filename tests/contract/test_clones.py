@@ -72,6 +72,12 @@ async def opened(directory: Path) -> AsyncIterator[Filesystem]:
             yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with opened(directory) as fs:
+        yield fs
+
+
 async def make(
     fs: Filesystem, parent: int, name: bytes, data: bytes = b"", caller: Caller = OWNER
 ) -> int:
@@ -134,22 +140,21 @@ def stored(directory: Path) -> dict[str, int]:
 
 @pytest.mark.engines
 @pytest.mark.parametrize("form", FORMS)
-async def test_a_clone_has_the_bytes_and_none_are_copied(directory: Path, form: str) -> None:
+async def test_a_clone_has_the_bytes_and_none_are_copied(fs, directory, form):
     data = os.urandom(SIZE)
-    async with opened(directory) as fs:
-        ino = await make(fs, ROOT, b"file", data)
-        await fs.wait_drained(ino)
-        before = stored(directory)
-        await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
-        clone = await find(fs, b"clone")
-        assert await read(fs, clone) == data
-        assert stored(directory) == before
-        first, second = await fs.getattr(ino), await fs.getattr(clone)
-        same = ("mode", "uid", "gid", "size", "blocks", "mtime_ns", "oid", "layout", "data")
-        assert all(getattr(first, name) == getattr(second, name) for name in same if name != "oid")
-        if form != "inline":
-            assert first.oid == second.oid
-            assert await users(fs, first.oid) == sorted((ino, clone))
+    ino = await make(fs, ROOT, b"file", data)
+    await fs.wait_drained(ino)
+    before = stored(directory)
+    await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
+    clone = await find(fs, b"clone")
+    assert await read(fs, clone) == data
+    assert stored(directory) == before
+    first, second = await fs.getattr(ino), await fs.getattr(clone)
+    same = ("mode", "uid", "gid", "size", "blocks", "mtime_ns", "oid", "layout", "data")
+    assert all(getattr(first, name) == getattr(second, name) for name in same if name != "oid")
+    if form != "inline":
+        assert first.oid == second.oid
+        assert await users(fs, first.oid) == sorted((ino, clone))
 
 
 CHANGES = {
@@ -198,75 +203,71 @@ async def test_no_change_of_one_reaches_the_other(directory: Path, form: str, ho
 
 @pytest.mark.engines
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "inline"])
-async def test_bytes_go_with_the_last_who_shares_them(directory: Path, form: str) -> None:
+async def test_bytes_go_with_the_last_who_shares_them(fs, directory, form):
     data = os.urandom(SIZE)
-    async with opened(directory) as fs:
-        ino = await make(fs, ROOT, b"file", data)
-        await fs.wait_drained(ino)
-        oid = (await fs.getattr(ino)).oid
-        for name in (b"one", b"two"):
-            await fs.clone(ROOT, b"file", ROOT, name, ROOT_USER)
-        await fs.unlink(ROOT, b"file")
-        fs.forget([ino])
-        await emptied(fs)
-        one, two = await find(fs, b"one"), await find(fs, b"two")
-        assert await users(fs, oid) == [one, two]
-        assert await read(fs, one) == data
-        await fs.unlink(ROOT, b"two")
-        fs.forget([two])
-        await emptied(fs)
-        assert await read(fs, one) == data
-        await fs.unlink(ROOT, b"one")
-        fs.forget([one])
-        await emptied(fs)
-        assert await users(fs, oid) == []
-        if form != "interleaved":  # which leaves a container open
-            assert stored(directory) == {}
+    ino = await make(fs, ROOT, b"file", data)
+    await fs.wait_drained(ino)
+    oid = (await fs.getattr(ino)).oid
+    for name in (b"one", b"two"):
+        await fs.clone(ROOT, b"file", ROOT, name, ROOT_USER)
+    await fs.unlink(ROOT, b"file")
+    fs.forget([ino])
+    await emptied(fs)
+    one, two = await find(fs, b"one"), await find(fs, b"two")
+    assert await users(fs, oid) == [one, two]
+    assert await read(fs, one) == data
+    await fs.unlink(ROOT, b"two")
+    fs.forget([two])
+    await emptied(fs)
+    assert await read(fs, one) == data
+    await fs.unlink(ROOT, b"one")
+    fs.forget([one])
+    await emptied(fs)
+    assert await users(fs, oid) == []
+    if form != "interleaved":  # which leaves a container open
+        assert stored(directory) == {}
 
 
-async def test_what_is_undrained_is_drained_first(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, ROOT, b"file", b"x" * SIZE)
-        assert (await fs.getattr(ino)).in_burst
-        await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
-        assert await read(fs, await find(fs, b"clone")) == b"x" * SIZE
-        inode = await fs.getattr(ino)
-        assert inode.named == ino
-        assert inode.copy is not None, "the original keeps its cached copy"
+async def test_what_is_undrained_is_drained_first(fs: Filesystem) -> None:
+    ino = await make(fs, ROOT, b"file", b"x" * SIZE)
+    assert (await fs.getattr(ino)).in_burst
+    await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
+    assert await read(fs, await find(fs, b"clone")) == b"x" * SIZE
+    inode = await fs.getattr(ino)
+    assert inode.named == ino
+    assert inode.copy is not None, "the original keeps its cached copy"
 
 
-async def test_a_file_that_is_open_for_writing(directory: Path) -> None:
+async def test_a_file_that_is_open_for_writing(fs: Filesystem) -> None:
     """Alone it is refused; in a tree it is copied, as a reader sees it."""
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        (handle, *_), inode = await fs.create(top, b"log", 0o600, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"so far")
-        await fs.setxattr(inode.ino, b"user.x", b"y")
-        with pytest.raises(Busy):
-            await fs.clone(top, b"log", ROOT, b"log", ROOT_USER)
-        await fs.clone(ROOT, b"top", ROOT, b"clone", ROOT_USER)
-        await fs.write(handle, 6, b", so good")
-        clone = await find(fs, b"clone", b"log")
-        assert await read(fs, clone) == b"so far"
-        assert await fs.getxattr(clone, b"user.x") == b"y"
-        assert stat.S_IMODE((await fs.getattr(clone)).mode) == 0o600
-        await fs.release(handle)
-        assert await read(fs, inode.ino) == b"so far, so good"
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    (handle, *_), inode = await fs.create(top, b"log", 0o600, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"so far")
+    await fs.setxattr(inode.ino, b"user.x", b"y")
+    with pytest.raises(Busy):
+        await fs.clone(top, b"log", ROOT, b"log", ROOT_USER)
+    await fs.clone(ROOT, b"top", ROOT, b"clone", ROOT_USER)
+    await fs.write(handle, 6, b", so good")
+    clone = await find(fs, b"clone", b"log")
+    assert await read(fs, clone) == b"so far"
+    assert await fs.getxattr(clone, b"user.x") == b"y"
+    assert stat.S_IMODE((await fs.getattr(clone)).mode) == 0o600
+    await fs.release(handle)
+    assert await read(fs, inode.ino) == b"so far, so good"
 
 
 @pytest.mark.parametrize("form", ["striped", "one object", "interleaved"])
-async def test_a_file_that_is_open_for_reading_is_shared(directory: Path) -> None:
+async def test_a_file_that_is_open_for_reading_is_shared(fs: Filesystem) -> None:
     data = os.urandom(SIZE)
-    async with opened(directory) as fs:
-        ino = await make(fs, ROOT, b"file", data)
-        await fs.wait_drained(ino)
-        handle = (await fs.open(ino, os.O_RDONLY)).handle
-        await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
-        clone = await find(fs, b"clone")
-        await change(fs, ino, 0, b"new")
-        assert bytes(await fs.read(handle, 0, SIZE)) == b"new" + data[3:]
-        assert await read(fs, clone) == data
-        await fs.release(handle)
+    ino = await make(fs, ROOT, b"file", data)
+    await fs.wait_drained(ino)
+    handle = (await fs.open(ino, os.O_RDONLY)).handle
+    await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)
+    clone = await find(fs, b"clone")
+    await change(fs, ino, 0, b"new")
+    assert bytes(await fs.read(handle, 0, SIZE)) == b"new" + data[3:]
+    assert await read(fs, clone) == data
+    await fs.release(handle)
 
 
 # --- trees ----------------------------------------------------------------------------------------
@@ -313,105 +314,101 @@ async def make_tree(fs: Filesystem, parent: int, width: int, depth: int) -> None
 
 
 @pytest.mark.engines
-async def test_a_tree_is_cloned_with_all_that_it_holds(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o750, OWNER)).ino
-        await fs.setxattr(top, b"user.tree", b"yes")
-        await make_tree(fs, top, 3, 2)
-        await fs.link(await find(fs, b"dir0", b"burst0", top=top), top, b"from below")
-        before, count = await listing(fs, top), await inodes(fs)
-        links = (await fs.getattr(ROOT)).nlink
-        await fs.clone(ROOT, b"top", ROOT, b"clone", ROOT_USER)
-        clone = await find(fs, b"clone")
-        assert await listing(fs, clone) == before
-        original, copied = await fs.getattr(top), await fs.getattr(clone)
-        assert copied.mode == original.mode
-        assert copied.nlink == original.nlink
-        assert copied.mtime_ns == original.mtime_ns
-        assert await fs.getxattr(clone, b"user.tree") == b"yes"
-        assert await inodes(fs) == count + (count - 1)  # all but the root
-        assert (await fs.getattr(ROOT)).nlink == links + 1
-        # And it is a tree as any other.
-        await fs.clone(ROOT, b"clone", clone, b"inside", ROOT_USER)
-        assert await listing(fs, await find(fs, b"clone", b"inside")) == before
-        await fs.remove_tree(ROOT, b"top")
-        await emptied(fs)
-        assert await listing(fs, await find(fs, b"clone", b"inside")) == before
+async def test_a_tree_is_cloned_with_all_that_it_holds(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o750, OWNER)).ino
+    await fs.setxattr(top, b"user.tree", b"yes")
+    await make_tree(fs, top, 3, 2)
+    await fs.link(await find(fs, b"dir0", b"burst0", top=top), top, b"from below")
+    before, count = await listing(fs, top), await inodes(fs)
+    links = (await fs.getattr(ROOT)).nlink
+    await fs.clone(ROOT, b"top", ROOT, b"clone", ROOT_USER)
+    clone = await find(fs, b"clone")
+    assert await listing(fs, clone) == before
+    original, copied = await fs.getattr(top), await fs.getattr(clone)
+    assert copied.mode == original.mode
+    assert copied.nlink == original.nlink
+    assert copied.mtime_ns == original.mtime_ns
+    assert await fs.getxattr(clone, b"user.tree") == b"yes"
+    assert await inodes(fs) == count + (count - 1)  # all but the root
+    assert (await fs.getattr(ROOT)).nlink == links + 1
+    # And it is a tree as any other.
+    await fs.clone(ROOT, b"clone", clone, b"inside", ROOT_USER)
+    assert await listing(fs, await find(fs, b"clone", b"inside")) == before
+    await fs.remove_tree(ROOT, b"top")
+    await emptied(fs)
+    assert await listing(fs, await find(fs, b"clone", b"inside")) == before
 
 
-async def test_the_whole_filesystem_can_be_cloned_into_itself(directory: Path) -> None:
-    async with opened(directory) as fs:
-        await make(fs, ROOT, b"file", b"x" * SIZE)
-        await fs.clone(ROOT, b".", ROOT, b"all", ROOT_USER)
-        assert await read(fs, await find(fs, b"all", b"file")) == b"x" * SIZE
-        assert [name for name, _, _ in await fs.readdir(await find(fs, b"all"), 0)] == [b"file"]
+async def test_the_whole_filesystem_can_be_cloned_into_itself(fs: Filesystem) -> None:
+    await make(fs, ROOT, b"file", b"x" * SIZE)
+    await fs.clone(ROOT, b".", ROOT, b"all", ROOT_USER)
+    assert await read(fs, await find(fs, b"all", b"file")) == b"x" * SIZE
+    assert [name for name, _, _ in await fs.readdir(await find(fs, b"all"), 0)] == [b"file"]
 
 
 # --- snapshots ------------------------------------------------------------------------------------
 
 
-async def test_nothing_of_a_snapshot_can_be_changed(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        await make_tree(fs, top, 1, 1)
-        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
-        await fs.clone(ROOT, b"top", shelf, b"one", ROOT_USER, True)
-        snapshot = await find(fs, b"one", top=shelf)
-        before = await listing(fs, snapshot)
-        assert b".snapshots" not in before
-        file, below = await find(fs, b"burst0", top=snapshot), await find(fs, b"dir0", top=snapshot)
-        attempts: list[Callable[[], Awaitable[object]]] = [
-            lambda: fs.open(file, os.O_RDWR),
-            lambda: fs.open(file, os.O_WRONLY | os.O_TRUNC),
-            lambda: fs.setattr(file, SetAttr(size=1), ROOT_USER),
-            lambda: fs.setattr(file, SetAttr(mode=0o600), ROOT_USER),
-            lambda: fs.setattr(snapshot, SetAttr(uid=3), ROOT_USER),
-            lambda: fs.setxattr(file, b"user.x", b"z"),
-            lambda: fs.removexattr(file, b"user.x"),
-            lambda: fs.set_flags(file, 0, 0),
-            lambda: fs.link(file, ROOT, b"link"),
-            lambda: fs.unlink(below, b"empty0"),
-            lambda: fs.rmdir(snapshot, b"dir0"),
-            lambda: fs.mkdir(snapshot, b"new", 0o755, ROOT_USER),
-            lambda: fs.create(below, b"new", 0o644, os.O_RDWR, ROOT_USER),
-            lambda: fs.rename(shelf, b"one", ROOT, b"two", 0),
-            lambda: fs.rename(below, b"empty0", ROOT, b"two", 0),
-            lambda: fs.remove_tree(snapshot, b"dir0"),
-            lambda: fs.remove_tree(ROOT, b"top"),
-        ]
-        for number, attempt in enumerate(attempts):
-            with pytest.raises(ReadOnly):
-                await attempt()
-                pytest.fail(f"attempt {number} was carried out")
-        assert await listing(fs, snapshot) == before
-        with pytest.raises(NotADirectory):
-            await fs.clone(top, b"burst0", shelf, b"two", OWNER, True)
+async def test_nothing_of_a_snapshot_can_be_changed(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    await make_tree(fs, top, 1, 1)
+    shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+    await fs.clone(ROOT, b"top", shelf, b"one", ROOT_USER, True)
+    snapshot = await find(fs, b"one", top=shelf)
+    before = await listing(fs, snapshot)
+    assert b".snapshots" not in before
+    file, below = await find(fs, b"burst0", top=snapshot), await find(fs, b"dir0", top=snapshot)
+    attempts: list[Callable[[], Awaitable[object]]] = [
+        lambda: fs.open(file, os.O_RDWR),
+        lambda: fs.open(file, os.O_WRONLY | os.O_TRUNC),
+        lambda: fs.setattr(file, SetAttr(size=1), ROOT_USER),
+        lambda: fs.setattr(file, SetAttr(mode=0o600), ROOT_USER),
+        lambda: fs.setattr(snapshot, SetAttr(uid=3), ROOT_USER),
+        lambda: fs.setxattr(file, b"user.x", b"z"),
+        lambda: fs.removexattr(file, b"user.x"),
+        lambda: fs.set_flags(file, 0, 0),
+        lambda: fs.link(file, ROOT, b"link"),
+        lambda: fs.unlink(below, b"empty0"),
+        lambda: fs.rmdir(snapshot, b"dir0"),
+        lambda: fs.mkdir(snapshot, b"new", 0o755, ROOT_USER),
+        lambda: fs.create(below, b"new", 0o644, os.O_RDWR, ROOT_USER),
+        lambda: fs.rename(shelf, b"one", ROOT, b"two", 0),
+        lambda: fs.rename(below, b"empty0", ROOT, b"two", 0),
+        lambda: fs.remove_tree(snapshot, b"dir0"),
+        lambda: fs.remove_tree(ROOT, b"top"),
+    ]
+    for number, attempt in enumerate(attempts):
+        with pytest.raises(ReadOnly):
+            await attempt()
+            pytest.fail(f"attempt {number} was carried out")
+    assert await listing(fs, snapshot) == before
+    with pytest.raises(NotADirectory):
+        await fs.clone(top, b"burst0", shelf, b"two", OWNER, True)
 
 
-async def test_a_snapshot_outlives_changes_is_cloned_and_goes_as_a_whole(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        (handle, *_), log = await fs.create(top, b"log", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"so far")
-        await make(fs, top, b"file", b"x" * SIZE)
-        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
-        await fs.clone(ROOT, b"top", shelf, b"one", OWNER, True)
-        await fs.write(handle, 0, b"later ")
-        await fs.release(handle)
-        await fs.unlink(top, b"file")
-        await fs.clone(shelf, b"one", ROOT, b"again", ROOT_USER)
-        again = await find(fs, b"again")
-        await change(fs, await find(fs, b"file", top=again), 0, b"new")
-        await make(fs, again, b"more", b"x")
-        snapshot = await find(fs, b"one", top=shelf)
-        assert await read(fs, await find(fs, b"log", top=snapshot)) == b"so far"
-        assert await read(fs, await find(fs, b"file", top=snapshot)) == b"x" * SIZE
-        await fs.remove_tree(shelf, b"one", OWNER)
-        await emptied(fs)
-        assert await read(fs, await find(fs, b"file", top=again)) == b"new" + b"x" * (SIZE - 3)
-        await fs.remove_tree(ROOT, b"top")
-        await emptied(fs)
-        assert await read(fs, await find(fs, b"log", top=again)) == b"so far"
+async def test_a_snapshot_outlives_changes_is_cloned_and_goes_as_a_whole(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    (handle, *_), log = await fs.create(top, b"log", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"so far")
+    await make(fs, top, b"file", b"x" * SIZE)
+    shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+    await fs.clone(ROOT, b"top", shelf, b"one", OWNER, True)
+    await fs.write(handle, 0, b"later ")
+    await fs.release(handle)
+    await fs.unlink(top, b"file")
+    await fs.clone(shelf, b"one", ROOT, b"again", ROOT_USER)
+    again = await find(fs, b"again")
+    await change(fs, await find(fs, b"file", top=again), 0, b"new")
+    await make(fs, again, b"more", b"x")
+    snapshot = await find(fs, b"one", top=shelf)
+    assert await read(fs, await find(fs, b"log", top=snapshot)) == b"so far"
+    assert await read(fs, await find(fs, b"file", top=snapshot)) == b"x" * SIZE
+    await fs.remove_tree(shelf, b"one", OWNER)
+    await emptied(fs)
+    assert await read(fs, await find(fs, b"file", top=again)) == b"new" + b"x" * (SIZE - 3)
+    await fs.remove_tree(ROOT, b"top")
+    await emptied(fs)
+    assert await read(fs, await find(fs, b"log", top=again)) == b"so far"
 
 
 async def test_what_a_tree_has_alone_is_told(directory: Path) -> None:
@@ -451,58 +448,54 @@ async def test_what_a_tree_has_alone_is_told(directory: Path) -> None:
 # --- who may, and what is refused -----------------------------------------------------------------
 
 
-async def test_who_clones_owns_the_clone_and_has_to_be_able_to_read_all(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        home = (await fs.mkdir(ROOT, b"home", 0o755, OTHER)).ino
-        run = await make(fs, top, b"run", b"x" * SIZE)
-        await fs.setattr(run, SetAttr(mode=0o4755), ROOT_USER)
-        await fs.clone(ROOT, b"top", home, b"clone", OTHER)
-        clone = await fs.getattr(await find(fs, b"home", b"clone", b"run"))
-        assert (clone.uid, clone.gid, stat.S_IMODE(clone.mode)) == (2000, 2000, 0o755)
-        with pytest.raises(AccessDenied):
-            await fs.clone(ROOT, b"top", ROOT, b"clone", OTHER)
-        with pytest.raises(AccessDenied):
-            await fs.clone(ROOT, b"home", top, b"clone", OTHER)
-        secret = await make(fs, top, b"secret", b"x")
-        await fs.setattr(secret, SetAttr(mode=0o600), ROOT_USER)
-        count = await inodes(fs)
-        with pytest.raises(AccessDenied):
-            await fs.clone(ROOT, b"top", home, b"more", OTHER)
-        await emptied(fs)
-        assert await inodes(fs) == count
-        with pytest.raises(NotFound):
-            await find(fs, b"home", b"more")
+async def test_who_clones_owns_the_clone_and_has_to_be_able_to_read_all(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    home = (await fs.mkdir(ROOT, b"home", 0o755, OTHER)).ino
+    run = await make(fs, top, b"run", b"x" * SIZE)
+    await fs.setattr(run, SetAttr(mode=0o4755), ROOT_USER)
+    await fs.clone(ROOT, b"top", home, b"clone", OTHER)
+    clone = await fs.getattr(await find(fs, b"home", b"clone", b"run"))
+    assert (clone.uid, clone.gid, stat.S_IMODE(clone.mode)) == (2000, 2000, 0o755)
+    with pytest.raises(AccessDenied):
+        await fs.clone(ROOT, b"top", ROOT, b"clone", OTHER)
+    with pytest.raises(AccessDenied):
+        await fs.clone(ROOT, b"home", top, b"clone", OTHER)
+    secret = await make(fs, top, b"secret", b"x")
+    await fs.setattr(secret, SetAttr(mode=0o600), ROOT_USER)
+    count = await inodes(fs)
+    with pytest.raises(AccessDenied):
+        await fs.clone(ROOT, b"top", home, b"more", OTHER)
+    await emptied(fs)
+    assert await inodes(fs) == count
+    with pytest.raises(NotFound):
+        await find(fs, b"home", b"more")
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
 @pytest.mark.parametrize("caller", [OWNER, OTHER, ROOT_USER], ids=["owner", "other", "root"])
-async def test_privileges_in_attributes_are_cloned_by_root_alone(
-    directory: Path, caller: Caller, is_snapshot: bool
-) -> None:
+async def test_privileges_in_attributes_are_cloned_by_root_alone(fs, caller, is_snapshot):
     """A file may run with a capability that its clone must not have: that one is the cloner's, who
     may then hand it to everybody."""
     names = [b"security.capability", b"security.ima", b"trusted.x", b"user.x"]
     kept = names if caller is ROOT_USER else [b"user.x"]
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        home = (await fs.mkdir(ROOT, b"home", 0o777, OWNER)).ino
-        (handle, *_), being_written = await fs.create(top, b"open", 0o755, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"x" * SIZE)
-        inos = [top, being_written.ino, await make(fs, top, b"run", b"x" * SIZE)]
-        await fs.setattr(home, SetAttr(mode=0o777), ROOT_USER)
-        for ino in inos:
-            for name in names:
-                await fs.setxattr(ino, name, b"value")
-        await fs.clone(ROOT, b"top", home, b"tree", caller, is_snapshot)
-        clones = [(b"tree",), (b"tree", b"open"), (b"tree", b"run")]
-        if not is_snapshot:
-            await fs.clone(top, b"run", home, b"file", caller)
-            clones.append((b"file",))
-        for path in clones:
-            ino = await find(fs, *path, top=home)
-            assert sorted(await fs.listxattr(ino, ROOT_USER)) == sorted(kept)
-        await fs.release(handle)
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    home = (await fs.mkdir(ROOT, b"home", 0o777, OWNER)).ino
+    (handle, *_), being_written = await fs.create(top, b"open", 0o755, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"x" * SIZE)
+    inos = [top, being_written.ino, await make(fs, top, b"run", b"x" * SIZE)]
+    await fs.setattr(home, SetAttr(mode=0o777), ROOT_USER)
+    for ino in inos:
+        for name in names:
+            await fs.setxattr(ino, name, b"value")
+    await fs.clone(ROOT, b"top", home, b"tree", caller, is_snapshot)
+    clones = [(b"tree",), (b"tree", b"open"), (b"tree", b"run")]
+    if not is_snapshot:
+        await fs.clone(top, b"run", home, b"file", caller)
+        clones.append((b"file",))
+    for path in clones:
+        ino = await find(fs, *path, top=home)
+        assert sorted(await fs.listxattr(ino, ROOT_USER)) == sorted(kept)
+    await fs.release(handle)
 
 
 async def test_what_cannot_be_is_refused(directory: Path) -> None:

@@ -20,6 +20,7 @@ from aifs.vfs.filesystem import Filesystem
 from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.stores import LIMIT_S, drained, moved_out, opened, read_file, write_file
+from tests.support.stores import fs as fs
 
 MAX = 200
 """Descriptors that the process may have, beside those that it has already."""
@@ -136,21 +137,21 @@ async def test_what_cannot_be_written_when_a_descriptor_is_closed_is_told_by_fsy
             await fs.release(handle)
 
 
+@pytest.mark.store(modes.OFF, servers=2)
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-async def test_a_want_of_descriptors_is_no_fault_of_a_server(directory, number):
-    async with opened(directory, modes.OFF, servers=2) as fs:
-        ino = await write_file(fs, b"f", content(1))
-        for op in ("open_file", "read_file"):
-            with failing(op, str(directory), number):
-                handle, *_ = await fs.open(ino, os.O_RDONLY)
-                for server in fs.store.servers.values():
-                    with pytest.raises(OutOfMemory):
-                        server.get_blob(MARKER) if (op == "read_file") else server.open_object(
-                            (ino, ino), create=False
-                        )
-                await fs.release(handle)
-            assert {server.state for server in fs.store.servers.values()} == {"ok"}
-        assert await read_file(fs, ino) == content(1)
+async def test_a_want_of_descriptors_is_no_fault_of_a_server(fs, directory, number):
+    ino = await write_file(fs, b"f", content(1))
+    for op in ("open_file", "read_file"):
+        with failing(op, str(directory), number):
+            handle, *_ = await fs.open(ino, os.O_RDONLY)
+            for server in fs.store.servers.values():
+                with pytest.raises(OutOfMemory):
+                    server.get_blob(MARKER) if (op == "read_file") else server.open_object(
+                        (ino, ino), create=False
+                    )
+            await fs.release(handle)
+        assert {server.state for server in fs.store.servers.values()} == {"ok"}
+    assert await read_file(fs, ino) == content(1)
 
 
 class Spy:

@@ -42,6 +42,12 @@ async def stopping(
         yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Filesystem]:
+    async with stopping(directory, monkeypatch) as fs:
+        yield fs
+
+
 @asynccontextmanager
 async def stopped(
     fs: Filesystem, function: str, call: Callable[[], Awaitable], when: str = "after"
@@ -63,242 +69,226 @@ async def stopped(
             engine.go.set()
 
 
-async def test_others_open_a_file_before_its_creator_hears_of_it(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
+async def test_others_open_a_file_before_its_creator_hears_of_it(fs: Filesystem) -> None:
 
-        def create():
-            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+    def create():
+        return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
 
-        async with trio.open_nursery() as nursery:
-            async with stopped(fs, "create", create) as created:
-                ino = (await fs.lookup(ROOT_INO, b"f")).ino
-                other = []
-
-                async def use() -> None:
-                    handle, *_ = await fs.open(ino, os.O_RDWR)
-                    other.append(handle)
-
-                nursery.start_soon(use)
-                await trio.testing.wait_all_tasks_blocked()
-        (first, *_), _ = created[0]
-        (second,) = other
-        assert fs.handles[first].file is fs.handles[second].file
-        await fs.write(second, 0, TEXT)
-        assert await fs.read(first, 0, len(TEXT)) == TEXT
-        await fs.release(first)
-        await fs.release(second)
-        assert await read_file(fs, ino) == TEXT
-
-
-async def test_a_file_is_removed_before_its_creator_hears_of_it(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-
-        def create():
-            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
-
+    async with trio.open_nursery() as nursery:
         async with stopped(fs, "create", create) as created:
             ino = (await fs.lookup(ROOT_INO, b"f")).ino
-            await fs.unlink(ROOT_INO, b"f")
-        (handle, *_), _ = created[0]
-        assert (await fs.getattr(ino)).nlink == 0
-        await fs.write(handle, 0, TEXT)
-        fs.forget([ino])
-        await fs.release(handle)
-        await fs.collector.drain()
-        with pytest.raises(NotFound):
-            await fs.getattr(ino)
+            other = []
+
+            async def use() -> None:
+                handle, *_ = await fs.open(ino, os.O_RDWR)
+                other.append(handle)
+
+            nursery.start_soon(use)
+            await trio.testing.wait_all_tasks_blocked()
+    (first, *_), _ = created[0]
+    (second,) = other
+    assert fs.handles[first].file is fs.handles[second].file
+    await fs.write(second, 0, TEXT)
+    assert await fs.read(first, 0, len(TEXT)) == TEXT
+    await fs.release(first)
+    await fs.release(second)
+    assert await read_file(fs, ino) == TEXT
+
+
+async def test_a_file_is_removed_before_its_creator_hears_of_it(fs: Filesystem) -> None:
+
+    def create():
+        return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+    async with stopped(fs, "create", create) as created:
+        ino = (await fs.lookup(ROOT_INO, b"f")).ino
+        await fs.unlink(ROOT_INO, b"f")
+    (handle, *_), _ = created[0]
+    assert (await fs.getattr(ino)).nlink == 0
+    await fs.write(handle, 0, TEXT)
+    fs.forget([ino])
+    await fs.release(handle)
+    await fs.collector.drain()
+    with pytest.raises(NotFound):
+        await fs.getattr(ino)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_save_in_between_does_not_undo_a_change_of_attributes(
-    directory, monkeypatch, is_open
-):
-    async with stopping(directory, monkeypatch) as fs:
-        ino = await write_file(fs, b"f", TEXT)
-        handle, *_ = await fs.open(ino, os.O_RDWR) if is_open else (None,)
-        change = SetAttr(mode=0o600, mtime_ns=12345)
+async def test_a_save_in_between_does_not_undo_a_change_of_attributes(fs, is_open):
+    ino = await write_file(fs, b"f", TEXT)
+    handle, *_ = await fs.open(ino, os.O_RDWR) if is_open else (None,)
+    change = SetAttr(mode=0o600, mtime_ns=12345)
 
-        async with trio.open_nursery() as nursery:
-            async with stopped(fs, "change_attributes", lambda: fs.setattr(ino, change, ROOT)):
-                if is_open:
-                    nursery.start_soon(fs.io.transitions.save, fs.handles[handle].file)
-                else:
-                    nursery.start_soon(fs.set_flags, ino, 0, 0)
-                await trio.testing.wait_all_tasks_blocked()
-        assert ((await fs.getattr(ino)).mode & 0o777, (await fs.getattr(ino)).mtime_ns) == (
-            0o600,
-            12345,
-        )
-        if is_open:
-            await fs.release(handle)
-        after = await fs.getattr(ino)
-        assert (after.mode & 0o777, after.mtime_ns) == (0o600, 12345)
-
-
-async def test_a_save_in_between_does_not_bring_a_name_back(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        ino = await write_file(fs, b"f", TEXT)
-        handle, *_ = await fs.open(ino, os.O_RDWR)
-        async with stopped(fs, "unlink", lambda: fs.unlink(ROOT_INO, b"f")):
-            await fs.io.transitions.save(fs.handles[handle].file)
-        assert (await fs.getattr(ino)).nlink == 0
-        fs.forget([ino])
-        await fs.release(handle)
-        await fs.collector.drain()
-        with pytest.raises(NotFound):
-            await fs.getattr(ino)
-
-
-async def test_what_transactions_tell_is_taken_over_in_their_order(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        ino = await write_file(fs, b"f", TEXT)
-        handle, *_ = await fs.open(ino, os.O_RDONLY)
-        async with stopped(fs, "link", lambda: fs.link(ino, ROOT_INO, b"g")):
-            await fs.link(ino, ROOT_INO, b"h")
-        assert (await fs.getattr(ino)).nlink == 3
-        await fs.release(handle)
-
-
-async def test_a_file_is_opened_after_what_was_read_of_it_has_changed(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        ino = await write_file(fs, b"f", TEXT)
-        async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
-            await fs.link(ino, ROOT_INO, b"g")
-        assert (await fs.getattr(ino)).nlink == 2
-        await fs.release(found[0].handle)
-
-
-async def test_a_policy_that_is_just_changed_is_not_remembered_as_it_was(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-
-        def create():
-            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
-
-        async with stopped(fs, "get_inode", create) as created:
-            await put(fs, ROOT_INO, "tier", "capacity", ROOT)
-        (handle, *_), _ = created[0]
-        await fs.release(handle)
-        ino = await write_file(fs, b"g", TEXT)
-        assert (await fs.getattr(ino)).copy is None
-
-
-async def test_a_cached_copy_that_goes_is_used_by_nobody_who_opens_the_file(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        ino = await write_file(fs, b"f", TEXT)
-        fs.drain.request([ino])
-        await fs.drain.wait([ino])
-        found = []
-
-        async def read() -> None:
-            found.append(await read_file(fs, ino))
-
-        async with trio.open_nursery() as nursery:
-            async with stopped(fs, "put_evicted", lambda: fs.evictor.evict(ino)):
-                nursery.start_soon(read)
-                await trio.testing.wait_all_tasks_blocked()
-        assert found == [TEXT]
-        assert (await fs.getattr(ino)).copy is None
-
-
-async def test_two_tasks_may_empty_what_is_doomed(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        for number in range(5):
-            await write_file(fs, b"%d" % number, TEXT, top)
-        async with trio.open_nursery() as nursery:
-            await fs.remove_tree(ROOT_INO, b"d")
-            fs.store.engine.stop("after", "remove_slice")
-            nursery.start_soon(fs.doomed.empty)
-            await fs.store.engine.stopped.wait()
-            nursery.start_soon(fs.doomed.empty)
+    async with trio.open_nursery() as nursery:
+        async with stopped(fs, "change_attributes", lambda: fs.setattr(ino, change, ROOT)):
+            if is_open:
+                nursery.start_soon(fs.io.transitions.save, fs.handles[handle].file)
+            else:
+                nursery.start_soon(fs.set_flags, ino, 0, 0)
             await trio.testing.wait_all_tasks_blocked()
-            fs.store.engine.go.set()
-        assert fs.doomed.status()["trees"] == 0
+    assert ((await fs.getattr(ino)).mode & 0o777, (await fs.getattr(ino)).mtime_ns) == (
+        0o600,
+        12345,
+    )
+    if is_open:
+        await fs.release(handle)
+    after = await fs.getattr(ino)
+    assert (after.mode & 0o777, after.mtime_ns) == (0o600, 12345)
 
 
-async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        ino = await write_file(fs, b"f", TEXT, top)
-        await moved_out(fs, ino)
-        async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
-            await fs.remove_tree(ROOT_INO, b"d")
-            await fs.doomed.empty()
-        assert await fs.read(found[0].handle, 0, len(TEXT)) == TEXT
-        await fs.release(found[0].handle)
-        await fs.collector.drain()
-        with pytest.raises(NotFound):
-            await fs.getattr(ino)
+async def test_a_save_in_between_does_not_bring_a_name_back(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", TEXT)
+    handle, *_ = await fs.open(ino, os.O_RDWR)
+    async with stopped(fs, "unlink", lambda: fs.unlink(ROOT_INO, b"f")):
+        await fs.io.transitions.save(fs.handles[handle].file)
+    assert (await fs.getattr(ino)).nlink == 0
+    fs.forget([ino])
+    await fs.release(handle)
+    await fs.collector.drain()
+    with pytest.raises(NotFound):
+        await fs.getattr(ino)
+
+
+async def test_what_transactions_tell_is_taken_over_in_their_order(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", TEXT)
+    handle, *_ = await fs.open(ino, os.O_RDONLY)
+    async with stopped(fs, "link", lambda: fs.link(ino, ROOT_INO, b"g")):
+        await fs.link(ino, ROOT_INO, b"h")
+    assert (await fs.getattr(ino)).nlink == 3
+    await fs.release(handle)
+
+
+async def test_a_file_is_opened_after_what_was_read_of_it_has_changed(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", TEXT)
+    async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
+        await fs.link(ino, ROOT_INO, b"g")
+    assert (await fs.getattr(ino)).nlink == 2
+    await fs.release(found[0].handle)
+
+
+async def test_a_policy_that_is_just_changed_is_not_remembered_as_it_was(fs: Filesystem) -> None:
+
+    def create():
+        return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+
+    async with stopped(fs, "get_inode", create) as created:
+        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+    (handle, *_), _ = created[0]
+    await fs.release(handle)
+    ino = await write_file(fs, b"g", TEXT)
+    assert (await fs.getattr(ino)).copy is None
+
+
+async def test_a_cached_copy_that_goes_is_used_by_nobody_who_opens_the_file(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", TEXT)
+    fs.drain.request([ino])
+    await fs.drain.wait([ino])
+    found = []
+
+    async def read() -> None:
+        found.append(await read_file(fs, ino))
+
+    async with trio.open_nursery() as nursery:
+        async with stopped(fs, "put_evicted", lambda: fs.evictor.evict(ino)):
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+    assert found == [TEXT]
+    assert (await fs.getattr(ino)).copy is None
+
+
+async def test_two_tasks_may_empty_what_is_doomed(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    for number in range(5):
+        await write_file(fs, b"%d" % number, TEXT, top)
+    async with trio.open_nursery() as nursery:
+        await fs.remove_tree(ROOT_INO, b"d")
+        fs.store.engine.stop("after", "remove_slice")
+        nursery.start_soon(fs.doomed.empty)
+        await fs.store.engine.stopped.wait()
+        nursery.start_soon(fs.doomed.empty)
+        await trio.testing.wait_all_tasks_blocked()
+        fs.store.engine.go.set()
+    assert fs.doomed.status()["trees"] == 0
+
+
+async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    ino = await write_file(fs, b"f", TEXT, top)
+    await moved_out(fs, ino)
+    async with stopped(fs, "load", lambda: fs.open(ino, os.O_RDONLY)) as found:
+        await fs.remove_tree(ROOT_INO, b"d")
+        await fs.doomed.empty()
+    assert await fs.read(found[0].handle, 0, len(TEXT)) == TEXT
+    await fs.release(found[0].handle)
+    await fs.collector.drain()
+    with pytest.raises(NotFound):
+        await fs.getattr(ino)
 
 
 @pytest.mark.parametrize("name", [b"f", b"g"])
 @pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
 async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_meanwhile(
-    directory, monkeypatch, name, flags
+    fs, name, flags
 ):
-    async with stopping(directory, monkeypatch) as fs:
-        for other in (b"f", b"g"):
-            await write_file(fs, other, TEXT)
+    for other in (b"f", b"g"):
+        await write_file(fs, other, TEXT)
 
-        def rename():
-            return fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", flags)
+    def rename():
+        return fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", flags)
 
-        async with stopped(fs, "if_looked_up", rename, "before"):
-            await fs.unlink(ROOT_INO, name)
-            ino = await write_file(fs, name, TEXT)
-            assert ino in fs.io.table.unsynced
-        is_moved = flags == RENAME_EXCHANGE or name == b"f"
-        assert (ino in fs.io.table.unsynced) == (not is_moved)
+    async with stopped(fs, "if_looked_up", rename, "before"):
+        await fs.unlink(ROOT_INO, name)
+        ino = await write_file(fs, name, TEXT)
+        assert ino in fs.io.table.unsynced
+    is_moved = flags == RENAME_EXCHANGE or name == b"f"
+    assert (ino in fs.io.table.unsynced) == (not is_moved)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_group_that_ends_while_more_is_asked_of_it_has_ended(directory, monkeypatch, when):
-    async with stopping(directory, monkeypatch) as fs:
-        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        await put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
+async def test_a_group_that_ends_while_more_is_asked_of_it_has_ended(fs: Filesystem, when) -> None:
+    top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    await put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
 
-        async def mark() -> None:
-            await put(fs, top, "pending", "ranks=1", ROOT)
+    async def mark() -> None:
+        await put(fs, top, "pending", "ranks=1", ROOT)
 
-        async with trio.open_nursery() as nursery:
-            async with stopped(fs, "change", mark, when):
-                nursery.start_soon(fs.groups.cancel, top)
-                await trio.testing.wait_all_tasks_blocked()
-        assert (await fs.group_table.find(top)).state == "cancelled"
-        assert (await fs.store.engine.view(groups.find, top)).state == "cancelled"
-        await put(fs, top, "pending", "", ROOT)
-
-
-async def test_who_asks_for_a_group_that_begins_just_now_gets_that_group(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        found = []
-
-        async def find() -> None:
-            found.append(await fs.group_table.find(top))
-
-        def begin():
-            return put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
-
-        async with trio.open_nursery() as nursery:
-            async with stopped(fs, "begin", begin):
-                nursery.start_soon(find)
-                await trio.testing.wait_all_tasks_blocked()
-        assert found == [fs.group_table.by_directory[top]]
+    async with trio.open_nursery() as nursery:
+        async with stopped(fs, "change", mark, when):
+            nursery.start_soon(fs.groups.cancel, top)
+            await trio.testing.wait_all_tasks_blocked()
+    assert (await fs.group_table.find(top)).state == "cancelled"
+    assert (await fs.store.engine.view(groups.find, top)).state == "cancelled"
+    await put(fs, top, "pending", "", ROOT)
 
 
-async def test_a_file_of_a_group_is_what_it_was_when_it_was_closed_last(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        await put(fs, top, "group", "name=a,ranks=2", ROOT)
-        (handle, *_), inode = await fs.create(top, b"f", 0o644, os.O_RDWR, ROOT)
-        await fs.write(handle, 0, TEXT)
-        async with stopped(fs, "directory_of", lambda: fs.release(handle)):
-            again, *_ = await fs.open(inode.ino, os.O_RDWR)
-            await fs.write(again, len(TEXT), b"more")
-            await fs.release(again)
-        (file,) = fs.group_table.by_directory[top].files.values()
-        assert file.size == len(TEXT) + 4 and file.counted
+async def test_who_asks_for_a_group_that_begins_just_now_gets_that_group(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    found = []
+
+    async def find() -> None:
+        found.append(await fs.group_table.find(top))
+
+    def begin():
+        return put(fs, top, "group", "name=a,ranks=1,commit=explicit", ROOT)
+
+    async with trio.open_nursery() as nursery:
+        async with stopped(fs, "begin", begin):
+            nursery.start_soon(find)
+            await trio.testing.wait_all_tasks_blocked()
+    assert found == [fs.group_table.by_directory[top]]
+
+
+async def test_a_file_of_a_group_is_what_it_was_when_it_was_closed_last(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    await put(fs, top, "group", "name=a,ranks=2", ROOT)
+    (handle, *_), inode = await fs.create(top, b"f", 0o644, os.O_RDWR, ROOT)
+    await fs.write(handle, 0, TEXT)
+    async with stopped(fs, "directory_of", lambda: fs.release(handle)):
+        again, *_ = await fs.open(inode.ino, os.O_RDWR)
+        await fs.write(again, len(TEXT), b"more")
+        await fs.release(again)
+    (file,) = fs.group_table.by_directory[top].files.values()
+    assert file.size == len(TEXT) + 4 and file.counted
 
 
 async def test_a_tiny_file_that_has_grown_since_it_was_closed_is_drained(directory, monkeypatch):
@@ -314,22 +304,21 @@ async def test_a_tiny_file_that_has_grown_since_it_was_closed_is_drained(directo
         assert (await fs.getattr(inode.ino)).in_burst and fs.drain.status()["files"] == 1
 
 
-async def test_a_policy_that_was_replaced_meanwhile_removes_nothing(directory, monkeypatch):
-    async with stopping(directory, monkeypatch) as fs:
-        runs = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
-        for step in (1, 2, 3):
-            whole = (await fs.mkdir(runs, b"tmp", 0o755, ROOT)).ino
-            await write_file(fs, b"shard", TEXT, whole)
-            await fs.rename(runs, b"tmp", runs, b"step-%d" % step, 0, ROOT)
+async def test_a_policy_that_was_replaced_meanwhile_removes_nothing(fs: Filesystem) -> None:
+    runs = (await fs.mkdir(ROOT_INO, b"d", 0o755, ROOT)).ino
+    for step in (1, 2, 3):
+        whole = (await fs.mkdir(runs, b"tmp", 0o755, ROOT)).ino
+        await write_file(fs, b"shard", TEXT, whole)
+        await fs.rename(runs, b"tmp", runs, b"step-%d" % step, 0, ROOT)
 
-        async def enforce(policy: str) -> None:
-            await fs.retention.set_policy(runs, policy, ROOT)
+    async def enforce(policy: str) -> None:
+        await fs.retention.set_policy(runs, policy, ROOT)
 
-        async with stopped(fs, "_doom_old", lambda: enforce("last=1"), "before"):
-            await fs.retention.set_policy(runs, "last=2", ROOT)
-        await trio.testing.wait_all_tasks_blocked()
-        await fs.retention.enforce(runs)
-        assert [name for name, *_ in await fs.readdir(runs, 0)] == [b"step-2", b"step-3"]
+    async with stopped(fs, "_doom_old", lambda: enforce("last=1"), "before"):
+        await fs.retention.set_policy(runs, "last=2", ROOT)
+    await trio.testing.wait_all_tasks_blocked()
+    await fs.retention.enforce(runs)
+    assert [name for name, *_ in await fs.readdir(runs, 0)] == [b"step-2", b"step-3"]
 
 
 async def test_a_container_that_goes_while_it_is_compacted_is_no_fault(
@@ -351,18 +340,15 @@ async def test_a_container_that_goes_while_it_is_compacted_is_no_fault(
         assert not await numbers(fs, b"t") and "not compacted" not in caplog.text
 
 
-async def test_a_file_that_is_unlinked_before_its_first_name_is_told_of_is_removed(
-    directory, monkeypatch
-):
-    async with stopping(directory, monkeypatch) as fs:
-        (handle, *_), inode = await fs.create(ROOT_INO, None, 0o644, os.O_RDWR, ROOT)
-        async with stopped(fs, "link", lambda: fs.link(inode.ino, ROOT_INO, b"f")):
-            await fs.unlink(ROOT_INO, b"f")
-        fs.forget([inode.ino])
-        await fs.release(handle)
-        await fs.collector.drain()
-        with pytest.raises(NotFound):
-            await fs.getattr(inode.ino)
+async def test_a_file_that_is_unlinked_before_its_first_name_is_told_of_is_removed(fs):
+    (handle, *_), inode = await fs.create(ROOT_INO, None, 0o644, os.O_RDWR, ROOT)
+    async with stopped(fs, "link", lambda: fs.link(inode.ino, ROOT_INO, b"f")):
+        await fs.unlink(ROOT_INO, b"f")
+    fs.forget([inode.ino])
+    await fs.release(handle)
+    await fs.collector.drain()
+    with pytest.raises(NotFound):
+        await fs.getattr(inode.ino)
 
 
 async def removed(fs: Filesystem, server: int) -> dict:
@@ -400,28 +386,25 @@ async def test_a_server_on_which_a_drain_ends_while_it_is_looked_through_is_not_
         assert await read_file(fs, ino) == TEXT
 
 
-async def test_a_burst_directory_in_which_a_file_is_being_made_is_not_removed(
-    directory, monkeypatch
-):
-    async with stopping(directory, monkeypatch) as fs:
-        (device,) = fs.store.servers.burst()
-        other = await fs.server_admin.add(str(directory.parent / "other"), "burst", "")
-        await fs.server_admin.drain(other)
+async def test_a_burst_directory_in_which_a_file_is_being_made_is_not_removed(fs, directory):
+    (device,) = fs.store.servers.burst()
+    other = await fs.server_admin.add(str(directory.parent / "other"), "burst", "")
+    await fs.server_admin.drain(other)
 
-        def create():
-            return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+    def create():
+        return fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
 
-        async with stopped(fs, "create", create, "before") as created:
-            await fs.server_admin.drain(device.id)
-            outcome = await removed(fs, device.id)
-        (handle, *_), inode = created[0]
-        assert outcome["passing"] and inode.copy.server == device.id
-        await fs.write(handle, 0, TEXT)
-        await fs.release(handle)
-        await moved_out(fs, inode.ino)
-        await fs.collector.drain()
-        assert not (await removed(fs, device.id))["reason"]
-        assert await read_file(fs, inode.ino) == TEXT
+    async with stopped(fs, "create", create, "before") as created:
+        await fs.server_admin.drain(device.id)
+        outcome = await removed(fs, device.id)
+    (handle, *_), inode = created[0]
+    assert outcome["passing"] and inode.copy.server == device.id
+    await fs.write(handle, 0, TEXT)
+    await fs.release(handle)
+    await moved_out(fs, inode.ino)
+    await fs.collector.drain()
+    assert not (await removed(fs, device.id))["reason"]
+    assert await read_file(fs, inode.ino) == TEXT
 
 
 async def test_fsck_finds_the_same_where_views_are_run_again(directory, monkeypatch):

@@ -30,6 +30,7 @@ from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import once
+from tests.support.stores import fs as fs
 from tests.support.stores import read_file, rewrite, set_policy
 
 KIB = 1 << 10
@@ -43,6 +44,7 @@ KINDS = {
 }
 
 mounted = partial(stores.opened, base=WAITING)
+pytestmark = pytest.mark.store(base=WAITING)
 
 
 def group_drain(fs: Filesystem) -> GroupDrain:
@@ -80,10 +82,7 @@ async def remove(fs: Filesystem, name: bytes, ino: int) -> None:
 
 
 async def store(
-    fs: Filesystem,
-    drain: GroupDrain,
-    inos: Sequence[int],
-    chunk: int = CHUNK,
+    fs: Filesystem, drain: GroupDrain, inos: Sequence[int], chunk: int = CHUNK
 ) -> tuple[list[Prepared], GroupReport]:
     report = GroupReport()
     members = [Prepared(ino) for ino in inos]
@@ -157,20 +156,19 @@ async def test_what_is_equal_is_stored_once(directory, kind):
         assert not await shared_chunks(fs)
 
 
-async def test_what_the_store_has_is_not_stored_again(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        contents = await write_files(fs, data)
-        inos = list(contents)
-        await store(fs, drain, inos[:2])
-        before = await shared_chunks(fs)
-        members, report = await store(fs, drain, inos[2:])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        assert report.found_bytes == len(EQUAL) and report.distinct_bytes == CHUNK
-        after = await shared_chunks(fs)
-        assert len(after) == len(before) + 1
-        assert all(after[digest].place == known.place for digest, known in before.items())
-        await check_contents(fs, contents)
+async def test_what_the_store_has_is_not_stored_again(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    inos = list(contents)
+    await store(fs, drain, inos[:2])
+    before = await shared_chunks(fs)
+    members, report = await store(fs, drain, inos[2:])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    assert report.found_bytes == len(EQUAL) and report.distinct_bytes == CHUNK
+    after = await shared_chunks(fs)
+    assert len(after) == len(before) + 1
+    assert all(after[digest].place == known.place for digest, known in before.items())
+    await check_contents(fs, contents)
 
 
 async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
@@ -196,63 +194,57 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
 # --- what others do meanwhile ---------------------------------------------------------------------
 
 
-async def test_who_opens_a_member_for_writing_has_it_stored_without_it(directory):
+async def test_who_opens_a_member_for_writing_has_it_stored_without_it(fs: Filesystem) -> None:
     """The others lose nothing, also where their chunks were to come from the one that has
     changed.
     """
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        contents = await write_files(fs, data)
-        inos = list(contents)
-        told = []
-        members = [Prepared(ino, told.append) for ino in inos]
-        report = GroupReport()
-        for member in members:
-            await drain.prepare(member, CHUNK, report)
-        once("data.append.synced", lambda: fs.io.table.open[inos[0]].cancel_lease())
-        await drain.store(members, CHUNK, report)
-        assert (
-            outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
-            and told == members[:1]
-        )
-        await check_contents(fs, dict(list(contents.items())[1:]))
-        assert (await fs.getattr(inos[0])).in_burst
-        await rewrite(fs, inos[0], data[1])
-        members, report = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [DrainOutcome.DRAINED] and report.distinct_bytes == 0
-        await check_contents(fs, contents | {inos[0]: data[1]})
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    inos = list(contents)
+    told = []
+    members = [Prepared(ino, told.append) for ino in inos]
+    report = GroupReport()
+    for member in members:
+        await drain.prepare(member, CHUNK, report)
+    once("data.append.synced", lambda: fs.io.table.open[inos[0]].cancel_lease())
+    await drain.store(members, CHUNK, report)
+    assert (
+        outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
+        and told == members[:1]
+    )
+    await check_contents(fs, dict(list(contents.items())[1:]))
+    assert (await fs.getattr(inos[0])).in_burst
+    await rewrite(fs, inos[0], data[1])
+    members, report = await store(fs, drain, inos[:1])
+    assert outcomes(members) == [DrainOutcome.DRAINED] and report.distinct_bytes == 0
+    await check_contents(fs, contents | {inos[0]: data[1]})
 
 
-async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        contents = await write_files(fs, data)
-        inos = list(contents)
-        members, report = [Prepared(ino) for ino in inos], GroupReport()
-        for member in members:
-            await drain.prepare(member, CHUNK, report)
-        append = fs.containers.append_pieces
+async def test_one_that_is_cut_while_it_is_read_does_not_spoil_it_for_the_others(fs):
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    inos = list(contents)
+    members, report = [Prepared(ino) for ino in inos], GroupReport()
+    for member in members:
+        await drain.prepare(member, CHUNK, report)
+    append = fs.containers.append_pieces
 
-        @asynccontextmanager
-        async def cut_first(*args):
-            fs.containers.append_pieces = append
-            copy = members[0].copy
-            fs.io.table.open[inos[0]].cancel_lease()
-            os.truncate(fs.store.servers[copy.server].where((0, copy.id)), 10)
-            async with append(*args) as appended:
-                yield appended
+    @asynccontextmanager
+    async def cut_first(*args):
+        fs.containers.append_pieces = append
+        copy = members[0].copy
+        fs.io.table.open[inos[0]].cancel_lease()
+        os.truncate(fs.store.servers[copy.server].where((0, copy.id)), 10)
+        async with append(*args) as appended:
+            yield appended
 
-        fs.containers.append_pieces = cut_first
-        await drain.store(members, CHUNK, report)
-        assert outcomes(members) == [
-            DrainOutcome.CHANGED,
-            DrainOutcome.DRAINED,
-            DrainOutcome.DRAINED,
-        ]
-        await rewrite(fs, inos[0], data[0])
-        members, _ = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        await check_contents(fs, contents)
+    fs.containers.append_pieces = cut_first
+    await drain.store(members, CHUNK, report)
+    assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED, DrainOutcome.DRAINED]
+    await rewrite(fs, inos[0], data[0])
+    members, _ = await store(fs, drain, inos[:1])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    await check_contents(fs, contents)
 
 
 async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
@@ -281,25 +273,24 @@ async def test_hashing_waits_for_writers_unless_it_is_waited_for(directory):
         await fs.release(writer.handle)
 
 
-async def test_what_is_equal_in_members_is_hashed_once(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        whole = random.Random(1).randbytes(6 * CHUNK)
-        parts = [
-            whole,
-            whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :],
-            whole[CHUNK:],
-            whole[:-1] + b"x",
-            whole,
-        ]
-        contents = await write_files(fs, parts)
-        members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [DrainOutcome.DRAINED] * len(parts)
-        assert (
-            report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
-        )  # the first, the zeros, all that is shifted, and a last chunk
-        assert report.hashed_bytes + report.compared_bytes == sum(map(len, parts))
-        await check_contents(fs, contents)
+async def test_what_is_equal_in_members_is_hashed_once(fs: Filesystem) -> None:
+    drain = group_drain(fs)
+    whole = random.Random(1).randbytes(6 * CHUNK)
+    parts = [
+        whole,
+        whole[: 3 * CHUNK] + bytes(CHUNK) + whole[4 * CHUNK :],
+        whole[CHUNK:],
+        whole[:-1] + b"x",
+        whole,
+    ]
+    contents = await write_files(fs, parts)
+    members, report = await store(fs, drain, list(contents))
+    assert outcomes(members) == [DrainOutcome.DRAINED] * len(parts)
+    assert (
+        report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
+    )  # the first, the zeros, all that is shifted, and a last chunk
+    assert report.hashed_bytes + report.compared_bytes == sum(map(len, parts))
+    await check_contents(fs, contents)
 
 
 async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil_it_for_them(
@@ -341,29 +332,28 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
         await check_contents(fs, {inos[0]: data[:CHUNK] + bytes(CHUNK) + data[2 * CHUNK :]})
 
 
-async def test_one_that_cannot_be_read_fails_alone(directory, monkeypatch):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), random.Random(1).randbytes(4 * CHUNK)
-        inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
-        members, read = [Prepared(ino) for ino in inos], digests.HashSource.read
-        for member in members:
-            await drain.prepare(member, CHUNK, GroupReport())
+async def test_one_that_cannot_be_read_fails_alone(fs: Filesystem, monkeypatch) -> None:
+    drain, data = group_drain(fs), random.Random(1).randbytes(4 * CHUNK)
+    inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
+    members, read = [Prepared(ino) for ino in inos], digests.HashSource.read
+    for member in members:
+        await drain.prepare(member, CHUNK, GroupReport())
 
-        def read_failing(source, offset, part):
-            if source.key == (0, members[0].copy.id) and offset >= CHUNK:
-                raise Unavailable("not now")
-            read(source, offset, part)
+    def read_failing(source, offset, part):
+        if source.key == (0, members[0].copy.id) and offset >= CHUNK:
+            raise Unavailable("not now")
+        read(source, offset, part)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(digests.HashSource, "read", read_failing)
-            await drain.store(members, CHUNK, GroupReport())
-        assert (
-            isinstance(members[0].outcome, Unavailable)
-            and outcomes(members[1:]) == [DrainOutcome.DRAINED] * 2
-        )
-        members, _ = await store(fs, drain, inos[:1])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        await check_contents(fs, dict.fromkeys(inos, data))
+    with monkeypatch.context() as patch:
+        patch.setattr(digests.HashSource, "read", read_failing)
+        await drain.store(members, CHUNK, GroupReport())
+    assert (
+        isinstance(members[0].outcome, Unavailable)
+        and outcomes(members[1:]) == [DrainOutcome.DRAINED] * 2
+    )
+    members, _ = await store(fs, drain, inos[:1])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    await check_contents(fs, dict.fromkeys(inos, data))
 
 
 async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
@@ -387,138 +377,131 @@ async def test_a_member_may_be_released_while_it_is_being_prepared(directory):
         assert outcomes(members) == [DrainOutcome.DRAINED]
 
 
-async def test_a_member_that_changes_before_it_is_stored_is_left_out(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        inos = list(await write_files(fs, data))
-        told = []
-        members = [Prepared(ino, told.append) for ino in inos]
-        report = GroupReport()
-        for member in members:
-            await drain.prepare(member, CHUNK, report)
-        await rewrite(fs, inos[0], b"x" * CHUNK)
-        assert told == members[:1] and members[0].cancelled
-        await drain.store(members, CHUNK, report)
-        assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
-        await check_contents(fs, {inos[1]: data[1]})
-        assert await read_file(fs, inos[0]) == b"x" * CHUNK
+async def test_a_member_that_changes_before_it_is_stored_is_left_out(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    inos = list(await write_files(fs, data))
+    told = []
+    members = [Prepared(ino, told.append) for ino in inos]
+    report = GroupReport()
+    for member in members:
+        await drain.prepare(member, CHUNK, report)
+    await rewrite(fs, inos[0], b"x" * CHUNK)
+    assert told == members[:1] and members[0].cancelled
+    await drain.store(members, CHUNK, report)
+    assert outcomes(members) == [DrainOutcome.CHANGED, DrainOutcome.DRAINED]
+    await check_contents(fs, {inos[1]: data[1]})
+    assert await read_file(fs, inos[0]) == b"x" * CHUNK
 
 
-async def test_a_member_that_is_deleted_takes_nothing_with_it(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        inos = list(await write_files(fs, data))
-        members, report = [Prepared(ino) for ino in inos], GroupReport()
-        for member in members:
-            await drain.prepare(member, CHUNK, report)
-        await fs.unlink(ROOT_INO, b"0")
-        await drain.store(members, CHUNK, report)
-        assert outcomes(members) == [DrainOutcome.GONE, DrainOutcome.DRAINED]
-        await check_contents(fs, {inos[1]: data[1]})
-        fs.forget(inos[:1])
+async def test_a_member_that_is_deleted_takes_nothing_with_it(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    inos = list(await write_files(fs, data))
+    members, report = [Prepared(ino) for ino in inos], GroupReport()
+    for member in members:
+        await drain.prepare(member, CHUNK, report)
+    await fs.unlink(ROOT_INO, b"0")
+    await drain.store(members, CHUNK, report)
+    assert outcomes(members) == [DrainOutcome.GONE, DrainOutcome.DRAINED]
+    await check_contents(fs, {inos[1]: data[1]})
+    fs.forget(inos[:1])
 
 
-async def test_chunks_that_go_while_they_are_leaned_on_are_stored_again(directory, monkeypatch):
+async def test_chunks_that_go_while_they_are_leaned_on_are_stored_again(fs, monkeypatch):
     """Found, then deleted with the last file that had them, before the transaction."""
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        contents = await write_files(fs, data)
-        first, *inos = contents
-        await store(fs, drain, [first])
-        flip = Storing._flip
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    first, *inos = contents
+    await store(fs, drain, [first])
+    flip = Storing._flip
 
-        async def after_a_deletion(*args):
-            monkeypatch.undo()
-            await remove(fs, b"0", first)
-            assert not await shared_chunks(fs)
-            await flip(*args)
+    async def after_a_deletion(*args):
+        monkeypatch.undo()
+        await remove(fs, b"0", first)
+        assert not await shared_chunks(fs)
+        await flip(*args)
 
-        monkeypatch.setattr(Storing, "_flip", after_a_deletion)
-        members, _ = await store(fs, drain, inos)
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
-        await check_contents(fs, dict(list(contents.items())[1:]))
+    monkeypatch.setattr(Storing, "_flip", after_a_deletion)
+    members, _ = await store(fs, drain, inos)
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 2
+    await check_contents(fs, dict(list(contents.items())[1:]))
 
 
-async def test_what_is_not_prepared_is_said_so_and_let_go(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
-        await fs.write(opened.handle, 0, EQUAL)
-        member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
+async def test_what_is_not_prepared_is_said_so_and_let_go(fs: Filesystem) -> None:
+    drain = group_drain(fs)
+    opened, inode = await fs.create(ROOT_INO, b"open", 0o600, os.O_RDWR, ROOT)
+    await fs.write(opened.handle, 0, EQUAL)
+    member, other = Prepared(inode.ino), Prepared(inode.ino + 1000)
+    await drain.prepare(member, CHUNK, GroupReport())
+    await drain.prepare(other, CHUNK, GroupReport())
+    assert outcomes([member, other]) == [DrainOutcome.OPEN, DrainOutcome.GONE]
+    await fs.release(opened.handle)
+    member, twice = Prepared(inode.ino), Prepared(inode.ino)
+    await drain.prepare(member, CHUNK, GroupReport())
+    await drain.prepare(twice, CHUNK, GroupReport())
+    assert outcomes([member, twice]) == [None, DrainOutcome.BUSY]
+    await drain.release(member)
+    await drain.release(member)
+    assert member.outcome is DrainOutcome.CHANGED and not fs.io.table.open
+    big = await write_file(fs, b"sparse", b"x" * CHUNK)
+    await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
+    member = Prepared(big)
+    await drain.prepare(member, CHUNK, GroupReport())
+    assert member.outcome is DrainOutcome.UNFIT and not fs.io.table.open
+    await remove(fs, b"sparse", big)
+
+
+async def test_a_cancelled_preparation_leaves_the_file_as_it_was(fs: Filesystem) -> None:
+    drain = group_drain(fs)
+    ino = await write_file(fs, b"a", EQUAL)
+    member = Prepared(ino)
+    with trio.CancelScope() as scope:
+        scope.cancel()
         await drain.prepare(member, CHUNK, GroupReport())
-        await drain.prepare(other, CHUNK, GroupReport())
-        assert outcomes([member, other]) == [DrainOutcome.OPEN, DrainOutcome.GONE]
-        await fs.release(opened.handle)
-        member, twice = Prepared(inode.ino), Prepared(inode.ino)
-        await drain.prepare(member, CHUNK, GroupReport())
-        await drain.prepare(twice, CHUNK, GroupReport())
-        assert outcomes([member, twice]) == [None, DrainOutcome.BUSY]
-        await drain.release(member)
-        await drain.release(member)
-        assert member.outcome is DrainOutcome.CHANGED and not fs.io.table.open
-        big = await write_file(fs, b"sparse", b"x" * CHUNK)
-        await fs.setattr(big, SetAttr(size=1 << 50), ROOT)
-        member = Prepared(big)
-        await drain.prepare(member, CHUNK, GroupReport())
-        assert member.outcome is DrainOutcome.UNFIT and not fs.io.table.open
-        await remove(fs, b"sparse", big)
+    assert member.file is None and not fs.io.table.open
+    members, _ = await store(fs, drain, [ino])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    await check_contents(fs, {ino: EQUAL})
 
 
-async def test_a_cancelled_preparation_leaves_the_file_as_it_was(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        ino = await write_file(fs, b"a", EQUAL)
-        member = Prepared(ino)
-        with trio.CancelScope() as scope:
+async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    contents = await write_files(fs, data)
+    members, report = [Prepared(ino) for ino in contents], GroupReport()
+    for member in members:
+        await drain.prepare(member, CHUNK, report)
+    append = fs.containers.append_pieces
+
+    @asynccontextmanager
+    async def append_and_cancel(*args):
+        async with append(*args) as appended:
             scope.cancel()
-            await drain.prepare(member, CHUNK, GroupReport())
-        assert member.file is None and not fs.io.table.open
-        members, _ = await store(fs, drain, [ino])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        await check_contents(fs, {ino: EQUAL})
+            await trio.lowlevel.checkpoint()
+            yield appended
+
+    with trio.CancelScope() as scope:
+        fs.containers.append_pieces = append_and_cancel
+        await drain.store(members, CHUNK, report)
+    fs.containers.append_pieces = append
+    assert scope.cancelled_caught and outcomes(members) == [DrainOutcome.CHANGED] * 2
+    assert not fs.io.table.open and not await shared_chunks(fs)
+    members, _ = await store(fs, drain, list(contents))
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 2
+    await check_contents(fs, contents)
 
 
-async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        contents = await write_files(fs, data)
-        members, report = [Prepared(ino) for ino in contents], GroupReport()
-        for member in members:
-            await drain.prepare(member, CHUNK, report)
-        append = fs.containers.append_pieces
-
-        @asynccontextmanager
-        async def append_and_cancel(*args):
-            async with append(*args) as appended:
-                scope.cancel()
-                await trio.lowlevel.checkpoint()
-                yield appended
-
-        with trio.CancelScope() as scope:
-            fs.containers.append_pieces = append_and_cancel
-            await drain.store(members, CHUNK, report)
-        fs.containers.append_pieces = append
-        assert scope.cancelled_caught and outcomes(members) == [DrainOutcome.CHANGED] * 2
-        assert not fs.io.table.open and not await shared_chunks(fs)
-        members, _ = await store(fs, drain, list(contents))
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
-        await check_contents(fs, contents)
-
-
-async def test_a_tiny_member_goes_to_its_inode(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        writer, inode = await fs.create(ROOT_INO, b"tiny", 0o600, os.O_RDWR, ROOT)
-        reader = await fs.open(
-            inode.ino, os.O_RDONLY
-        )  # else it would have gone there when it was closed
-        await fs.write(writer.handle, 0, b"tiny")
-        await fs.release(writer.handle)
-        members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 2 and report.inline_bytes == 4
-        await fs.release(reader.handle)
-        await check_contents(fs, {inode.ino: b"tiny", members[1].ino: EQUAL})
-        assert (await fs.getattr(inode.ino)).layout is None
+async def test_a_tiny_member_goes_to_its_inode(fs: Filesystem) -> None:
+    drain = group_drain(fs)
+    writer, inode = await fs.create(ROOT_INO, b"tiny", 0o600, os.O_RDWR, ROOT)
+    reader = await fs.open(
+        inode.ino, os.O_RDONLY
+    )  # else it would have gone there when it was closed
+    await fs.write(writer.handle, 0, b"tiny")
+    await fs.release(writer.handle)
+    members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 2 and report.inline_bytes == 4
+    await fs.release(reader.handle)
+    await check_contents(fs, {inode.ino: b"tiny", members[1].ino: EQUAL})
+    assert (await fs.getattr(inode.ino)).layout is None
 
 
 async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
@@ -537,150 +520,136 @@ async def test_files_are_flipped_some_at_a_time(directory, monkeypatch):
 # --- servers that fail ----------------------------------------------------------------------------
 
 
-async def test_a_full_server_leaves_the_files_in_the_burst_tier(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        contents = await write_files(fs, data)
-        with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
-            members, report = await store(fs, drain, list(contents))
-        assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
-        assert report.bytes == report.distinct_bytes == report.chunks == 0, (
-            "the next try counts them"
-        )
-        assert not await shared_chunks(fs) and not fs.io.table.open
-        for ino in contents:
-            assert (await fs.getattr(ino)).in_burst
-        members, _ = await store(fs, drain, list(contents))
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
-        await check_contents(fs, contents)
+async def test_a_full_server_leaves_the_files_in_the_burst_tier(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    contents = await write_files(fs, data)
+    with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
+        members, report = await store(fs, drain, list(contents))
+    assert all(isinstance(outcome, NoSpace) for outcome in outcomes(members))
+    assert report.bytes == report.distinct_bytes == report.chunks == 0, "the next try counts them"
+    assert not await shared_chunks(fs) and not fs.io.table.open
+    for ino in contents:
+        assert (await fs.getattr(ino)).in_burst
+    members, _ = await store(fs, drain, list(contents))
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 2
+    await check_contents(fs, contents)
 
 
-async def test_what_was_appended_beside_a_full_server_counts_as_dead(directory):
-    async with mounted(directory) as fs:
-        contents = await write_files(fs, ranks(2))
-        with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
-            await store(fs, group_drain(fs), list(contents))
-        known = {
-            number: await fs.store.engine.view(chunks.find_container, number)
-            for number in await stores.numbers(fs, b"t")
-        }
-        lengths = {number: record.length for number, record in known.items() if record.length}
-        assert lengths and not any(record.live for record in known.values())
-        for number, length in lengths.items():
-            path = fs.store.servers[known[number].layout.servers[0]].where((0, number))
-            assert os.stat(path).st_size == length
-        members, _ = await store(fs, group_drain(fs), list(contents))
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 2
+async def test_what_was_appended_beside_a_full_server_counts_as_dead(fs: Filesystem) -> None:
+    contents = await write_files(fs, ranks(2))
+    with hooked(), failing("write_at", fs.store.servers[1].address, errno.ENOSPC):
+        await store(fs, group_drain(fs), list(contents))
+    known = {
+        number: await fs.store.engine.view(chunks.find_container, number)
+        for number in await stores.numbers(fs, b"t")
+    }
+    lengths = {number: record.length for number, record in known.items() if record.length}
+    assert lengths and not any(record.live for record in known.values())
+    for number, length in lengths.items():
+        path = fs.store.servers[known[number].layout.servers[0]].where((0, number))
+        assert os.stat(path).st_size == length
+    members, _ = await store(fs, group_drain(fs), list(contents))
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 2
 
 
-async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        contents = await write_files(fs, data)
-        inos = list(contents)
-        await store(fs, drain, inos[:1])
-        known = await shared_chunks(fs)
-        spoilt = next(known.place for known in known.values() if known.place.raw == CHUNK)
-        record = await fs.store.engine.view(chunks.find_container, spoilt.container)
-        server = fs.store.servers[record.layout.servers[0]]
-        fd = os.open(server.where((0, spoilt.container)), os.O_WRONLY)
-        os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
-        os.close(fd)
-        members, report = await store(fs, drain, inos[1:2])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        assert report.replaced_chunks == 1 and report.verified_chunks == len(EQUAL) // CHUNK + 1
-        after = await shared_chunks(fs)
-        assert after[spoilt.digest].place != spoilt
-        members, report = await store(fs, drain, inos[2:])
-        assert (
-            report.verified_chunks == report.replaced_chunks == 0
-        )  # the third of them leans on what the second has seen
-        await check_contents(fs, contents)
+async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    inos = list(contents)
+    await store(fs, drain, inos[:1])
+    known = await shared_chunks(fs)
+    spoilt = next(known.place for known in known.values() if known.place.raw == CHUNK)
+    record = await fs.store.engine.view(chunks.find_container, spoilt.container)
+    server = fs.store.servers[record.layout.servers[0]]
+    fd = os.open(server.where((0, spoilt.container)), os.O_WRONLY)
+    os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
+    os.close(fd)
+    members, report = await store(fs, drain, inos[1:2])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    assert report.replaced_chunks == 1 and report.verified_chunks == len(EQUAL) // CHUNK + 1
+    after = await shared_chunks(fs)
+    assert after[spoilt.digest].place != spoilt
+    members, report = await store(fs, drain, inos[2:])
+    assert (
+        report.verified_chunks == report.replaced_chunks == 0
+    )  # the third of them leans on what the second has seen
+    await check_contents(fs, contents)
 
 
 # --- policies -------------------------------------------------------------------------------------
 
 
-async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        plain = await write_file(fs, b"plain", data[0])
-        await store(fs, drain, [plain])
-        safe = await write_file(fs, b"safe", data[1], Policy(replicas=2))
-        members, report = await store(fs, drain, [safe])
-        assert outcomes(members) == [DrainOutcome.DRAINED]
-        assert report.replaced_chunks == len(EQUAL) // CHUNK + 1
-        for digest, known in (await shared_chunks(fs)).items():
-            layout = (
-                await fs.store.engine.view(chunks.find_container, known.place.container)
-            ).layout
-            expected = 1 if known.references == 2 and digest not in members[0].cut.digests else 2
-            assert redundancy_of(layout) in (Redundancy(expected), Redundancy(2))
-        leaned = [k for k in (await shared_chunks(fs)).values() if k.references == 2]
-        assert len(leaned) >= len(EQUAL) // CHUNK + 1
-        await check_contents(fs, {plain: data[0], safe: data[1]})
+async def test_a_chunk_that_is_protected_too_little_is_stored_anew_for_all(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    plain = await write_file(fs, b"plain", data[0])
+    await store(fs, drain, [plain])
+    safe = await write_file(fs, b"safe", data[1], Policy(replicas=2))
+    members, report = await store(fs, drain, [safe])
+    assert outcomes(members) == [DrainOutcome.DRAINED]
+    assert report.replaced_chunks == len(EQUAL) // CHUNK + 1
+    for digest, known in (await shared_chunks(fs)).items():
+        layout = (await fs.store.engine.view(chunks.find_container, known.place.container)).layout
+        expected = 1 if known.references == 2 and digest not in members[0].cut.digests else 2
+        assert redundancy_of(layout) in (Redundancy(expected), Redundancy(2))
+    leaned = [k for k in (await shared_chunks(fs)).values() if k.references == 2]
+    assert len(leaned) >= len(EQUAL) // CHUNK + 1
+    await check_contents(fs, {plain: data[0], safe: data[1]})
 
 
-async def test_members_of_one_group_may_ask_for_different_things(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(3)
-        policies = [Policy(), Policy(replicas=2), Policy(compress=1)]
-        contents = {
-            await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)
-        }
-        members, report = await store(fs, drain, list(contents))
-        assert outcomes(members) == [DrainOutcome.DRAINED] * 3
-        assert report.replaced_chunks == 0  # the safest come first
-        await check_contents(fs, contents)
+async def test_members_of_one_group_may_ask_for_different_things(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(3)
+    policies = [Policy(), Policy(replicas=2), Policy(compress=1)]
+    contents = {await write_file(fs, b"%d" % n, data[n], policies[n]): data[n] for n in range(3)}
+    members, report = await store(fs, drain, list(contents))
+    assert outcomes(members) == [DrainOutcome.DRAINED] * 3
+    assert report.replaced_chunks == 0  # the safest come first
+    await check_contents(fs, contents)
 
 
-async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(directory):
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), ranks(2)
-        anywhere = await write_file(fs, b"anywhere", data[0])
-        await store(fs, drain, [anywhere])
-        here = await write_file(fs, b"here", data[1], Policy(servers=(2,)))
-        members, report = await store(fs, drain, [here])
-        assert outcomes(members) == [DrainOutcome.DRAINED] and set(report.servers) == {2}
-        await check_contents(fs, {anywhere: data[0], here: data[1]})
+async def test_a_file_that_must_lie_on_some_servers_does_not_lean_on_others(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    anywhere = await write_file(fs, b"anywhere", data[0])
+    await store(fs, drain, [anywhere])
+    here = await write_file(fs, b"here", data[1], Policy(servers=(2,)))
+    members, report = await store(fs, drain, [here])
+    assert outcomes(members) == [DrainOutcome.DRAINED] and set(report.servers) == {2}
+    await check_contents(fs, {anywhere: data[0], here: data[1]})
 
 
 # --- plans ----------------------------------------------------------------------------------------
 
 
-async def test_steps_of_one_shape_are_planned_one_after_the_other(directory):
-    async with mounted(directory) as fs:
-        drain = group_drain(fs)
-        for step in range(3):
-            contents = {}
-            for rank in range(2):
-                data = random.Random(step).randbytes(4 * CHUNK) + random.Random(
-                    100 + 10 * step + rank
-                ).randbytes(CHUNK)
-                contents[await write_file(fs, b"%d-%d" % (step, rank), data)] = data
-            _, report = await store(fs, drain, list(contents))
-            assert report.planned_s >= report.lower_bound_s > 0
-            await check_contents(fs, contents)
+async def test_steps_of_one_shape_are_planned_one_after_the_other(fs: Filesystem) -> None:
+    drain = group_drain(fs)
+    for step in range(3):
+        contents = {}
+        for rank in range(2):
+            data = random.Random(step).randbytes(4 * CHUNK) + random.Random(
+                100 + 10 * step + rank
+            ).randbytes(CHUNK)
+            contents[await write_file(fs, b"%d-%d" % (step, rank), data)] = data
+        _, report = await store(fs, drain, list(contents))
+        assert report.planned_s >= report.lower_bound_s > 0
+        await check_contents(fs, contents)
 
 
 # --- protection -----------------------------------------------------------------------------------
 
 
-async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(directory, monkeypatch):
+async def test_a_protected_file_never_comes_to_lean_on_an_unprotected_chunk(fs, monkeypatch):
     """What cannot be read just now is not replaced by what is protected less."""
-    async with mounted(directory) as fs:
-        drain, data = group_drain(fs), random.Random(1).randbytes(3 * CHUNK)
-        safe = await write_file(fs, b"safe", data, Policy(replicas=2))
-        assert outcomes((await store(fs, drain, [safe]))[0]) == [DrainOutcome.DRAINED]
-        before = await shared_chunks(fs)
+    drain, data = group_drain(fs), random.Random(1).randbytes(3 * CHUNK)
+    safe = await write_file(fs, b"safe", data, Policy(replicas=2))
+    assert outcomes((await store(fs, drain, [safe]))[0]) == [DrainOutcome.DRAINED]
+    before = await shared_chunks(fs)
 
-        async def unreadable(*args):
-            raise Unavailable("not now")
+    async def unreadable(*args):
+        raise Unavailable("not now")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(fs.containers.files, "read_stored", unreadable)
-            plain = await write_file(fs, b"plain", data)
-            members, report = await store(fs, drain, [plain])
-        assert outcomes(members) == [DrainOutcome.DRAINED] and report.replaced_chunks == 0
-        assert await shared_chunks(fs) == before
-        await check_contents(fs, {safe: data, plain: data})
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.containers.files, "read_stored", unreadable)
+        plain = await write_file(fs, b"plain", data)
+        members, report = await store(fs, drain, [plain])
+    assert outcomes(members) == [DrainOutcome.DRAINED] and report.replaced_chunks == 0
+    assert await shared_chunks(fs) == before
+    await check_contents(fs, {safe: data, plain: data})

@@ -42,6 +42,7 @@ from aifs.saves.group_text import parse_group
 from aifs.vfs import Caller, Filesystem
 from tests.support import modes, stores
 from tests.support.stores import LIMIT_S, OWNER, call, opened, put, read_file, served
+from tests.support.stores import fs as fs
 
 ROOT, ADMIN = 1, Caller()
 MEMBER = Asker(OWNER.uid, (OWNER.gid, 4242))
@@ -81,10 +82,13 @@ async def state(fs: Filesystem, ino: int) -> str:
     return (await ask(fs, ino, "state"))["state"]
 
 
-async def until(condition: Callable) -> None:
-    """Wait for what happens in the background."""
-    while not await condition():
+async def until(
+    fs: Filesystem, ino: int, holds: Callable[[dict], bool], hint: str = "group"
+) -> dict:
+    """Wait for what happens in the background: until this holds of what a hint tells."""
+    while not holds(told := await ask(fs, ino, hint)):
         await trio.sleep(0.002)
+    return told
 
 
 async def durable(fs: Filesystem, ino: int) -> dict:
@@ -94,275 +98,247 @@ async def durable(fs: Filesystem, ino: int) -> dict:
 
 
 async def drained(fs: Filesystem, ino: int) -> None:
-    async def is_drained() -> bool:
-        return await state(fs, ino) in ("clean", "cached")
-
-    await until(is_drained)
+    await until(fs, ino, lambda told: told["state"] in ("clean", "cached"), "state")
 
 
 async def in_state(fs: Filesystem, ino: int, wanted: str) -> dict:
-    async def is_there() -> bool:
-        return (await ask(fs, ino))["state"] == wanted
-
-    await until(is_there)
-    return await ask(fs, ino)
+    return await until(fs, ino, lambda told: told["state"] == wanted)
 
 
 # --- committing -----------------------------------------------------------------------------------
 
 
 @pytest.mark.engines
-async def test_files_are_one_write_when_all_have_been_closed(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3")
-        below = await tree(fs, b"below", top)
-        data = os.urandom(SIZE)
-        inos = [await make(fs, top, b"a", data), await make(fs, below, b"b", data)]
-        told = await ask(fs, top)
-        assert (told["state"], told["missing_files"], told["file_count"], told["bytes"]) == (
-            "open",
-            1,
-            2,
-            2 * SIZE,
-        )
-        assert {file["name"] for file in told["files"]} == {"/step/a", "/step/below/b"}
-        assert [await state(fs, ino) for ino in inos] != ["cached", "cached"]
-        assert fs.drain.status()["withheld_files"] == 2
-        assert (await ask(fs, inos[1]))["id"] == told["id"] == (await ask(fs, below))["id"]
-        inos.append(await make(fs, top, b"c", bytes(SIZE)))
-        told = await durable(fs, top)
-        assert (told["bytes"], told["duplicate_bytes"], told["zero_bytes"]) == (
-            3 * SIZE,
-            SIZE,
-            SIZE,
-        )
-        assert (
-            told["times"]["durable"]
-            >= told["times"]["buffered"]
-            >= told["times"]["committed"]
-            >= told["times"]["open"]
-        )
-        assert {file["state"] for file in told["files"]} == {"durable"}
-        assert [await state(fs, ino) for ino in inos] == ["cached"] * 3
-        assert [await read_file(fs, ino) for ino in inos] == [data, data, bytes(SIZE)]
-        status = (await ask(fs, ROOT, "status"))["groups"]
-        assert (status["open"], status["committed"], status["durable"]) == (0, 0, 1)
-        assert status["saved_bytes"] == 2 * SIZE and status["last"]["bytes"] == 3 * SIZE
-        assert fs.drain.status()["files"] == 0
+async def test_files_are_one_write_when_all_have_been_closed(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=3")
+    below = await tree(fs, b"below", top)
+    data = os.urandom(SIZE)
+    inos = [await make(fs, top, b"a", data), await make(fs, below, b"b", data)]
+    told = await ask(fs, top)
+    assert (told["state"], told["missing_files"], told["file_count"], told["bytes"]) == (
+        "open",
+        1,
+        2,
+        2 * SIZE,
+    )
+    assert {file["name"] for file in told["files"]} == {"/step/a", "/step/below/b"}
+    assert [await state(fs, ino) for ino in inos] != ["cached", "cached"]
+    assert fs.drain.status()["withheld_files"] == 2
+    assert (await ask(fs, inos[1]))["id"] == told["id"] == (await ask(fs, below))["id"]
+    inos.append(await make(fs, top, b"c", bytes(SIZE)))
+    told = await durable(fs, top)
+    assert (told["bytes"], told["duplicate_bytes"], told["zero_bytes"]) == (3 * SIZE, SIZE, SIZE)
+    assert (
+        told["times"]["durable"]
+        >= told["times"]["buffered"]
+        >= told["times"]["committed"]
+        >= told["times"]["open"]
+    )
+    assert {file["state"] for file in told["files"]} == {"durable"}
+    assert [await state(fs, ino) for ino in inos] == ["cached"] * 3
+    assert [await read_file(fs, ino) for ino in inos] == [data, data, bytes(SIZE)]
+    status = (await ask(fs, ROOT, "status"))["groups"]
+    assert (status["open"], status["committed"], status["durable"]) == (0, 0, 1)
+    assert status["saved_bytes"] == 2 * SIZE and status["last"]["bytes"] == 3 * SIZE
+    assert fs.drain.status()["files"] == 0
 
 
 @pytest.mark.engines
-async def test_ranks_commit_one_after_the_other(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        (handle, *_), late = await fs.create(top, b"late", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"l" * SIZE)
-        await put(fs, top, "group.commit", "1")
-        told = await ask(fs, top)
-        assert told["missing"] == [0] and [rank["state"] for rank in told["members"]] == [
-            "missing",
-            "committed",
-        ]
-        assert ino not in fs.io.table.unsynced
-        for wrong, named in (
-            ("1", "committed already"),
-            ("2", "0 to 1"),
-            ("-1", "not a rank"),
-            ("", "not a rank"),
-        ):
-            with pytest.raises(Invalid, match=named):
-                await put(fs, top, "group.commit", wrong)
-        await put(fs, top, "group.commit", "0")
-        assert (await ask(fs, top))["state"] in ("draining", "durable")
-        told = await durable(fs, top)
-        assert told["file_count"] == 1, "what is being written belongs to nobody"
-        assert await state(fs, late.ino) == "dirty"
-        await fs.release(handle)
-        await drained(fs, late.ino)
+async def test_ranks_commit_one_after_the_other(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2,commit=explicit")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    (handle, *_), late = await fs.create(top, b"late", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"l" * SIZE)
+    await put(fs, top, "group.commit", "1")
+    told = await ask(fs, top)
+    assert told["missing"] == [0] and [rank["state"] for rank in told["members"]] == [
+        "missing",
+        "committed",
+    ]
+    assert ino not in fs.io.table.unsynced
+    for wrong, named in (
+        ("1", "committed already"),
+        ("2", "0 to 1"),
+        ("-1", "not a rank"),
+        ("", "not a rank"),
+    ):
+        with pytest.raises(Invalid, match=named):
+            await put(fs, top, "group.commit", wrong)
+    await put(fs, top, "group.commit", "0")
+    assert (await ask(fs, top))["state"] in ("draining", "durable")
+    told = await durable(fs, top)
+    assert told["file_count"] == 1, "what is being written belongs to nobody"
+    assert await state(fs, late.ino) == "dirty"
+    await fs.release(handle)
+    await drained(fs, late.ino)
 
 
-async def test_a_file_may_count_while_it_is_open(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        (handle, *_), inode = await fs.create(top, b"a", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"a" * SIZE)
-        other = await fs.open(inode.ino, os.O_WRONLY)
-        with pytest.raises(Busy):
-            await put(fs, inode.ino, "group.commit")
-        await fs.release(other.handle)
+async def test_a_file_may_count_while_it_is_open(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    (handle, *_), inode = await fs.create(top, b"a", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"a" * SIZE)
+    other = await fs.open(inode.ino, os.O_WRONLY)
+    with pytest.raises(Busy):
         await put(fs, inode.ino, "group.commit")
-        assert (await ask(fs, top))["missing_files"] == 1
-        ino = await make(fs, top, b"b", b"a" * SIZE)
-        await fs.groups.wait(top, 0, False, LIMIT_S)
-        await drained(fs, ino)
-        assert (await ask(fs, top))["state"] == "draining"
-        with pytest.raises(TimedOut):
-            await fs.groups.wait(top, 0, True, 0.01)
-        with pytest.raises(Busy, match="draining"):
-            await put(fs, top, "group", "name=next,ranks=2")
-        await fs.release(handle)
-        told = await durable(fs, top)
-        assert told["found_bytes"] + told["duplicate_bytes"] >= SIZE
+    await fs.release(other.handle)
+    await put(fs, inode.ino, "group.commit")
+    assert (await ask(fs, top))["missing_files"] == 1
+    ino = await make(fs, top, b"b", b"a" * SIZE)
+    await fs.groups.wait(top, 0, False, LIMIT_S)
+    await drained(fs, ino)
+    assert (await ask(fs, top))["state"] == "draining"
+    with pytest.raises(TimedOut):
+        await fs.groups.wait(top, 0, True, 0.01)
+    with pytest.raises(Busy, match="draining"):
+        await put(fs, top, "group", "name=next,ranks=2")
+    await fs.release(handle)
+    told = await durable(fs, top)
+    assert told["found_bytes"] + told["duplicate_bytes"] >= SIZE
 
 
-async def test_tiny_and_empty_files_count(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3")
-        inos = [
-            await make(fs, top, name, data)
-            for name, data in ((b"a", b""), (b"b", b"tiny"), (b"c", b"c" * SIZE))
-        ]
-        await durable(fs, top)
-        assert [await read_file(fs, ino) for ino in inos] == [b"", b"tiny", b"c" * SIZE]
+async def test_tiny_and_empty_files_count(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=3")
+    inos = [
+        await make(fs, top, name, data)
+        for name, data in ((b"a", b""), (b"b", b"tiny"), (b"c", b"c" * SIZE))
+    ]
+    await durable(fs, top)
+    assert [await read_file(fs, ino) for ino in inos] == [b"", b"tiny", b"c" * SIZE]
 
 
-async def test_a_store_without_a_burst_tier_has_groups(directory: Path) -> None:
-    async with opened(directory, {"burst.directories": ""}) as fs:
-        top = await group_in(fs, "ranks=2")
-        inos = [await make(fs, top, name, b"x" * SIZE) for name in (b"a", b"b")]
-        assert (await durable(fs, top))["file_count"] == 2
-        assert [await read_file(fs, ino) for ino in inos] == [b"x" * SIZE] * 2
+@pytest.mark.store({"burst.directories": ""})
+async def test_a_store_without_a_burst_tier_has_groups(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    inos = [await make(fs, top, name, b"x" * SIZE) for name in (b"a", b"b")]
+    assert (await durable(fs, top))["file_count"] == 2
+    assert [await read_file(fs, ino) for ino in inos] == [b"x" * SIZE] * 2
 
 
 # --- beginning and ending -------------------------------------------------------------------------
 
 
-async def test_all_ranks_may_begin_the_same_group(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit")
-        number = (await ask(fs, top))["id"]
-        async with trio.open_nursery() as nursery:
-            for _ in range(8):
-                nursery.start_soon(put, fs, top, "group", "ranks=2,name=step,commit=explicit")
-        assert (await ask(fs, top))["id"] == number
-        with pytest.raises(Invalid, match="another group is open: name=step,ranks=2"):
-            await put(fs, top, "group", "name=step,ranks=3,commit=explicit")
-        assert "another group is open" in (await ask(fs, top))["refused"]
-        for rank in "01":
-            await put(fs, top, "group.commit", rank)
-        await durable(fs, top)
+async def test_all_ranks_may_begin_the_same_group(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2,commit=explicit")
+    number = (await ask(fs, top))["id"]
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(put, fs, top, "group", "ranks=2,name=step,commit=explicit")
+    assert (await ask(fs, top))["id"] == number
+    with pytest.raises(Invalid, match="another group is open: name=step,ranks=2"):
         await put(fs, top, "group", "name=step,ranks=3,commit=explicit")
-        told = await ask(fs, top)
-        assert told["id"] > number and told["state"] == "open" and told["missing"] == [0, 1, 2]
-        await fs.groups.wait(top, number, True, 1)
-        with pytest.raises(Stale):
-            await fs.groups.wait(top, told["id"] + 1, True, 1)
+    assert "another group is open" in (await ask(fs, top))["refused"]
+    for rank in "01":
+        await put(fs, top, "group.commit", rank)
+    await durable(fs, top)
+    await put(fs, top, "group", "name=step,ranks=3,commit=explicit")
+    told = await ask(fs, top)
+    assert told["id"] > number and told["state"] == "open" and told["missing"] == [0, 1, 2]
+    await fs.groups.wait(top, number, True, 1)
+    with pytest.raises(Stale):
+        await fs.groups.wait(top, told["id"] + 1, True, 1)
 
 
 @pytest.mark.engines
-async def test_many_may_begin_at_the_same_time(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top, found = await tree(fs, b"step"), set()
+async def test_many_may_begin_at_the_same_time(fs: Filesystem) -> None:
+    top, found = await tree(fs, b"step"), set()
 
-        async def begin() -> None:
-            found.add((await fs.groups.begin(top, parse_group("name=a,ranks=9"), OWNER)).record.id)
+    async def begin() -> None:
+        found.add((await fs.groups.begin(top, parse_group("name=a,ranks=9"), OWNER)).record.id)
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(9):
-                nursery.start_soon(begin)
-        assert len(found) == 1
+    async with trio.open_nursery() as nursery:
+        for _ in range(9):
+            nursery.start_soon(begin)
+    assert len(found) == 1
 
 
-async def test_where_there_is_no_group(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await tree(fs, b"top")
-        ino = await make(fs, top, b"a", b"a")
-        for request in (
-            ask(fs, top),
-            ask(fs, ino),
-            put(fs, top, "group.commit", "0"),
-            put(fs, ino, "group.commit"),
-            fs.removexattr(top, b"user.aifs.group"),
-            fs.groups.wait(top, 0, True, 1),
-        ):
-            with pytest.raises(NoAttribute):
-                await request
-        with pytest.raises(Invalid, match="directory"):
-            await put(fs, ino, "group", "name=a,ranks=1")
-        with pytest.raises(NotADirectory):
-            await call(fs, ino, "group", name="a", ranks=1)
-        assert await fs.listxattr(top) == []
+async def test_where_there_is_no_group(fs: Filesystem) -> None:
+    top = await tree(fs, b"top")
+    ino = await make(fs, top, b"a", b"a")
+    for request in (
+        ask(fs, top),
+        ask(fs, ino),
+        put(fs, top, "group.commit", "0"),
+        put(fs, ino, "group.commit"),
+        fs.removexattr(top, b"user.aifs.group"),
+        fs.groups.wait(top, 0, True, 1),
+    ):
+        with pytest.raises(NoAttribute):
+            await request
+    with pytest.raises(Invalid, match="directory"):
+        await put(fs, ino, "group", "name=a,ranks=1")
+    with pytest.raises(NotADirectory):
+        await call(fs, ino, "group", name="a", ranks=1)
+    assert await fs.listxattr(top) == []
 
 
 @pytest.mark.parametrize("by", ["remove", "empty"])
-async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(
-    directory: Path, by: str
-) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        failed = trio.Event()
+async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(fs, by):
+    top = await group_in(fs, "ranks=2")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    failed = trio.Event()
 
-        async def wait() -> None:
-            with pytest.raises(GroupCancelled, match="it was cancelled"):
-                await fs.groups.wait(top, 0, True, None)
-            failed.set()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(wait)
-            await trio.testing.wait_all_tasks_blocked()
-            if by == "remove":
-                await fs.removexattr(top, b"user.aifs.group")
-            else:
-                await put(fs, top, "group", "")
-            await failed.wait()
-        await drained(fs, ino)
-        assert (await ask(fs, top))["state"] == "cancelled" and await read_file(
-            fs, ino
-        ) == b"a" * SIZE
-        await fs.groups.cancel(top)
-        await put(fs, top, "group", "name=step,ranks=1")
-        assert (await ask(fs, top))["error"] == ""
-
-
-async def test_an_expired_group_names_who_is_missing(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3,commit=explicit,timeout=300ms")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        with pytest.raises(GroupTimeout, match="of 3 ranks have not committed: 0, "):
-            await put(fs, top, "group.commit", "1")  # which may come too late on a slow machine
-            await fs.groups.wait(top, 0, False, None)
-        told = await in_state(fs, top, "expired")
-        assert told["error"].startswith("after 0.3 s")
-        await drained(fs, ino)
-        with pytest.raises(GroupTimeout):
-            await put(fs, top, "group.commit", "0")
-
-
-async def test_a_directory_that_is_removed_takes_its_group_with_it(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=1,commit=explicit")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        await fs.unlink(top, b"a")
-        assert (await ask(fs, top))["file_count"] == 0
-        await fs.rmdir(ROOT, b"step")
-        fs.forget([ino, top])
-        with pytest.raises(GroupCancelled):
+    async def wait() -> None:
+        with pytest.raises(GroupCancelled, match="it was cancelled"):
             await fs.groups.wait(top, 0, True, None)
+        failed.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        if by == "remove":
+            await fs.removexattr(top, b"user.aifs.group")
+        else:
+            await put(fs, top, "group", "")
+        await failed.wait()
+    await drained(fs, ino)
+    assert (await ask(fs, top))["state"] == "cancelled" and await read_file(fs, ino) == b"a" * SIZE
+    await fs.groups.cancel(top)
+    await put(fs, top, "group", "name=step,ranks=1")
+    assert (await ask(fs, top))["error"] == ""
 
 
-async def test_a_tree_that_is_removed_takes_its_groups_with_it(directory: Path) -> None:
+async def test_an_expired_group_names_who_is_missing(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=3,commit=explicit,timeout=300ms")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    with pytest.raises(GroupTimeout, match="of 3 ranks have not committed: 0, "):
+        await put(fs, top, "group.commit", "1")  # which may come too late on a slow machine
+        await fs.groups.wait(top, 0, False, None)
+    told = await in_state(fs, top, "expired")
+    assert told["error"].startswith("after 0.3 s")
+    await drained(fs, ino)
+    with pytest.raises(GroupTimeout):
+        await put(fs, top, "group.commit", "0")
+
+
+async def test_a_directory_that_is_removed_takes_its_group_with_it(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=1,commit=explicit")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await fs.unlink(top, b"a")
+    assert (await ask(fs, top))["file_count"] == 0
+    await fs.rmdir(ROOT, b"step")
+    fs.forget([ino, top])
+    with pytest.raises(GroupCancelled):
+        await fs.groups.wait(top, 0, True, None)
+
+
+async def test_a_tree_that_is_removed_takes_its_groups_with_it(fs: Filesystem) -> None:
     """In one stroke, with directories and files in it, of which one is open."""
-    async with opened(directory) as fs:
-        outer = await group_in(fs, "ranks=9")
-        top = await tree(fs, b"below", outer)
-        inner = await group_in(fs, "ranks=9", b"inner")
-        await fs.rename(ROOT, b"inner", outer, b"inner")
-        await make(fs, top, b"a", b"a" * SIZE)
-        ino = await make(fs, inner, b"b", b"b" * SIZE)
-        handle, *_ = await fs.open(ino, os.O_RDONLY)
-        await fs.remove_tree(ROOT, b"step")
-        for directory_ino in (outer, inner):
-            with pytest.raises(GroupCancelled):
-                await fs.groups.wait(directory_ino, 0, True, None)
+    outer = await group_in(fs, "ranks=9")
+    top = await tree(fs, b"below", outer)
+    inner = await group_in(fs, "ranks=9", b"inner")
+    await fs.rename(ROOT, b"inner", outer, b"inner")
+    await make(fs, top, b"a", b"a" * SIZE)
+    ino = await make(fs, inner, b"b", b"b" * SIZE)
+    handle, *_ = await fs.open(ino, os.O_RDONLY)
+    await fs.remove_tree(ROOT, b"step")
+    for directory_ino in (outer, inner):
+        with pytest.raises(GroupCancelled):
+            await fs.groups.wait(directory_ino, 0, True, None)
 
-        async def is_empty() -> bool:
-            return not fs.doomed.status()["trees"]
-
-        await until(is_empty)
-        assert fs.group_life.status()["files"] == 0
-        await fs.release(handle)
+    while fs.doomed.status()["trees"]:
+        await trio.sleep(0.002)
+    assert fs.group_life.status()["files"] == 0
+    await fs.release(handle)
 
 
 async def test_nobody_waits_for_a_group_in_a_read_only_mount(directory: Path) -> None:
@@ -377,17 +353,16 @@ async def test_nobody_waits_for_a_group_in_a_read_only_mount(directory: Path) ->
         await call(fs, ended, "group.wait")
 
 
-async def test_in_a_sticky_directory_its_owner_alone_has_groups(directory: Path) -> None:
+async def test_in_a_sticky_directory_its_owner_alone_has_groups(fs: Filesystem) -> None:
     """As for extended attributes, by which others cannot set one either."""
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"tmp", 0o1777, OWNER)).ino
-        options = {"name": "a", "ranks": 1, "commit": "explicit"}
-        with pytest.raises(NotPermitted):
-            await call(fs, top, "group", Caller(uid=2000), **options)
-        await call(fs, top, "group", OWNER, **options)
-        with pytest.raises(NotPermitted):
-            await call(fs, top, "group.cancel", Caller(uid=2000))
-        await call(fs, top, "group.cancel", OWNER)
+    top = (await fs.mkdir(ROOT, b"tmp", 0o1777, OWNER)).ino
+    options = {"name": "a", "ranks": 1, "commit": "explicit"}
+    with pytest.raises(NotPermitted):
+        await call(fs, top, "group", Caller(uid=2000), **options)
+    await call(fs, top, "group", OWNER, **options)
+    with pytest.raises(NotPermitted):
+        await call(fs, top, "group.cancel", Caller(uid=2000))
+    await call(fs, top, "group.cancel", OWNER)
 
 
 async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> None:
@@ -407,92 +382,86 @@ async def test_a_read_only_mount_tells_and_changes_nothing(directory: Path) -> N
 # --- which files belong ---------------------------------------------------------------------------
 
 
-async def test_files_belong_by_where_they_are_when_they_are_closed(directory: Path) -> None:
-    async with opened(directory, {"burst.drain_delay": "1h"}) as fs:
-        top = await tree(fs, b"step")
-        old = await make(fs, top, b"old", b"o" * SIZE)
-        outside = await make(fs, ROOT, b"outside", b"x" * SIZE)
-        await put(fs, top, "group", "name=step,ranks=9")
-        inner = await tree(fs, b"inner", top)
-        await put(fs, inner, "group", "name=inner,ranks=9")
-        assert (await ask(fs, top))["file_count"] == 0, "what was closed before does not belong"
-        handle, *_ = await fs.open(old, os.O_RDWR)
+@pytest.mark.store({"burst.drain_delay": "1h"})
+async def test_files_belong_by_where_they_are_when_they_are_closed(fs: Filesystem) -> None:
+    top = await tree(fs, b"step")
+    old = await make(fs, top, b"old", b"o" * SIZE)
+    outside = await make(fs, ROOT, b"outside", b"x" * SIZE)
+    await put(fs, top, "group", "name=step,ranks=9")
+    inner = await tree(fs, b"inner", top)
+    await put(fs, inner, "group", "name=inner,ranks=9")
+    assert (await ask(fs, top))["file_count"] == 0, "what was closed before does not belong"
+    handle, *_ = await fs.open(old, os.O_RDWR)
+    await fs.write(handle, 0, b"new")
+    await fs.release(handle)
+    await make(fs, inner, b"deep", b"d" * SIZE)
+    (handle, *_), moved = await fs.create(ROOT, b"tmp", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"m" * SIZE)
+    await fs.rename(ROOT, b"tmp", top, b"moved")
+    await fs.release(handle)
+    (handle, *_), linked = await fs.create(top, b"linked", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"l" * SIZE)
+    await fs.link(linked.ino, ROOT, b"link")
+    await fs.release(handle)
+    handle, *_ = await fs.open(outside, os.O_RDONLY)
+    await fs.release(handle)
+    names = {file["name"] for file in (await ask(fs, top))["files"]}
+    assert names == {"/step/old", "/step/moved"}
+    assert [file["name"] for file in (await ask(fs, inner))["files"]] == ["/step/inner/deep"]
+    assert (await ask(fs, moved.ino))["name"] == "step" and (await ask(fs, inner))[
+        "name"
+    ] == "inner"
+    with pytest.raises(NoAttribute):
+        await ask(fs, outside)
+    for ino in (top, inner):
+        await fs.groups.cancel(ino)
+
+
+@pytest.mark.store({"burst.drain_delay": "1h"})
+async def test_a_file_that_is_written_again_elsewhere_belongs_there(fs: Filesystem) -> None:
+    top, other = await group_in(fs, "ranks=9"), await group_in(fs, "ranks=2", b"other")
+    inos = [await make(fs, top, name, name * SIZE) for name in (b"a", b"c")]
+    for ino, name, target in ((inos[0], b"a", other), (inos[1], b"c", ROOT)):
+        await fs.rename(top, name, target, name)
+        assert ino in {file["ino"] for file in (await ask(fs, top))["files"]}
+        handle, *_ = await fs.open(ino, os.O_RDWR)
         await fs.write(handle, 0, b"new")
         await fs.release(handle)
-        await make(fs, inner, b"deep", b"d" * SIZE)
-        (handle, *_), moved = await fs.create(ROOT, b"tmp", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"m" * SIZE)
-        await fs.rename(ROOT, b"tmp", top, b"moved")
-        await fs.release(handle)
-        (handle, *_), linked = await fs.create(top, b"linked", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"l" * SIZE)
-        await fs.link(linked.ino, ROOT, b"link")
-        await fs.release(handle)
-        handle, *_ = await fs.open(outside, os.O_RDONLY)
-        await fs.release(handle)
-        names = {file["name"] for file in (await ask(fs, top))["files"]}
-        assert names == {"/step/old", "/step/moved"}
-        assert [file["name"] for file in (await ask(fs, inner))["files"]] == ["/step/inner/deep"]
-        assert (await ask(fs, moved.ino))["name"] == "step" and (await ask(fs, inner))[
-            "name"
-        ] == "inner"
-        with pytest.raises(NoAttribute):
-            await ask(fs, outside)
-        for ino in (top, inner):
-            await fs.groups.cancel(ino)
+    assert (await ask(fs, top))["file_count"] == 0
+    assert {file["ino"] for file in (await ask(fs, other))["files"]} == {inos[0]}
+    await make(fs, other, b"d", b"d" * SIZE)
+    assert (await durable(fs, other))["file_count"] == 2
+    assert await state(fs, inos[0]) == "cached" and await state(fs, inos[1]) == "dirty"
+    await fs.wait_drained(ROOT, LIMIT_S)
+    assert await read_file(fs, inos[1]) == b"new" + b"c" * (SIZE - 3)
+    await fs.groups.cancel(top)
 
 
-async def test_a_file_that_is_written_again_elsewhere_belongs_there(directory: Path) -> None:
-    async with opened(directory, {"burst.drain_delay": "1h"}) as fs:
-        top, other = await group_in(fs, "ranks=9"), await group_in(fs, "ranks=2", b"other")
-        inos = [await make(fs, top, name, name * SIZE) for name in (b"a", b"c")]
-        for ino, name, target in ((inos[0], b"a", other), (inos[1], b"c", ROOT)):
-            await fs.rename(top, name, target, name)
-            assert ino in {file["ino"] for file in (await ask(fs, top))["files"]}
-            handle, *_ = await fs.open(ino, os.O_RDWR)
-            await fs.write(handle, 0, b"new")
-            await fs.release(handle)
-        assert (await ask(fs, top))["file_count"] == 0
-        assert {file["ino"] for file in (await ask(fs, other))["files"]} == {inos[0]}
-        await make(fs, other, b"d", b"d" * SIZE)
-        assert (await durable(fs, other))["file_count"] == 2
-        assert await state(fs, inos[0]) == "cached" and await state(fs, inos[1]) == "dirty"
-        await fs.wait_drained(ROOT, LIMIT_S)
-        assert await read_file(fs, inos[1]) == b"new" + b"c" * (SIZE - 3)
-        await fs.groups.cancel(top)
+async def test_a_reader_changes_nothing(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    for _ in range(3):
+        assert await read_file(fs, ino) == b"a" * SIZE
+    told = await ask(fs, top)
+    assert told["missing_files"] == 1 and told["file_count"] == 1
+    assert fs.drain.status()["withheld_files"] == 1
+    await make(fs, top, b"b", b"a" * SIZE)
+    await durable(fs, top)
 
 
-async def test_a_reader_changes_nothing(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        for _ in range(3):
-            assert await read_file(fs, ino) == b"a" * SIZE
-        told = await ask(fs, top)
-        assert told["missing_files"] == 1 and told["file_count"] == 1
-        assert fs.drain.status()["withheld_files"] == 1
-        await make(fs, top, b"b", b"a" * SIZE)
-        await durable(fs, top)
-
-
-async def test_a_file_that_is_opened_again_counts_when_it_is_closed(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-
-        async def is_prepared() -> bool:
-            return (await ask(fs, top))["files"][0]["state"] == "prepared"
-
-        await until(is_prepared)
-        handle, *_ = await fs.open(ino, os.O_RDWR)
-        told = await ask(fs, top)
-        assert told["missing_files"] == 2 and told["files"][0]["state"] == "writing"
-        await make(fs, top, b"b", b"b" * SIZE)
-        await fs.write(handle, SIZE, b"c" * SIZE)
-        assert (await ask(fs, top))["state"] == "open"
-        await fs.release(handle)
-        told = await durable(fs, top)
-        assert told["bytes"] == 3 * SIZE and await read_file(fs, ino) == b"a" * SIZE + b"c" * SIZE
+async def test_a_file_that_is_opened_again_counts_when_it_is_closed(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await until(fs, top, lambda told: told["files"][0]["state"] == "prepared")
+    handle, *_ = await fs.open(ino, os.O_RDWR)
+    told = await ask(fs, top)
+    assert told["missing_files"] == 2 and told["files"][0]["state"] == "writing"
+    await make(fs, top, b"b", b"b" * SIZE)
+    await fs.write(handle, SIZE, b"c" * SIZE)
+    assert (await ask(fs, top))["state"] == "open"
+    await fs.release(handle)
+    told = await durable(fs, top)
+    assert told["bytes"] == 3 * SIZE and await read_file(fs, ino) == b"a" * SIZE + b"c" * SIZE
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -502,12 +471,8 @@ async def test_a_truncated_file_is_stored_as_it_is_then(directory: Path, prepare
     async with opened(directory) as fs:
         top = await group_in(fs, "ranks=2,commit=explicit")
         ino = await make(fs, top, b"a", b"a" * SIZE)
-
-        async def is_prepared() -> bool:
-            return (await ask(fs, top))["files"][0]["state"] == "prepared"
-
         if prepared:
-            await until(is_prepared)
+            await until(fs, top, lambda told: told["files"][0]["state"] == "prepared")
         await fs.setattr(ino, SetAttr(size=SIZE // 2), OWNER)
         for rank in "01":
             await put(fs, top, "group.commit", rank)
@@ -541,61 +506,50 @@ async def test_a_file_that_is_written_after_the_commit_is_drained_as_usual(
         assert (await read_file(fs, inos[0]))[:8] == b"changeda"
 
 
-async def test_a_file_that_is_unlinked_belongs_no_more(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        await fs.unlink(top, b"a")
-        fs.forget([ino])
-        assert (await ask(fs, top))["missing_files"] == 2
-        for name in (b"b", b"c"):
-            await make(fs, top, name, b"a" * SIZE)
-        assert (await durable(fs, top))["file_count"] == 2
+async def test_a_file_that_is_unlinked_belongs_no_more(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await fs.unlink(top, b"a")
+    fs.forget([ino])
+    assert (await ask(fs, top))["missing_files"] == 2
+    for name in (b"b", b"c"):
+        await make(fs, top, name, b"a" * SIZE)
+    assert (await durable(fs, top))["file_count"] == 2
 
 
 # --- the usual drain ------------------------------------------------------------------------------
 
 
-async def test_a_drain_that_is_asked_for_does_not_wait_for_the_group(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        await fs.wait_drained(ROOT, LIMIT_S)
-        assert (
-            await state(fs, ino) == "cached"
-            and (await ask(fs, top))["files"][0]["state"] == "usual"
-        )
-        await make(fs, top, b"b", b"b" * SIZE)
-        assert (await durable(fs, top))["bytes"] == SIZE, "of what the group has stored"
+async def test_a_drain_that_is_asked_for_does_not_wait_for_the_group(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await fs.wait_drained(ROOT, LIMIT_S)
+    assert await state(fs, ino) == "cached" and (await ask(fs, top))["files"][0]["state"] == "usual"
+    await make(fs, top, b"b", b"b" * SIZE)
+    assert (await durable(fs, top))["bytes"] == SIZE, "of what the group has stored"
 
 
-async def test_pressure_does_not_wait_for_the_group(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3")
-        first = await make(fs, top, b"a", b"a" * SIZE)
-        monkeypatch.setattr(BurstTier, "pressure", 1.0)
-        second = await make(fs, top, b"b", b"b" * SIZE)
-        for ino in (first, second):
-            await drained(fs, ino)
-        monkeypatch.undo()
-        await make(fs, top, b"c", b"c" * SIZE)
-        assert (await durable(fs, top))["file_count"] == 3
+async def test_pressure_does_not_wait_for_the_group(fs, monkeypatch):
+    top = await group_in(fs, "ranks=3")
+    first = await make(fs, top, b"a", b"a" * SIZE)
+    monkeypatch.setattr(BurstTier, "pressure", 1.0)
+    second = await make(fs, top, b"b", b"b" * SIZE)
+    for ino in (first, second):
+        await drained(fs, ino)
+    monkeypatch.undo()
+    await make(fs, top, b"c", b"c" * SIZE)
+    assert (await durable(fs, top))["file_count"] == 3
 
 
-async def test_pressure_is_looked_for_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pressure_is_looked_for_again(fs, monkeypatch):
     """Though at some time there was nothing that it could have taken."""
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=9")
-        for name in (b"a", b"b"):
-            ino = await make(fs, top, name, name * SIZE)
-            with monkeypatch.context() as patch:
-                patch.setattr(BurstTier, "pressure", 1.0)
-                await drained(fs, ino)
-        await fs.groups.cancel(top)
+    top = await group_in(fs, "ranks=9")
+    for name in (b"a", b"b"):
+        ino = await make(fs, top, name, name * SIZE)
+        with monkeypatch.context() as patch:
+            patch.setattr(BurstTier, "pressure", 1.0)
+            await drained(fs, ino)
+    await fs.groups.cancel(top)
 
 
 async def test_an_unmount_takes_nothing_from_who_is_storing(
@@ -628,11 +582,11 @@ async def test_an_unmount_takes_nothing_from_who_is_storing(
         await durable(fs, top)
 
 
-async def test_the_deadline_does_not_wait_for_the_group(directory: Path) -> None:
-    async with opened(directory, {"burst.drain_deadline": "1s"}) as fs:
-        top = await group_in(fs, "ranks=2")
-        await drained(fs, await make(fs, top, b"a", b"a" * SIZE))
-        assert (await ask(fs, top))["state"] == "open"
+@pytest.mark.store({"burst.drain_deadline": "1s"})
+async def test_the_deadline_does_not_wait_for_the_group(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2")
+    await drained(fs, await make(fs, top, b"a", b"a" * SIZE))
+    assert (await ask(fs, top))["state"] == "open"
 
 
 async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_drain(
@@ -656,185 +610,159 @@ async def test_what_cannot_be_stored_is_tried_again_and_then_left_to_the_usual_d
 # --- ranks that die -------------------------------------------------------------------------------
 
 
-async def test_a_rank_that_dies_is_told_to_all_at_once(
-    directory: Path, process: subprocess.Popen
-) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3,commit=explicit")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
-        await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
-        with pytest.raises(Invalid, match=f"rank 2 has been joined by process {process.pid}"):
-            await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=2)
-        with pytest.raises(NotSupported):
-            await call(fs, top, "group.join", Caller(pid=0), rank=1)
-        await put(fs, top, "group.commit", "0")
-        assert [rank["state"] for rank in (await ask(fs, top))["members"]] == [
-            "committed",
-            "missing",
-            "joined",
-        ]
-        process.kill()
-        with pytest.raises(MemberDied, match="rank 2 ended before it committed"):
-            await fs.groups.wait(top, 0, True, None)
-        told = await ask(fs, top)
-        assert (told["state"], told["dead"], told["error"]) == (
-            "failed",
-            2,
-            "rank 2 ended before it committed",
-        )
-        with pytest.raises(MemberDied):
-            await put(fs, top, "group.commit", "1")
-        await drained(fs, ino)
-        await put(fs, top, "group", "name=step,ranks=1,commit=explicit")
-        assert (await ask(fs, top))["dead"] is None
-
-
-async def test_a_rank_comes_back_within_its_grace(
-    directory: Path, process: subprocess.Popen
-) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit,grace=1h")
-        await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
-        process.kill()
-
-        async def is_away() -> bool:
-            return (await ask(fs, top))["members"][1]["state"] == "away"
-
-        await until(is_away)
-        await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=1)
-        for rank in "01":
-            await put(fs, top, "group.commit", rank)
-        await durable(fs, top)
-
-
-async def test_a_rank_that_has_committed_may_end(
-    directory: Path, process: subprocess.Popen
-) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit")
-        await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
+async def test_a_rank_that_dies_is_told_to_all_at_once(fs, process):
+    top = await group_in(fs, "ranks=3,commit=explicit")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
+    await call(fs, top, "group.join", Caller(pid=process.pid), rank=2)
+    with pytest.raises(Invalid, match=f"rank 2 has been joined by process {process.pid}"):
+        await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=2)
+    with pytest.raises(NotSupported):
+        await call(fs, top, "group.join", Caller(pid=0), rank=1)
+    await put(fs, top, "group.commit", "0")
+    assert [rank["state"] for rank in (await ask(fs, top))["members"]] == [
+        "committed",
+        "missing",
+        "joined",
+    ]
+    process.kill()
+    with pytest.raises(MemberDied, match="rank 2 ended before it committed"):
+        await fs.groups.wait(top, 0, True, None)
+    told = await ask(fs, top)
+    assert (told["state"], told["dead"], told["error"]) == (
+        "failed",
+        2,
+        "rank 2 ended before it committed",
+    )
+    with pytest.raises(MemberDied):
         await put(fs, top, "group.commit", "1")
-        process.kill()
+    await drained(fs, ino)
+    await put(fs, top, "group", "name=step,ranks=1,commit=explicit")
+    assert (await ask(fs, top))["dead"] is None
 
-        async def has_left() -> bool:
-            return (await ask(fs, top))["members"][1]["pid"] is None
 
-        await until(has_left)
-        await put(fs, top, "group.commit", "0")
-        await durable(fs, top)
+async def test_a_rank_comes_back_within_its_grace(fs, process):
+    top = await group_in(fs, "ranks=2,commit=explicit,grace=1h")
+    await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
+    process.kill()
+    await until(fs, top, lambda told: told["members"][1]["state"] == "away")
+    await call(fs, top, "group.join", Caller(pid=os.getpid()), rank=1)
+    for rank in "01":
+        await put(fs, top, "group.commit", rank)
+    await durable(fs, top)
+
+
+async def test_a_rank_that_has_committed_may_end(fs: Filesystem, process: subprocess.Popen) -> None:
+    top = await group_in(fs, "ranks=2,commit=explicit")
+    await call(fs, top, "group.join", Caller(pid=process.pid), rank=1)
+    await put(fs, top, "group.commit", "1")
+    process.kill()
+    await until(fs, top, lambda told: told["members"][1]["pid"] is None)
+    await put(fs, top, "group.commit", "0")
+    await durable(fs, top)
 
 
 # --- pending directories --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["commit", "group.commit"])
-async def test_the_last_commit_publishes_a_pending_directory(directory: Path, by: str) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"final.pending", ADMIN)
-        await put(fs, top, "pending", "ranks=2,step=1")
-        ino = await make(fs, top, b"a", b"a" * SIZE)
-        await put(fs, top, by, "0")
-        assert (await ask(fs, top, "pending"))["missing"] == (await ask(fs, top))["missing"] == [1]
-        await put(fs, top, by, "1")
-        if by == "commit":
-            await fs.groups.wait(top, 0, False, LIMIT_S)
-        assert (await fs.lookup(ROOT, b"final")).ino == top and (await ask(fs, top))["published"]
-        with pytest.raises(NoAttribute):
-            await ask(fs, top, "pending")
-        assert (await durable(fs, top))["publish_error"] == "" and await read_file(
-            fs, ino
-        ) == b"a" * SIZE
+async def test_the_last_commit_publishes_a_pending_directory(fs: Filesystem, by: str) -> None:
+    top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"final.pending", ADMIN)
+    await put(fs, top, "pending", "ranks=2,step=1")
+    ino = await make(fs, top, b"a", b"a" * SIZE)
+    await put(fs, top, by, "0")
+    assert (await ask(fs, top, "pending"))["missing"] == (await ask(fs, top))["missing"] == [1]
+    await put(fs, top, by, "1")
+    if by == "commit":
+        await fs.groups.wait(top, 0, False, LIMIT_S)
+    assert (await fs.lookup(ROOT, b"final")).ino == top and (await ask(fs, top))["published"]
+    with pytest.raises(NoAttribute):
+        await ask(fs, top, "pending")
+    assert (await durable(fs, top))["publish_error"] == "" and await read_file(
+        fs, ino
+    ) == b"a" * SIZE
 
 
-async def test_closing_files_does_not_publish_a_pending_directory(directory: Path) -> None:
+async def test_closing_files_does_not_publish_a_pending_directory(fs: Filesystem) -> None:
     """Its ranks have to commit, so who asks for both is told at once, and not when all have
     written.
     """
-    async with opened(directory) as fs:
-        top = await tree(fs, b"final.pending")
-        await put(fs, top, "pending", "ranks=2,step=1")
-        with pytest.raises(Invalid, match="commit=explicit"):
-            await put(fs, top, "group", "name=step,ranks=2,publish=final")
-        await put(fs, top, "group", "name=step,ranks=2,commit=explicit,publish=final")
+    top = await tree(fs, b"final.pending")
+    await put(fs, top, "pending", "ranks=2,step=1")
+    with pytest.raises(Invalid, match="commit=explicit"):
+        await put(fs, top, "group", "name=step,ranks=2,publish=final")
+    await put(fs, top, "group", "name=step,ranks=2,commit=explicit,publish=final")
 
 
-async def test_closing_may_publish_from_the_capacity_tier(directory: Path) -> None:
-    async with opened(directory) as fs:
-        await put(fs, ROOT, "publish", "capacity", ADMIN)
-        top = await group_in(fs, "ranks=2,publish=final", b"tmp", ADMIN)
-        inos = [await make(fs, top, name, b"a" * SIZE) for name in (b"a", b"b")]
-        await fs.groups.wait(top, 0, False, LIMIT_S)
-        assert (await fs.lookup(ROOT, b"final")).ino == top
-        assert [await state(fs, ino) for ino in inos] == ["cached"] * 2
-        assert (await durable(fs, top))["duplicate_bytes"] >= SIZE, "as a group all the same"
+async def test_closing_may_publish_from_the_capacity_tier(fs: Filesystem) -> None:
+    await put(fs, ROOT, "publish", "capacity", ADMIN)
+    top = await group_in(fs, "ranks=2,publish=final", b"tmp", ADMIN)
+    inos = [await make(fs, top, name, b"a" * SIZE) for name in (b"a", b"b")]
+    await fs.groups.wait(top, 0, False, LIMIT_S)
+    assert (await fs.lookup(ROOT, b"final")).ino == top
+    assert [await state(fs, ino) for ino in inos] == ["cached"] * 2
+    assert (await durable(fs, top))["duplicate_bytes"] >= SIZE, "as a group all the same"
 
 
-async def test_a_publish_that_fails_is_told(directory: Path) -> None:
-    async with opened(directory) as fs:
-        await make(fs, await tree(fs, b"final"), b"in the way", b"x")
-        top = await group_in(fs, "ranks=1,commit=explicit,publish=final", b"tmp", ADMIN)
-        await make(fs, top, b"a", b"a" * SIZE)
-        with pytest.raises(FsError) as caught:
-            await put(fs, top, "group.commit", "0")
-        assert caught.value.errno == errno.ENOTEMPTY
-        told = await durable(fs, top)
-        assert not told["published"] and told["publish_error"]
-        assert (await fs.lookup(ROOT, b"tmp")).ino == top
-        with pytest.raises(NotFound):
-            await fs.lookup(top, manifest.NAME.encode())
+async def test_a_publish_that_fails_is_told(fs: Filesystem) -> None:
+    await make(fs, await tree(fs, b"final"), b"in the way", b"x")
+    top = await group_in(fs, "ranks=1,commit=explicit,publish=final", b"tmp", ADMIN)
+    await make(fs, top, b"a", b"a" * SIZE)
+    with pytest.raises(FsError) as caught:
+        await put(fs, top, "group.commit", "0")
+    assert caught.value.errno == errno.ENOTEMPTY
+    told = await durable(fs, top)
+    assert not told["published"] and told["publish_error"]
+    assert (await fs.lookup(ROOT, b"tmp")).ino == top
+    with pytest.raises(NotFound):
+        await fs.lookup(top, manifest.NAME.encode())
 
 
-async def test_a_publish_that_fails_after_it_is_shown_leaves_the_manifest(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(directory) as fs:
+async def test_a_publish_that_fails_after_it_is_shown_leaves_the_manifest(fs, monkeypatch):
 
-        async def fail(_: Kernel, names: list[tuple[int, bytes]]) -> None:
-            if (ROOT, b"latest") in names:
-                raise Unavailable("the database is away")
+    async def fail(_: Kernel, names: list[tuple[int, bytes]]) -> None:
+        if (ROOT, b"latest") in names:
+            raise Unavailable("the database is away")
 
-        top = await group_in(fs, "ranks=1,commit=explicit,publish=step-7", b"tmp", ADMIN)
-        await make(fs, top, b"a", b"a" * SIZE)
-        monkeypatch.setattr(Kernel, "forget_names", fail)
-        with pytest.raises(Unavailable):
-            await put(fs, top, "group.commit", "0")
-        assert (await fs.lookup(ROOT, b"step-7")).ino == top
-        assert manifest.decode(
-            await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
-        ).files
+    top = await group_in(fs, "ranks=1,commit=explicit,publish=step-7", b"tmp", ADMIN)
+    await make(fs, top, b"a", b"a" * SIZE)
+    monkeypatch.setattr(Kernel, "forget_names", fail)
+    with pytest.raises(Unavailable):
+        await put(fs, top, "group.commit", "0")
+    assert (await fs.lookup(ROOT, b"step-7")).ino == top
+    assert manifest.decode(
+        await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
+    ).files
 
 
-async def test_a_group_is_published_as_a_checkpoint(directory: Path) -> None:
+async def test_a_group_is_published_as_a_checkpoint(fs: Filesystem) -> None:
     """By its hint it had no manifest, and ``latest`` stayed where it was."""
-    async with opened(directory) as fs:
-        await fs.symlink(ROOT, b"latest", b"step-1", ADMIN)
-        top = await group_in(fs, "ranks=2,publish=step-7", b"tmp", ADMIN)
-        deep = (await fs.mkdir(top, b"deep", 0o755, ADMIN)).ino
-        await make(fs, top, b"a", b"a" * SIZE)
-        await make(fs, deep, b"b", b"b" * 100)
-        await fs.groups.wait(top, 0, False, LIMIT_S)
-        assert (await fs.lookup(ROOT, b"step-7")).ino == top
-        assert await fs.readlink((await fs.lookup(ROOT, b"latest")).ino) == b"step-7"
-        written = await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
-        found = manifest.decode(written)
-        assert (found.step, found.ranks) == (7, 2)
-        assert found.files == {
-            "a": (SIZE, blake3(b"a" * SIZE).hexdigest()),
-            "deep/b": (100, blake3(b"b" * 100).hexdigest()),
-        }
-        names = [entry[0] for entry in await fs.readdir(top, 0)]
-        assert sorted(names) == sorted([b"a", b"deep", manifest.NAME.encode()])
+    await fs.symlink(ROOT, b"latest", b"step-1", ADMIN)
+    top = await group_in(fs, "ranks=2,publish=step-7", b"tmp", ADMIN)
+    deep = (await fs.mkdir(top, b"deep", 0o755, ADMIN)).ino
+    await make(fs, top, b"a", b"a" * SIZE)
+    await make(fs, deep, b"b", b"b" * 100)
+    await fs.groups.wait(top, 0, False, LIMIT_S)
+    assert (await fs.lookup(ROOT, b"step-7")).ino == top
+    assert await fs.readlink((await fs.lookup(ROOT, b"latest")).ino) == b"step-7"
+    written = await read_file(fs, (await fs.lookup(top, manifest.NAME.encode())).ino)
+    found = manifest.decode(written)
+    assert (found.step, found.ranks) == (7, 2)
+    assert found.files == {
+        "a": (SIZE, blake3(b"a" * SIZE).hexdigest()),
+        "deep/b": (100, blake3(b"b" * 100).hexdigest()),
+    }
+    names = [entry[0] for entry in await fs.readdir(top, 0)]
+    assert sorted(names) == sorted([b"a", b"deep", manifest.NAME.encode()])
 
 
-async def test_who_begins_a_group_must_be_allowed_to_publish(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=1,commit=explicit,publish=final")
-        with pytest.raises(AccessDenied):
-            await put(fs, top, "group.commit", "0", ADMIN)
-        with pytest.raises(AccessDenied):
-            await call(fs, top, "group.commit", Caller(uid=2000), rank=0)
-        assert (await durable(fs, top))["published"] is False
+async def test_who_begins_a_group_must_be_allowed_to_publish(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=1,commit=explicit,publish=final")
+    with pytest.raises(AccessDenied):
+        await put(fs, top, "group.commit", "0", ADMIN)
+    with pytest.raises(AccessDenied):
+        await call(fs, top, "group.commit", Caller(uid=2000), rank=0)
+    assert (await durable(fs, top))["published"] is False
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -855,34 +783,30 @@ async def test_all_groups_of_who_begins_a_group_count_when_it_is_published(
 
 
 @pytest.mark.parametrize("first", ["group", "pending"])
-async def test_a_group_and_a_pending_directory_have_the_same_ranks(
-    directory: Path, first: str
-) -> None:
+async def test_a_group_and_a_pending_directory_have_the_same_ranks(fs, first):
     """They are one: who asks for another number is told at once."""
-    async with opened(directory) as fs:
-        for number, text in enumerate(("ranks=1,commit=explicit", "ranks=2")):
-            top = await tree(fs, b"%d" % number)
-            wanted = [("pending", "ranks=2,step=1"), ("group", f"name=step,{text}")]
-            if first == "group":
-                wanted.reverse()
-            await put(fs, top, *wanted[0])
-            with pytest.raises(Invalid, match="needs commit=explicit"):
-                await put(fs, top, *wanted[1])
+    for number, text in enumerate(("ranks=1,commit=explicit", "ranks=2")):
+        top = await tree(fs, b"%d" % number)
+        wanted = [("pending", "ranks=2,step=1"), ("group", f"name=step,{text}")]
+        if first == "group":
+            wanted.reverse()
+        await put(fs, top, *wanted[0])
+        with pytest.raises(Invalid, match="needs commit=explicit"):
+            await put(fs, top, *wanted[1])
 
 
-async def test_a_group_that_is_to_be_published_keeps_its_directory_pending(directory: Path) -> None:
+async def test_a_group_that_is_to_be_published_keeps_its_directory_pending(fs: Filesystem) -> None:
     """P4 and P5 of docs/design/commit.md."""
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"tmp", ADMIN)
-        await make(fs, top, b"a", b"a" * SIZE)
-        await put(fs, top, "group.commit", {"rank": 0, "files": {"a": SIZE}})
-        with pytest.raises(Busy, match="1 of 2 ranks have not committed: 1"):
-            await fs.rename(ROOT, b"tmp", ROOT, b"other")
-        await fs.unlink(top, b"a")
-        with pytest.raises(FsError, match="'a' is missing"):
-            await put(fs, top, "group.commit", "1")
-        assert "'a' is missing" in (await durable(fs, top))["publish_error"]
+    top = await group_in(fs, "ranks=2,commit=explicit,publish=final", b"tmp", ADMIN)
+    await make(fs, top, b"a", b"a" * SIZE)
+    await put(fs, top, "group.commit", {"rank": 0, "files": {"a": SIZE}})
+    with pytest.raises(Busy, match="1 of 2 ranks have not committed: 1"):
         await fs.rename(ROOT, b"tmp", ROOT, b"other")
+    await fs.unlink(top, b"a")
+    with pytest.raises(FsError, match="'a' is missing"):
+        await put(fs, top, "group.commit", "1")
+    assert "'a' is missing" in (await durable(fs, top))["publish_error"]
+    await fs.rename(ROOT, b"tmp", ROOT, b"other")
 
 
 async def test_a_directory_stays_pending_when_its_group_fails(directory: Path) -> None:
@@ -914,11 +838,7 @@ async def test_an_open_group_goes_on_after_a_mount(directory: Path, commit: str)
         if commit == "explicit":
             await put(fs, top, "group.commit", "1")
         else:
-
-            async def is_prepared() -> bool:
-                return (await ask(fs, top))["files"][0]["state"] == "prepared"
-
-            await until(is_prepared)
+            await until(fs, top, lambda told: told["files"][0]["state"] == "prepared")
         before = await ask(fs, top)
     async with opened(directory) as fs:
         told = await ask(fs, top)

@@ -25,6 +25,7 @@ from aifs.vfs import Caller, Filesystem
 from tests.contract.test_group_hints import ROOT, SIZE, ask, durable, group_in, in_state, make, tree
 from tests.support import stores
 from tests.support.stores import LIMIT_S, call, opened, put, read_file
+from tests.support.stores import fs as fs
 
 CUT = SIZE - 1
 
@@ -76,13 +77,12 @@ async def test_files_that_are_closed_with_other_sizes_fail_the_group(
         assert isinstance(await ended(fs, top), Invalid), "as it was on record"
 
 
-async def test_a_file_counts_as_it_is_when_the_last_one_is_closed(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=2,same_size=yes")
-        ino = await make(fs, top, b"0", b"a" * CUT)
-        await stores.rewrite(fs, ino, b"a" * SIZE)
-        await make(fs, top, b"1", b"b" * SIZE)
-        assert (await durable(fs, top))["same_size"]
+async def test_a_file_counts_as_it_is_when_the_last_one_is_closed(fs: Filesystem) -> None:
+    top = await group_in(fs, "ranks=2,same_size=yes")
+    ino = await make(fs, top, b"0", b"a" * CUT)
+    await stores.rewrite(fs, ino, b"a" * SIZE)
+    await make(fs, top, b"1", b"b" * SIZE)
+    assert (await durable(fs, top))["same_size"]
 
 
 async def test_a_file_that_is_written_again_while_sizes_are_compared(
@@ -108,28 +108,24 @@ async def test_a_file_that_is_written_again_while_sizes_are_compared(
         assert looked == inos
 
 
-async def test_a_rank_whose_file_has_another_size_is_refused(directory: Path) -> None:
+async def test_a_rank_whose_file_has_another_size_is_refused(fs: Filesystem) -> None:
     """It may write it once more, and commit."""
-    async with opened(directory) as fs:
-        top = await group_in(fs, "ranks=3,same_size=yes,commit=explicit")
-        inos = [
-            await make(fs, top, b"%d" % rank, b"a" * (CUT if rank == 1 else SIZE))
-            for rank in range(3)
-        ]
-        await commit(fs, top, 2, b"2")
-        with pytest.raises(
-            Invalid, match=f"rank 1: /step/1 has {CUT} bytes, not the {SIZE} of rank 2"
-        ):
-            await put(fs, top, "group.commit", "1 1")
-        assert "rank 1: /step/1" in (await ask(fs, top))["refused"]
-        with pytest.raises(Invalid, match="rank 0: sub/x is no file"):
-            await commit(fs, top, 0, b"sub/x")
-        with pytest.raises(Invalid, match="not the path"):
-            await commit(fs, top, 0, b"../x")
-        await commit(fs, top, 0, b"0")
-        await stores.rewrite(fs, inos[1], b"a" * SIZE)
+    top = await group_in(fs, "ranks=3,same_size=yes,commit=explicit")
+    inos = [
+        await make(fs, top, b"%d" % rank, b"a" * (CUT if rank == 1 else SIZE)) for rank in range(3)
+    ]
+    await commit(fs, top, 2, b"2")
+    with pytest.raises(Invalid, match=f"rank 1: /step/1 has {CUT} bytes, not the {SIZE} of rank 2"):
         await put(fs, top, "group.commit", "1 1")
-        assert (await durable(fs, top))["duplicate_bytes"] == 2 * SIZE
+    assert "rank 1: /step/1" in (await ask(fs, top))["refused"]
+    with pytest.raises(Invalid, match="rank 0: sub/x is no file"):
+        await commit(fs, top, 0, b"sub/x")
+    with pytest.raises(Invalid, match="not the path"):
+        await commit(fs, top, 0, b"../x")
+    await commit(fs, top, 0, b"0")
+    await stores.rewrite(fs, inos[1], b"a" * SIZE)
+    await put(fs, top, "group.commit", "1 1")
+    assert (await durable(fs, top))["duplicate_bytes"] == 2 * SIZE
 
 
 async def test_the_last_commit_finds_files_that_nobody_named(directory: Path) -> None:
@@ -146,31 +142,28 @@ async def test_the_last_commit_finds_files_that_nobody_named(directory: Path) ->
 
 
 @pytest.mark.parametrize("by", ["commit", "group.commit"])
-async def test_a_pending_directory_with_other_sizes_is_not_published(
-    directory: Path, by: str
-) -> None:
-    async with opened(directory) as fs:
-        await put(fs, ROOT, "publish", "burst", Caller())
-        top = await group_in(fs, "ranks=2,same_size=yes,commit=explicit", b"final.pending")
-        await put(fs, top, "pending", "ranks=2")
-        for rank, size in enumerate((SIZE, CUT)):
-            await make(fs, top, b"%d" % rank, b"a" * size)
-            try:
-                await put(fs, top, by, f"{rank}")
-            except Invalid as error:
-                assert by == "group.commit" and rank == 1, error
-        with pytest.raises(
-            Busy, match=f"/final.pending/1 has {CUT} bytes, not the {SIZE} of /final.pending/0"
-        ):
-            await fs.rename(ROOT, b"final.pending", ROOT, b"final")
-        assert "/final.pending/1" in (await ask(fs, top, "pending"))["refused"]
-        await in_state(fs, top, "failed")
-        await put(fs, top, "group", "name=step,ranks=2,commit=explicit")
-        with pytest.raises(Busy, match="2 of 2 ranks have not committed"):
-            await fs.rename(ROOT, b"final.pending", ROOT, b"final")
-        for rank in range(2):
+async def test_a_pending_directory_with_other_sizes_is_not_published(fs, by):
+    await put(fs, ROOT, "publish", "burst", Caller())
+    top = await group_in(fs, "ranks=2,same_size=yes,commit=explicit", b"final.pending")
+    await put(fs, top, "pending", "ranks=2")
+    for rank, size in enumerate((SIZE, CUT)):
+        await make(fs, top, b"%d" % rank, b"a" * size)
+        try:
             await put(fs, top, by, f"{rank}")
+        except Invalid as error:
+            assert by == "group.commit" and rank == 1, error
+    with pytest.raises(
+        Busy, match=f"/final.pending/1 has {CUT} bytes, not the {SIZE} of /final.pending/0"
+    ):
         await fs.rename(ROOT, b"final.pending", ROOT, b"final")
+    assert "/final.pending/1" in (await ask(fs, top, "pending"))["refused"]
+    await in_state(fs, top, "failed")
+    await put(fs, top, "group", "name=step,ranks=2,commit=explicit")
+    with pytest.raises(Busy, match="2 of 2 ranks have not committed"):
+        await fs.rename(ROOT, b"final.pending", ROOT, b"final")
+    for rank in range(2):
+        await put(fs, top, by, f"{rank}")
+    await fs.rename(ROOT, b"final.pending", ROOT, b"final")
 
 
 # --- groups of other jobs -------------------------------------------------------------------------

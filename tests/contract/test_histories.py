@@ -139,10 +139,7 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [
-        (2, 0),
-        *(pytest.param(2 + seed % 2, seed, marks=LONG) for seed in range(1, 40)),
-    ],
+    [(2, 0), *(pytest.param(2 + seed % 2, seed, marks=LONG) for seed in range(1, 40))],
 )
 async def test_one_namespace_explains_what_hosts_see(
     scratch: Path, database: TestDatabase, count: int, seed: int, request: pytest.FixtureRequest

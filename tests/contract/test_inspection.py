@@ -9,7 +9,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-import trio
 
 from aifs.core.budget import Budget
 from aifs.data.checking.checks import FileCheck
@@ -92,147 +91,111 @@ def covers(flaws: list[Flaw], column: int, offset: int) -> bool:
 
 @pytest.mark.parametrize("layout", PLAIN + PROTECTED, ids=name)
 @pytest.mark.parametrize("size", [1, 5000, MIB, SIZE])
-def test_nothing_is_found_where_nothing_is_wrong(
-    servers: Servers, layout: Striped, size: int
-) -> None:
-    async def main() -> None:
-        data = await write(servers, layout, size)
-        assert await inspect(servers, layout, digests_of(data), size) == ([], [])
-        assert await inspect(servers, layout, b"", size) == ([], [])
-
-    trio.run(main)
+async def test_nothing_is_found_where_nothing_is_wrong(servers, layout, size):
+    data = await write(servers, layout, size)
+    assert await inspect(servers, layout, digests_of(data), size) == ([], [])
+    assert await inspect(servers, layout, b"", size) == ([], [])
 
 
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_every_flip_is_found_and_told_right(servers: Servers, layout: Striped) -> None:
+async def test_every_flip_is_found_and_told_right(servers: Servers, layout: Striped) -> None:
     """In any column and any place, as many at a time as can be told."""
+    data = await write(servers, layout)
+    before = {c: path_of(servers, layout, c).read_bytes() for c in range(len(layout.servers))}
+    chance = random.Random(7)
+    for _ in range(6):
+        planted = set()
+        for column in chance.sample(sorted(before), chance.randint(1, layout.tolerates)):
+            if layout.survives(sum(1 << other for other, _ in planted) | 1 << column):
+                planted |= {(column, chance.randrange(len(before[column]))) for _ in range(3)}
+        for column, offset in planted:
+            flip(path_of(servers, layout, column), offset)
+        flaws, losses = await inspect(servers, layout, digests_of(data))
+        assert losses == []
+        assert all(flaw.kind == WRONG for flaw in flaws)
+        assert all(covers(flaws, *flip) for flip in planted)
+        blocks = {(column, offset // 4096) for column, offset in planted}
+        assert sum(flaw.length for flaw in flaws) <= 4096 * len(blocks)
+        for flaw in flaws:
+            assert flaw.right == before[flaw.column][flaw.offset : flaw.offset + flaw.length]
+        for column, offset in planted:
+            flip(path_of(servers, layout, column), offset)
 
-    async def main() -> None:
-        data = await write(servers, layout)
-        before = {c: path_of(servers, layout, c).read_bytes() for c in range(len(layout.servers))}
-        chance = random.Random(7)
-        for _ in range(6):
-            planted = set()
-            for column in chance.sample(sorted(before), chance.randint(1, layout.tolerates)):
-                if layout.survives(sum(1 << other for other, _ in planted) | 1 << column):
-                    planted |= {(column, chance.randrange(len(before[column]))) for _ in range(3)}
-            for column, offset in planted:
-                flip(path_of(servers, layout, column), offset)
+
+@pytest.mark.parametrize("layout", PROTECTED, ids=name)
+async def test_objects_that_are_missing_short_or_long(servers: Servers, layout: Striped) -> None:
+    data = await write(servers, layout)
+    for column in (0, len(layout.servers) - 1):
+        path = path_of(servers, layout, column)
+        kept, length = path.read_bytes(), layout.object_length(column, SIZE)
+        for change, kind in ((None, MISSING), (kept[: length // 3], SHORT), (kept + b"x", LONG)):
+            if change is None:
+                path.unlink()
+            else:
+                path.write_bytes(change)
             flaws, losses = await inspect(servers, layout, digests_of(data))
             assert losses == []
-            assert all(flaw.kind == WRONG for flaw in flaws)
-            assert all(covers(flaws, *flip) for flip in planted)
-            blocks = {(column, offset // 4096) for column, offset in planted}
-            assert sum(flaw.length for flaw in flaws) <= 4096 * len(blocks)
-            for flaw in flaws:
-                assert flaw.right == before[flaw.column][flaw.offset : flaw.offset + flaw.length]
-            for column, offset in planted:
-                flip(path_of(servers, layout, column), offset)
-
-    trio.run(main)
+            assert {(flaw.column, flaw.kind) for flaw in flaws} <= {(column, kind), (column, SHORT)}
+            assert (column, kind) in {(flaw.column, flaw.kind) for flaw in flaws}
+            path.write_bytes(kept)
 
 
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_objects_that_are_missing_short_or_long(servers: Servers, layout: Striped) -> None:
-    async def main() -> None:
-        data = await write(servers, layout)
-        for column in (0, len(layout.servers) - 1):
-            path = path_of(servers, layout, column)
-            kept, length = path.read_bytes(), layout.object_length(column, SIZE)
-            for change, kind in (
-                (None, MISSING),
-                (kept[: length // 3], SHORT),
-                (kept + b"x", LONG),
-            ):
-                if change is None:
-                    path.unlink()
-                else:
-                    path.write_bytes(change)
-                flaws, losses = await inspect(servers, layout, digests_of(data))
-                assert losses == []
-                assert {(flaw.column, flaw.kind) for flaw in flaws} <= {
-                    (column, kind),
-                    (column, SHORT),
-                }
-                assert (column, kind) in {(flaw.column, flaw.kind) for flaw in flaws}
-                path.write_bytes(kept)
-
-    trio.run(main)
+async def test_what_cannot_be_read_is_told_by_others(servers: Servers, layout: Striped) -> None:
+    data = await write(servers, layout)
+    before = path_of(servers, layout, 1).read_bytes()
+    with failing("read_into", str(path_of(servers, layout, 1))):
+        flaws, losses = await inspect(servers, layout, digests_of(data))
+    assert losses == []
+    assert {flaw.kind for flaw in flaws if flaw.length} == {UNREADABLE}
+    told = {flaw.offset: flaw.right for flaw in flaws}
+    assert b"".join(told[offset] for offset in sorted(told)) == before
 
 
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_what_cannot_be_read_is_told_by_others(servers: Servers, layout: Striped) -> None:
-    async def main() -> None:
-        data = await write(servers, layout)
-        before = path_of(servers, layout, 1).read_bytes()
-        with failing("read_into", str(path_of(servers, layout, 1))):
-            flaws, losses = await inspect(servers, layout, digests_of(data))
-        assert losses == []
-        assert {flaw.kind for flaw in flaws if flaw.length} == {UNREADABLE}
-        told = {flaw.offset: flaw.right for flaw in flaws}
-        assert b"".join(told[offset] for offset in sorted(told)) == before
-
-    trio.run(main)
-
-
-@pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_columns_that_are_known_to_be_lost_are_not_told_about(
-    servers: Servers, layout: Striped
-) -> None:
-    async def main() -> None:
-        data = await write(servers, layout)
-        for unread in combinations(range(len(layout.servers)), layout.tolerates):
-            kept = {column: path_of(servers, layout, column).read_bytes() for column in unread}
-            for column in unread:
-                path_of(servers, layout, column).write_bytes(b"stale" * 1000)
-            mask = sum(1 << column for column in unread)
-            assert await inspect(servers, layout, digests_of(data), unread=mask) == ([], [])
-            for column in unread:
-                path_of(servers, layout, column).write_bytes(kept[column])
-
-    trio.run(main)
+async def test_columns_that_are_known_to_be_lost_are_not_told_about(servers, layout):
+    data = await write(servers, layout)
+    for unread in combinations(range(len(layout.servers)), layout.tolerates):
+        kept = {column: path_of(servers, layout, column).read_bytes() for column in unread}
+        for column in unread:
+            path_of(servers, layout, column).write_bytes(b"stale" * 1000)
+        mask = sum(1 << column for column in unread)
+        assert await inspect(servers, layout, digests_of(data), unread=mask) == ([], [])
+        for column in unread:
+            path_of(servers, layout, column).write_bytes(kept[column])
 
 
 @pytest.mark.parametrize("layout", PLAIN + PROTECTED, ids=name)
-def test_what_nobody_can_tell_is_lost_and_named(servers: Servers, layout: Striped) -> None:
-    async def main() -> None:
-        data = await write(servers, layout)
-        columns = range(layout.tolerates + 1) if layout.parity else layout.copies(0)
-        offset = 3 * 4096 + 5
-        for column in columns:
-            flip(path_of(servers, layout, column), offset)
-        flaws, losses = await inspect(servers, layout, digests_of(data))
-        [extent] = [
-            e
-            for e in layout.extents(0, SIZE)
-            if e.column == 0 and e.object_offset <= offset < e.object_offset + e.length
-        ]
-        bad = extent.file_offset + offset - extent.object_offset
-        assert any(loss.start <= bad < loss.end and 0 in loss.columns for loss in losses)
-        assert all(loss.certain for loss in losses)
-        assert sum(loss.end - loss.start for loss in losses) <= len(columns) * HASHED
-        assert not flaws
-
-    trio.run(main)
+async def test_what_nobody_can_tell_is_lost_and_named(servers: Servers, layout: Striped) -> None:
+    data = await write(servers, layout)
+    columns = range(layout.tolerates + 1) if layout.parity else layout.copies(0)
+    offset = 3 * 4096 + 5
+    for column in columns:
+        flip(path_of(servers, layout, column), offset)
+    flaws, losses = await inspect(servers, layout, digests_of(data))
+    [extent] = [
+        e
+        for e in layout.extents(0, SIZE)
+        if e.column == 0 and e.object_offset <= offset < e.object_offset + e.length
+    ]
+    bad = extent.file_offset + offset - extent.object_offset
+    assert any(loss.start <= bad < loss.end and 0 in loss.columns for loss in losses)
+    assert all(loss.certain for loss in losses)
+    assert sum(loss.end - loss.start for loss in losses) <= len(columns) * HASHED
+    assert not flaws
 
 
-def test_without_checksums_two_replicas_that_differ_are_a_loss_that_is_not_certain(
-    servers: Servers,
-) -> None:
+async def test_without_checksums_two_replicas_that_differ_are_a_loss_that_is_not_certain(servers):
     layout = Striped(MIB, (0, 1), replicas=2)
-
-    async def main() -> None:
-        await write(servers, layout)
-        flip(path_of(servers, layout, 1), 2 * MIB + 7)
-        flaws, losses = await inspect(servers, layout, b"")
-        assert not flaws
-        assert [loss.certain for loss in losses] == [False]
-        assert losses[0].start <= 2 * MIB + 7 < losses[0].end
-        os.unlink(path_of(servers, layout, 1))
-        flaws, losses = await inspect(servers, layout, b"")
-        assert not losses
-        assert {flaw.kind for flaw in flaws} == {MISSING, SHORT} or {
-            flaw.kind for flaw in flaws
-        } == {MISSING}
-
-    trio.run(main)
+    await write(servers, layout)
+    flip(path_of(servers, layout, 1), 2 * MIB + 7)
+    flaws, losses = await inspect(servers, layout, b"")
+    assert not flaws
+    assert [loss.certain for loss in losses] == [False]
+    assert losses[0].start <= 2 * MIB + 7 < losses[0].end
+    os.unlink(path_of(servers, layout, 1))
+    flaws, losses = await inspect(servers, layout, b"")
+    assert not losses
+    assert {flaw.kind for flaw in flaws} == {MISSING, SHORT} or {flaw.kind for flaw in flaws} == {
+        MISSING
+    }

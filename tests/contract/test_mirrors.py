@@ -96,6 +96,12 @@ async def hosts(directory: Path, **settings: str) -> AsyncIterator[Hosts]:
         await made.end_all()
 
 
+@pytest.fixture
+async def two(directory: Path) -> AsyncIterator[Hosts]:
+    async with hosts(directory) as two:
+        yield two
+
+
 async def synced_file(fs: Filesystem, name: bytes, data: bytes = DATA) -> int:
     """A file that is to have a mirror, closed and synced."""
     (handle, *_), inode = await fs.create(ROOT_INO, name, 0o644, os.O_RDWR, OWNER)
@@ -118,49 +124,45 @@ async def until_home(fs: Filesystem, ino: int) -> None:
         await trio.sleep(0.001)
 
 
-async def test_who_has_not_heard_of_a_file_is_asked_for_a_mirror_again(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_who_has_not_heard_of_a_file_is_asked_for_a_mirror_again(two, monkeypatch):
     """What is made in a directory of one's own is told before other hosts hear of it."""
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        put_mirror = mirrors.put_mirror
-        has_heard: list[bool] = []
+    north, south = await two.begin("north"), await two.begin("south")
+    put_mirror = mirrors.put_mirror
+    has_heard: list[bool] = []
 
-        def put_if_heard(*arguments: Any) -> list[int] | None:
-            return put_mirror(*arguments) if has_heard else None
+    def put_if_heard(*arguments: Any) -> list[int] | None:
+        return put_mirror(*arguments) if has_heard else None
 
-        async def shown(of_all: bool = False) -> None:
-            has_heard.append(True)
+    async def shown(of_all: bool = False) -> None:
+        has_heard.append(True)
 
-        monkeypatch.setattr(mirrors, "put_mirror", put_if_heard)
-        monkeypatch.setattr(north.store.engine, "shown", shown)
-        (handle, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
-        await north.setxattr(inode.ino, b"user.aifs.mirror", b"1")
-        has_heard.clear()
-        await north.write(handle, 0, DATA)
-        await north.fsync(handle)
-        await north.release(handle)
-        assert (await mirror_of(north, inode.ino)) is not None
-        assert south.tier.mirror_bytes == len(DATA)
+    monkeypatch.setattr(mirrors, "put_mirror", put_if_heard)
+    monkeypatch.setattr(north.store.engine, "shown", shown)
+    (handle, *_), inode = await north.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
+    await north.setxattr(inode.ino, b"user.aifs.mirror", b"1")
+    has_heard.clear()
+    await north.write(handle, 0, DATA)
+    await north.fsync(handle)
+    await north.release(handle)
+    assert (await mirror_of(north, inode.ino)) is not None
+    assert south.tier.mirror_bytes == len(DATA)
 
 
-async def test_what_was_synced_survives_its_home(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        ino = await synced_file(north, b"f")
-        assert south.tier.mirror_bytes == len(DATA)
-        await overwrite(north, ino, len(DATA), b"and more, not synced")
-        await two.kill("north")
-        await until_home(south, ino)
-        assert await read_file(south, ino) == DATA
-        assert south.tier.mirror_bytes == 0
-        await overwrite(south, ino, 0, b"new")
-        north = await two.begin("north")
-        assert await read_file(north, ino) == b"new" + DATA[3:]
-        await north.collector.drain()
-        await drained(south, ino)
-        assert await read_file(north, ino) == b"new" + DATA[3:]
+async def test_what_was_synced_survives_its_home(two: Hosts) -> None:
+    north, south = await two.begin("north"), await two.begin("south")
+    ino = await synced_file(north, b"f")
+    assert south.tier.mirror_bytes == len(DATA)
+    await overwrite(north, ino, len(DATA), b"and more, not synced")
+    await two.kill("north")
+    await until_home(south, ino)
+    assert await read_file(south, ino) == DATA
+    assert south.tier.mirror_bytes == 0
+    await overwrite(south, ino, 0, b"new")
+    north = await two.begin("north")
+    assert await read_file(north, ino) == b"new" + DATA[3:]
+    await north.collector.drain()
+    await drained(south, ino)
+    assert await read_file(north, ino) == b"new" + DATA[3:]
 
 
 async def test_a_host_that_has_lost_its_disk_comes_back_without_what_has_no_mirror(
@@ -205,99 +207,92 @@ async def test_a_host_that_has_lost_its_disk_comes_back_without_what_has_no_mirr
         north = await two.begin("north")
 
 
-async def test_a_mirror_goes_with_what_it_is_of(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        inos = [await synced_file(north, name) for name in (b"a", b"b", b"c")]
-        assert south.tier.mirror_bytes == 3 * len(DATA)
-        await drained(north, inos[0])
-        assert await mirror_of(north, inos[0]) is None
-        await north.unlink(ROOT_INO, b"b")
-        north.forget([inos[1]])
-        await north.collector.drain()
-        first = await mirror_of(north, inos[2])
-        handle = (await north.open(inos[2], os.O_RDWR)).handle
-        await north.write(handle, 0, b"new")
+async def test_a_mirror_goes_with_what_it_is_of(two: Hosts) -> None:
+    north, south = await two.begin("north"), await two.begin("south")
+    inos = [await synced_file(north, name) for name in (b"a", b"b", b"c")]
+    assert south.tier.mirror_bytes == 3 * len(DATA)
+    await drained(north, inos[0])
+    assert await mirror_of(north, inos[0]) is None
+    await north.unlink(ROOT_INO, b"b")
+    north.forget([inos[1]])
+    await north.collector.drain()
+    first = await mirror_of(north, inos[2])
+    handle = (await north.open(inos[2], os.O_RDWR)).handle
+    await north.write(handle, 0, b"new")
+    await north.fsync(handle)
+    second = await mirror_of(north, inos[2])
+    await north.fsync(handle)
+    assert await mirror_of(north, inos[2]) == second != first
+    await north.release(handle)
+    await south.collector.drain()
+    assert south.tier.mirror_bytes == len(DATA)
+
+
+async def test_what_is_written_under_an_mtime_that_was_set_before_gets_a_mirror(two: Hosts) -> None:
+    north, south = await two.begin("north"), await two.begin("south")
+    ino = await synced_file(north, b"f")
+    for data in (DATA, DATA[::-1]):
+        handle = (await north.open(ino, os.O_RDWR)).handle
+        await north.write(handle, 0, data)
+        await north.setattr(ino, SetAttr(mtime_ns=5), OWNER)
         await north.fsync(handle)
-        second = await mirror_of(north, inos[2])
-        await north.fsync(handle)
-        assert await mirror_of(north, inos[2]) == second != first
         await north.release(handle)
-        await south.collector.drain()
-        assert south.tier.mirror_bytes == len(DATA)
+    await two.kill("north")
+    await until_home(south, ino)
+    assert await read_file(south, ino) == DATA[::-1]
+    await two.begin("north")
 
 
-async def test_what_is_written_under_an_mtime_that_was_set_before_gets_a_mirror(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        ino = await synced_file(north, b"f")
-        for data in (DATA, DATA[::-1]):
-            handle = (await north.open(ino, os.O_RDWR)).handle
-            await north.write(handle, 0, data)
-            await north.setattr(ino, SetAttr(mtime_ns=5), OWNER)
-            await north.fsync(handle)
-            await north.release(handle)
-        await two.kill("north")
-        await until_home(south, ino)
-        assert await read_file(south, ino) == DATA[::-1]
-        await two.begin("north")
+async def test_a_host_that_is_not_connected_is_not_waited_for(two, caplog, monkeypatch):
+    north, _ = await two.begin("north"), await two.begin("south")
+    calls, waits = two.cluster.calls["north"], list[float]()
+    call = calls.call
+
+    async def counted(*args: Any, timeout_s: float = 5.0, **others: Any) -> Any:
+        waits.append(timeout_s)
+        return await call(*args, timeout_s=timeout_s, **others)
+
+    monkeypatch.setattr(calls, "call", counted)
+    two.cluster.silent.add("south")
+    ino = await synced_file(north, b"f")
+    assert ino in north.io.mirrors.lacking
+    assert waits == [CALL_S]
+    assert "has no mirror" in caplog.text
+    caplog.clear()
+    two.cluster.silent.clear()
 
 
-async def test_a_host_that_is_not_connected_is_not_waited_for(
-    scratch: Path, caplog, monkeypatch: pytest.MonkeyPatch
-):
-    async with hosts(scratch / "s") as two:
-        north, _ = await two.begin("north"), await two.begin("south")
-        calls, waits = two.cluster.calls["north"], list[float]()
-        call = calls.call
-
-        async def counted(*args: Any, timeout_s: float = 5.0, **others: Any) -> Any:
-            waits.append(timeout_s)
-            return await call(*args, timeout_s=timeout_s, **others)
-
-        monkeypatch.setattr(calls, "call", counted)
-        two.cluster.silent.add("south")
-        ino = await synced_file(north, b"f")
-        assert ino in north.io.mirrors.lacking
-        assert waits == [CALL_S]
-        assert "has no mirror" in caplog.text
-        caplog.clear()
-        two.cluster.silent.clear()
-
-
-async def test_who_wrote_by_way_of_a_home_that_died_is_told(scratch: Path):
+async def test_who_wrote_by_way_of_a_home_that_died_is_told(two: Hosts) -> None:
     """South has the mirror, which lacks what it has written there since the last fsync."""
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        ino = await synced_file(north, b"f")
-        await north.open(ino, os.O_RDWR)
-        there = (await south.open(ino, os.O_RDWR)).handle
-        await south.write(there, 0, b"lost")
-        await two.kill("north")
-        await until_home(south, ino)
-        await south.io.by_home.follow_bytes(ino)
-        with pytest.raises(Unavailable, match="bytes were lost"):
-            await south.fsync(there)
+    north, south = await two.begin("north"), await two.begin("south")
+    ino = await synced_file(north, b"f")
+    await north.open(ino, os.O_RDWR)
+    there = (await south.open(ino, os.O_RDWR)).handle
+    await south.write(there, 0, b"lost")
+    await two.kill("north")
+    await until_home(south, ino)
+    await south.io.by_home.follow_bytes(ino)
+    with pytest.raises(Unavailable, match="bytes were lost"):
         await south.fsync(there)
-        await south.release(there)
-        assert await read_file(south, ino) == DATA
-        await two.begin("north")
+    await south.fsync(there)
+    await south.release(there)
+    assert await read_file(south, ino) == DATA
+    await two.begin("north")
 
 
-async def test_without_a_second_host_publishing_drains(scratch: Path, caplog):
-    async with hosts(scratch / "s") as two:
-        north = await two.begin("north")
-        ino = await synced_file(north, b"f")
-        assert "has no mirror" in caplog.text
-        caplog.clear()
-        assert north.io.mirrors.lacking == {ino}
-        await north.rename(ROOT_INO, b"f", ROOT_INO, b"g")
-        assert not (await north.getattr(ino)).in_burst
-        south = await two.begin("south")
-        south.tier.admit = lambda *_: None  # type: ignore[method-assign,assignment]
-        other = await synced_file(north, b"h")
-        assert other in north.io.mirrors.lacking
-        assert await mirror_of(north, other) is None
+async def test_without_a_second_host_publishing_drains(two: Hosts, caplog) -> None:
+    north = await two.begin("north")
+    ino = await synced_file(north, b"f")
+    assert "has no mirror" in caplog.text
+    caplog.clear()
+    assert north.io.mirrors.lacking == {ino}
+    await north.rename(ROOT_INO, b"f", ROOT_INO, b"g")
+    assert not (await north.getattr(ino)).in_burst
+    south = await two.begin("south")
+    south.tier.admit = lambda *_: None  # type: ignore[method-assign,assignment]
+    other = await synced_file(north, b"h")
+    assert other in north.io.mirrors.lacking
+    assert await mirror_of(north, other) is None
 
 
 async def test_what_has_been_drained_lacks_no_mirror(scratch: Path, caplog, monkeypatch):
@@ -313,66 +308,62 @@ async def test_what_has_been_drained_lacks_no_mirror(scratch: Path, caplog, monk
         assert not await north.io.mirrors.find_lacking()
 
 
-async def test_what_has_lost_its_mirror_is_drained(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, _ = await two.begin("north"), await two.begin("south")
-        ino = await synced_file(north, b"f")
-        await two.kill("south")
-        await north.drain.wait([ino])
-        assert not (await north.getattr(ino)).in_burst
-        await two.begin("south")
+async def test_what_has_lost_its_mirror_is_drained(two: Hosts) -> None:
+    north, _ = await two.begin("north"), await two.begin("south")
+    ino = await synced_file(north, b"f")
+    await two.kill("south")
+    await north.drain.wait([ino])
+    assert not (await north.getattr(ino)).in_burst
+    await two.begin("south")
 
 
 @pytest.mark.parametrize("point", ["hosts.mirror.copied", "hosts.mirror.kept"])
-async def test_a_mirror_host_that_dies_while_it_copies(scratch: Path, point: str, caplog):
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        services = two.cluster.calls["south"].services
-        keep = services[KEEP]
+async def test_a_mirror_host_that_dies_while_it_copies(two: Hosts, point: str, caplog) -> None:
+    north, south = await two.begin("north"), await two.begin("south")
+    services = two.cluster.calls["south"].services
+    keep = services[KEEP]
 
-        async def dies(*args: Any) -> Any:
-            try:
-                return await keep(*args)
-            except SimulatedCrash:
-                raise Unavailable("the connection to host south has ended") from None
+    async def dies(*args: Any) -> Any:
+        try:
+            return await keep(*args)
+        except SimulatedCrash:
+            raise Unavailable("the connection to host south has ended") from None
 
-        services[KEEP] = dies
-        with armed(point, crash):
-            ino = await synced_file(north, b"f")
-        assert "has no mirror" in caplog.text
-        caplog.clear()
-        await two.kill("south")
-        south = await two.begin("south")
-        assert await read_file(south, ino) == DATA
-        await drained(north, ino)
-        await south.collector.drain()
-        assert south.tier.mirror_bytes == 0
-
-
-async def test_whole_directories_have_mirrors(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, south = await two.begin("north"), await two.begin("south")
-        made = await north.mkdir(ROOT_INO, b"step", 0o755, OWNER)
-        await north.setxattr(made.ino, b"user.aifs.mirror", b"1")
-        assert await north.getxattr(made.ino, b"user.aifs.mirror") == b"1"
-        inos = [await write_file(north, name, DATA, made.ino) for name in (b"a", b"b")]
-        await north.rename(ROOT_INO, b"step", ROOT_INO, b"shown")
-        assert south.tier.mirror_bytes == 2 * len(DATA)
-        await two.kill("north")
-        for ino in inos:
-            await until_home(south, ino)
-            assert await read_file(south, ino) == DATA
-        await two.begin("north")
-
-
-async def test_a_mirror_host_that_dies_when_it_has_taken_over(scratch: Path):
-    async with hosts(scratch / "s") as two:
-        north, _ = await two.begin("north"), await two.begin("south")
+    services[KEEP] = dies
+    with armed(point, crash):
         ino = await synced_file(north, b"f")
-        assert not once("hosts.mirror.taken", crash)
-        await two.kill("north")
-        await two.until_over("south")
-        south, north = await two.begin("south"), await two.begin("north")
+    assert "has no mirror" in caplog.text
+    caplog.clear()
+    await two.kill("south")
+    south = await two.begin("south")
+    assert await read_file(south, ino) == DATA
+    await drained(north, ino)
+    await south.collector.drain()
+    assert south.tier.mirror_bytes == 0
+
+
+async def test_whole_directories_have_mirrors(two: Hosts) -> None:
+    north, south = await two.begin("north"), await two.begin("south")
+    made = await north.mkdir(ROOT_INO, b"step", 0o755, OWNER)
+    await north.setxattr(made.ino, b"user.aifs.mirror", b"1")
+    assert await north.getxattr(made.ino, b"user.aifs.mirror") == b"1"
+    inos = [await write_file(north, name, DATA, made.ino) for name in (b"a", b"b")]
+    await north.rename(ROOT_INO, b"step", ROOT_INO, b"shown")
+    assert south.tier.mirror_bytes == 2 * len(DATA)
+    await two.kill("north")
+    for ino in inos:
         await until_home(south, ino)
-        assert await read_file(north, ino) == DATA
-        await drained(south, ino)
+        assert await read_file(south, ino) == DATA
+    await two.begin("north")
+
+
+async def test_a_mirror_host_that_dies_when_it_has_taken_over(two: Hosts) -> None:
+    north, _ = await two.begin("north"), await two.begin("south")
+    ino = await synced_file(north, b"f")
+    assert not once("hosts.mirror.taken", crash)
+    await two.kill("north")
+    await two.until_over("south")
+    south, north = await two.begin("south"), await two.begin("north")
+    await until_home(south, ino)
+    assert await read_file(north, ino) == DATA
+    await drained(south, ino)

@@ -36,6 +36,7 @@ from tests.support.stores import (
     set_policy,
     write_file,
 )
+from tests.support.stores import fs as fs
 
 KIB = 1 << 10
 
@@ -81,72 +82,63 @@ async def test_which_files_are_packed(
         assert isinstance(found, expected)
 
 
+@pytest.mark.store(servers=3)
 @pytest.mark.parametrize("policy", ["replicas=2", "ec=2+1"])
-async def test_packed_files_are_protected_as_their_policy_says(
-    directory: Path, policy: str
-) -> None:
-    async with opened(directory, servers=3) as fs:
-        assert isinstance(await form_of(fs, 20 * KIB, parse_layout_hint(policy)), Interleaved)
-        (container,) = await numbers(fs, b"t")
-        record = await fs.store.engine.view(find_container, container)
-        assert record is not None and record.layout.is_protected
+async def test_packed_files_are_protected_as_their_policy_says(fs: Filesystem, policy: str) -> None:
+    assert isinstance(await form_of(fs, 20 * KIB, parse_layout_hint(policy)), Interleaved)
+    (container,) = await numbers(fs, b"t")
+    record = await fs.store.engine.view(find_container, container)
+    assert record is not None and record.layout.is_protected
 
 
-async def test_a_file_that_no_container_can_protect_gets_objects_of_its_own(
-    directory: Path,
-) -> None:
-    async with opened(directory, servers=1) as fs:
-        layout = await form_of(fs, 20 * KIB, Policy(replicas=2))
-        assert isinstance(layout, Striped) and not layout.is_protected
-        assert await numbers(fs, b"q"), "it is on record that protection is due"
+@pytest.mark.store(servers=1)
+async def test_a_file_that_no_container_can_protect_gets_objects_of_its_own(fs: Filesystem) -> None:
+    layout = await form_of(fs, 20 * KIB, Policy(replicas=2))
+    assert isinstance(layout, Striped) and not layout.is_protected
+    assert await numbers(fs, b"q"), "it is on record that protection is due"
 
 
+@pytest.mark.store(servers=2)
 @pytest.mark.sweep
-async def test_some_thousand_files_make_a_few_objects(directory: Path) -> None:
-    async with opened(directory, servers=2) as fs:
-        content = os.urandom(6000)
-        inos = [
-            await write_file(fs, b"%d" % number, b"%06d" % number + content)
-            for number in range(3000)
-        ]
-        await moved_out(fs, *inos)
-        # Containers of tests are small: in one of the default size there are 8,000 times as many.
-        most = 2 * 3000 * 6100 // modes.CONTAINER_SIZE
-        assert objects_in(fs) <= most
-        for number in range(0, 3000, 97):
-            assert (await read_file(fs, inos[number]))[:6] == b"%06d" % number
+async def test_some_thousand_files_make_a_few_objects(fs: Filesystem) -> None:
+    content = os.urandom(6000)
+    inos = [
+        await write_file(fs, b"%d" % number, b"%06d" % number + content) for number in range(3000)
+    ]
+    await moved_out(fs, *inos)
+    # Containers of tests are small: in one of the default size there are 8,000 times as many.
+    most = 2 * 3000 * 6100 // modes.CONTAINER_SIZE
+    assert objects_in(fs) <= most
+    for number in range(0, 3000, 97):
+        assert (await read_file(fs, inos[number]))[:6] == b"%06d" % number
 
 
-async def test_space_of_emptied_files_comes_back_though_their_container_is_open(
-    directory: Path,
-) -> None:
-    async with opened(directory, servers=1) as fs:
-        inos = [await write_file(fs, b"%d" % number, bytes([number]) * 5000) for number in range(5)]
-        await moved_out(fs, *inos)
-        (container,) = await numbers(fs, b"t")
-        assert await numbers(fs, b"a") == [container], "it is open"
-        for number in range(4):
-            await rewrite(fs, inos[number], b"")
-        await fs.collector.drain()
-        await fs.compaction.compact()
-        await fs.collector.drain()
-        assert container not in await numbers(fs, b"t")
-        assert await read_file(fs, inos[4]) == bytes([4]) * 5000
+@pytest.mark.store(servers=1)
+async def test_space_of_emptied_files_comes_back_though_their_container_is_open(fs):
+    inos = [await write_file(fs, b"%d" % number, bytes([number]) * 5000) for number in range(5)]
+    await moved_out(fs, *inos)
+    (container,) = await numbers(fs, b"t")
+    assert await numbers(fs, b"a") == [container], "it is open"
+    for number in range(4):
+        await rewrite(fs, inos[number], b"")
+    await fs.collector.drain()
+    await fs.compaction.compact()
+    await fs.collector.drain()
+    assert container not in await numbers(fs, b"t")
+    assert await read_file(fs, inos[4]) == bytes([4]) * 5000
 
 
-async def test_a_file_that_is_rewritten_again_and_again_leaves_no_dead_containers(
-    directory: Path,
-) -> None:
-    async with opened(directory, servers=1) as fs:
-        ino = await write_file(fs, b"f", bytes(20 * KIB))
-        for turn in range(20):
-            await overwrite(fs, ino, 0, bytes([turn]) * 20 * KIB)
-            await drained(fs, ino)
-        await fs.collector.drain()
-        await fs.compaction.compact()
-        await fs.collector.drain()
-        assert objects_in(fs) <= 2
-        assert await read_file(fs, ino) == bytes([19]) * 20 * KIB
+@pytest.mark.store(servers=1)
+async def test_a_file_that_is_rewritten_again_and_again_leaves_no_dead_containers(fs):
+    ino = await write_file(fs, b"f", bytes(20 * KIB))
+    for turn in range(20):
+        await overwrite(fs, ino, 0, bytes([turn]) * 20 * KIB)
+        await drained(fs, ino)
+    await fs.collector.drain()
+    await fs.compaction.compact()
+    await fs.collector.drain()
+    assert objects_in(fs) <= 2
+    assert await read_file(fs, ino) == bytes([19]) * 20 * KIB
 
 
 @pytest.fixture

@@ -31,6 +31,12 @@ async def mounted(directory: Path, settings: dict[str, str] = WHOLE) -> AsyncIte
         yield kernel
 
 
+@pytest.fixture
+async def kernel(directory: Path) -> AsyncIterator[Kernel]:
+    async with mounted(directory) as kernel:
+        yield kernel
+
+
 async def make(kernel: Kernel, name: bytes = b"f", content: bytes = CONTENT) -> int:
     """A file that lies on the capacity tier alone."""
     handle, inode = await kernel.create(ROOT, name, 0o644, os.O_RDWR, ME)
@@ -53,62 +59,56 @@ def is_on_object(kernel: Kernel, ino: int) -> bool:
     return file.backing > 0 and file.on_object
 
 
-async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in_place(
-    directory: Path,
-) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        assert is_on_object(kernel, ino) and await all_of(kernel, reader) == CONTENT
-        assert kernel.direct_bytes == len(CONTENT)
-        writer = await kernel.open(ino, os.O_RDWR)
-        other = await kernel.open(ino, os.O_RDONLY)
-        assert kernel.io.table.open[ino].inode.copy is None and kernel.io.table.open[ino].marked
-        await kernel.write(writer, len(CONTENT), b"appended")
-        await kernel.write(writer, 3, b"over")
-        expected = CONTENT[:3] + b"over" + CONTENT[7:] + b"appended"
-        for handle in (reader, writer, other):
-            assert await all_of(kernel, handle) == expected
-        assert (await kernel.getattr(ino)).size == len(expected)
-        await kernel.fsync(writer)
-        assert kernel.io.table.open[ino].marked  # a mapping may change it without our knowing
-        await kernel.release(writer)
-        await kernel.fsync(reader)
-        assert kernel.io.table.open[ino].marked  # for a mapping outlives its handle
-        await kernel.setattr(ino, SetAttr(size=5), ME)
-        assert await all_of(kernel, reader) == expected[:5]
-        await kernel.setattr(ino, SetAttr(size=9), ME)
-        assert await all_of(kernel, reader) == expected[:5] + bytes(4)
-        await kernel.release(reader)
-        await kernel.release(other)
-        assert ino not in kernel.io.table.open
+async def test_a_reader_is_passed_through_and_sees_at_once_what_a_writer_does_in_place(kernel):
+    ino = await make(kernel)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert is_on_object(kernel, ino) and await all_of(kernel, reader) == CONTENT
+    assert kernel.direct_bytes == len(CONTENT)
+    writer = await kernel.open(ino, os.O_RDWR)
+    other = await kernel.open(ino, os.O_RDONLY)
+    assert kernel.io.table.open[ino].inode.copy is None and kernel.io.table.open[ino].marked
+    await kernel.write(writer, len(CONTENT), b"appended")
+    await kernel.write(writer, 3, b"over")
+    expected = CONTENT[:3] + b"over" + CONTENT[7:] + b"appended"
+    for handle in (reader, writer, other):
+        assert await all_of(kernel, handle) == expected
+    assert (await kernel.getattr(ino)).size == len(expected)
+    await kernel.fsync(writer)
+    assert kernel.io.table.open[ino].marked  # a mapping may change it without our knowing
+    await kernel.release(writer)
+    await kernel.fsync(reader)
+    assert kernel.io.table.open[ino].marked  # for a mapping outlives its handle
+    await kernel.setattr(ino, SetAttr(size=5), ME)
+    assert await all_of(kernel, reader) == expected[:5]
+    await kernel.setattr(ino, SetAttr(size=9), ME)
+    assert await all_of(kernel, reader) == expected[:5] + bytes(4)
+    await kernel.release(reader)
+    await kernel.release(other)
+    assert ino not in kernel.io.table.open
 
 
 @pytest.mark.parametrize("way", ["O_TRUNC", "truncate"])
-async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(
-    directory: Path, way: str
-) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        if way == "O_TRUNC":
-            writer = await kernel.open(ino, os.O_WRONLY | os.O_TRUNC)
-        else:
-            await kernel.setattr(ino, SetAttr(size=0), ME)
-            writer = await kernel.open(ino, os.O_WRONLY)
-        assert await all_of(kernel, reader) == b""
-        await kernel.fsync(writer)
-        await kernel.release(writer)
-        await kernel.fsync(reader)
-        writer = await kernel.open(ino, os.O_WRONLY)
-        await kernel.write(writer, 2, b"new")
-        assert await all_of(kernel, reader) == b"\0\0new"
+async def test_a_file_that_is_emptied_keeps_its_object_as_long_as_it_is_read(kernel, way):
+    ino = await make(kernel)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    if way == "O_TRUNC":
+        writer = await kernel.open(ino, os.O_WRONLY | os.O_TRUNC)
+    else:
         await kernel.setattr(ino, SetAttr(size=0), ME)
-        await kernel.release(reader)
-        await kernel.release(writer)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        assert not is_on_object(kernel, ino) and await all_of(kernel, reader) == b""
-        await kernel.release(reader)
+        writer = await kernel.open(ino, os.O_WRONLY)
+    assert await all_of(kernel, reader) == b""
+    await kernel.fsync(writer)
+    await kernel.release(writer)
+    await kernel.fsync(reader)
+    writer = await kernel.open(ino, os.O_WRONLY)
+    await kernel.write(writer, 2, b"new")
+    assert await all_of(kernel, reader) == b"\0\0new"
+    await kernel.setattr(ino, SetAttr(size=0), ME)
+    await kernel.release(reader)
+    await kernel.release(writer)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert not is_on_object(kernel, ino) and await all_of(kernel, reader) == b""
+    await kernel.release(reader)
 
 
 async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_written_first(
@@ -136,92 +136,81 @@ async def test_a_dirty_or_striped_file_is_not_passed_through_nor_one_that_is_wri
         await kernel.release(reader)
 
 
-async def test_an_object_that_is_not_what_the_record_says_is_read_by_the_daemon(
-    directory: Path,
-) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel)
-        [path] = (directory / "data").glob("*/objects/*/*/*")
-        content = path.read_bytes()
-        os.truncate(path, 100)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        assert not is_on_object(kernel, ino)
-        await kernel.release(reader)
-        path.write_bytes(content)
+async def test_an_object_that_is_not_what_the_record_says_is_read_by_the_daemon(kernel, directory):
+    ino = await make(kernel)
+    [path] = (directory / "data").glob("*/objects/*/*/*")
+    content = path.read_bytes()
+    os.truncate(path, 100)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert not is_on_object(kernel, ino)
+    await kernel.release(reader)
+    path.write_bytes(content)
 
 
-async def test_staging_gives_no_second_place_to_read_from(directory: Path) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel)
-        first = await kernel.open(ino, os.O_RDONLY)
-        assert await kernel.stager.stage(ino)
-        second = await kernel.open(
-            ino, os.O_RDONLY
-        )  # the test's kernel checks that it is passed through to the same
-        assert is_on_object(kernel, ino) and kernel.io.table.open[ino].copy is not None
-        await kernel.release(first)
-        await kernel.release(second)
-        first = await kernel.open(ino, os.O_RDONLY)
-        assert kernel.io.table.open[ino].backing and not is_on_object(kernel, ino)
-        await kernel.release(first)
+async def test_staging_gives_no_second_place_to_read_from(kernel: Kernel) -> None:
+    ino = await make(kernel)
+    first = await kernel.open(ino, os.O_RDONLY)
+    assert await kernel.stager.stage(ino)
+    second = await kernel.open(
+        ino, os.O_RDONLY
+    )  # the test's kernel checks that it is passed through to the same
+    assert is_on_object(kernel, ino) and kernel.io.table.open[ino].copy is not None
+    await kernel.release(first)
+    await kernel.release(second)
+    first = await kernel.open(ino, os.O_RDONLY)
+    assert kernel.io.table.open[ino].backing and not is_on_object(kernel, ino)
+    await kernel.release(first)
 
 
 @pytest.mark.parametrize("change", ["open", "truncate", "empty"])
-async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(
-    directory: Path, change: str
-) -> None:
-    async with mounted(directory) as kernel:
+async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(kernel, change):
+    ino = await make(kernel)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert await kernel.stager.stage(ino)
+    if change == "open":
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 0, b"new")
+        await kernel.release(writer)
+        expected = b"new" + CONTENT[3:]
+    else:
+        expected = CONTENT[: 10 if change == "truncate" else 0]
+        await kernel.setattr(ino, SetAttr(size=len(expected)), ME)
+    assert kernel.io.table.open[ino].copy is None
+    assert await all_of(kernel, reader) == expected
+    await kernel.release(reader)
+
+
+async def test_readers_that_come_together_are_all_passed_through(kernel: Kernel) -> None:
+    with hooked():  # nothing runs on the trio thread that might block
         ino = await make(kernel)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        assert await kernel.stager.stage(ino)
-        if change == "open":
-            writer = await kernel.open(ino, os.O_RDWR)
-            await kernel.write(writer, 0, b"new")
-            await kernel.release(writer)
-            expected = b"new" + CONTENT[3:]
-        else:
-            expected = CONTENT[: 10 if change == "truncate" else 0]
-            await kernel.setattr(ino, SetAttr(size=len(expected)), ME)
-        assert kernel.io.table.open[ino].copy is None
-        assert await all_of(kernel, reader) == expected
-        await kernel.release(reader)
+        handles: list[int] = []
+
+        async def read() -> None:
+            handles.append(await kernel.open(ino, os.O_RDONLY))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(read)
+        assert is_on_object(kernel, ino) and kernel.io.table.open[ino].users == 5
+        for handle in handles:
+            await kernel.release(handle)
 
 
-async def test_readers_that_come_together_are_all_passed_through(directory: Path) -> None:
-    async with mounted(directory) as kernel:
-        with hooked():  # nothing runs on the trio thread that might block
-            ino = await make(kernel)
-            handles: list[int] = []
+async def test_a_writer_that_comes_before_the_reader_has_been_passed_through(kernel):
+    with hooked():
+        ino = await make(kernel)
+        handles: list[int] = []
 
-            async def read() -> None:
-                handles.append(await kernel.open(ino, os.O_RDONLY))
+        async def open_as(flags: int) -> None:
+            handles.append(await kernel.open(ino, flags))
 
-            async with trio.open_nursery() as nursery:
-                for _ in range(5):
-                    nursery.start_soon(read)
-            assert is_on_object(kernel, ino) and kernel.io.table.open[ino].users == 5
-            for handle in handles:
-                await kernel.release(handle)
-
-
-async def test_a_writer_that_comes_before_the_reader_has_been_passed_through(
-    directory: Path,
-) -> None:
-    async with mounted(directory) as kernel:
-        with hooked():
-            ino = await make(kernel)
-            handles: list[int] = []
-
-            async def open_as(flags: int) -> None:
-                handles.append(await kernel.open(ino, flags))
-
-            async with trio.open_nursery() as nursery:
-                for flags in (os.O_RDONLY, os.O_RDWR | os.O_TRUNC, os.O_RDONLY, os.O_RDWR):
-                    nursery.start_soon(open_as, flags)
-            for handle in handles:
-                assert await all_of(kernel, handle) == b""
-            for handle in handles:
-                await kernel.release(handle)
+        async with trio.open_nursery() as nursery:
+            for flags in (os.O_RDONLY, os.O_RDWR | os.O_TRUNC, os.O_RDONLY, os.O_RDWR):
+                nursery.start_soon(open_as, flags)
+        for handle in handles:
+            assert await all_of(kernel, handle) == b""
+        for handle in handles:
+            await kernel.release(handle)
 
 
 async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
@@ -262,14 +251,13 @@ async def test_nothing_is_passed_through_to_a_server_of_the_network(
         await kernel.release(reader)
 
 
-async def test_a_deleted_file_is_read_to_the_end(directory: Path) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel)
-        reader = await kernel.open(ino, os.O_RDONLY)
-        await kernel.unlink(ROOT, b"f")
-        kernel.forget([ino])
-        await kernel.collector.drain()
-        assert await all_of(kernel, reader) == CONTENT
-        await kernel.release(reader)
-        await kernel.collector.drain()
-        assert not list((directory / "data").glob("*/objects/*/*/*"))
+async def test_a_deleted_file_is_read_to_the_end(kernel: Kernel, directory: Path) -> None:
+    ino = await make(kernel)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    await kernel.unlink(ROOT, b"f")
+    kernel.forget([ino])
+    await kernel.collector.drain()
+    assert await all_of(kernel, reader) == CONTENT
+    await kernel.release(reader)
+    await kernel.collector.drain()
+    assert not list((directory / "data").glob("*/objects/*/*/*"))

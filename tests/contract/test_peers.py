@@ -458,33 +458,29 @@ async def test_a_request_that_comes_twice_is_carried_out_once(two: Two) -> None:
 
 @given(fates=st.lists(st.sampled_from(["pass", "drop", "twice", "later"]), min_size=1, max_size=30))
 @settings(max_examples=30)
-def test_what_is_pushed_may_be_lost_doubled_and_late(fates: list[str]) -> None:
+async def test_what_is_pushed_may_be_lost_doubled_and_late(fates: list[str]) -> None:
     """Nothing but that happens to it: what comes is whole, and calls still work."""
+    two, kept, left = Two(), [], list(fates)
 
-    async def push() -> None:
-        two, kept, left = Two(), [], list(fates)
+    def meddle(frame: bytes) -> list[bytes]:
+        if FRAME.unpack_from(frame)[0] != PUSH or not left:
+            passed = [frame, *kept]
+            kept.clear()
+            return passed
+        fate = left.pop(0)
+        if fate == "later":
+            kept.append(frame)
+        return {"pass": [frame], "twice": [frame, frame]}.get(fate, [])
 
-        def meddle(frame: bytes) -> list[bytes]:
-            if FRAME.unpack_from(frame)[0] != PUSH or not left:
-                passed = [frame, *kept]
-                kept.clear()
-                return passed
-            fate = left.pop(0)
-            if fate == "later":
-                kept.append(frame)
-            return {"pass": [frame], "twice": [frame, frame]}.get(fate, [])
-
-        async with meddled(two, meddle=meddle):
-            for number in range(len(fates)):
-                two.b.push("news", number, bytes(number))
-            assert await two.b.call("a", "echo", 1, b"2", timeout_s=PATIENT_S) == (["b", 1], b"2")
-            await two.b.call("a", "echo", timeout_s=PATIENT_S)  # which releases what was kept
-        times = {"pass": 1, "twice": 2, "later": 1, "drop": 0}
-        wanted = sorted(n for n, fate in enumerate(fates) for _ in range(times[fate]))
-        assert sorted(number for _, number, _ in two.heard) == wanted
-        assert all(body == bytes(number) for _, number, body in two.heard)
-
-    trio.run(push)
+    async with meddled(two, meddle=meddle):
+        for number in range(len(fates)):
+            two.b.push("news", number, bytes(number))
+        assert await two.b.call("a", "echo", 1, b"2", timeout_s=PATIENT_S) == (["b", 1], b"2")
+        await two.b.call("a", "echo", timeout_s=PATIENT_S)  # which releases what was kept
+    times = {"pass": 1, "twice": 2, "later": 1, "drop": 0}
+    wanted = sorted(n for n, fate in enumerate(fates) for _ in range(times[fate]))
+    assert sorted(number for _, number, _ in two.heard) == wanted
+    assert all(body == bytes(number) for _, number, body in two.heard)
 
 
 def frame(kind: int, head: bytes = b"", body: bytes = b"", number: int = 1) -> bytes:

@@ -22,6 +22,7 @@ from scripts import hint_text
 from tests.contract.test_group_hints import in_state
 from tests.support import modes, stores
 from tests.support.stores import OWNER, call, put
+from tests.support.stores import fs as fs
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 USERS = {"root": Caller(), "owner": OWNER, "other": OTHER}
@@ -29,6 +30,7 @@ SIZE = 40 << 10
 SHAPE = modes.WAITING | {"layout.unit": "4KiB"}
 
 opened = partial(stores.opened, base=SHAPE)
+pytestmark = pytest.mark.store(base=SHAPE)
 
 
 # --- the table of rights --------------------------------------------------------------------------
@@ -171,59 +173,56 @@ def arguments(name: str, top: int, below: int) -> tuple[int, dict]:
     return top, {}
 
 
-async def test_hints_are_read_by_who_may_read(directory: Path) -> None:
-    async with opened(directory) as fs:
-        await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=0o711), Caller())
-        top = await a_directory(fs, "top", 0o711)
-        for row in hints.rows():
-            hint = f"user.aifs.{row.stem}{'.7' if row.needs_number else ''}".encode()
-            for ino in (ROOT, top):
-                applies = row.get and (row.where != "root" or ino == ROOT)
-                for user, caller in USERS.items():
-                    let = {"root"} if row.read is rights.overseer else {"root", "owner"}
-                    is_let_in = not applies or row.read is rights.anybody or user in let
-                    assert await is_let(fs.getxattr(ino, hint, caller)) == is_let_in, row.name
+async def test_hints_are_read_by_who_may_read(fs: Filesystem) -> None:
+    await fs.setattr(ROOT, SetAttr(uid=OWNER.uid, gid=OWNER.gid, mode=0o711), Caller())
+    top = await a_directory(fs, "top", 0o711)
+    for row in hints.rows():
+        hint = f"user.aifs.{row.stem}{'.7' if row.needs_number else ''}".encode()
+        for ino in (ROOT, top):
+            applies = row.get and (row.where != "root" or ino == ROOT)
+            for user, caller in USERS.items():
+                let = {"root"} if row.read is rights.overseer else {"root", "owner"}
+                is_let_in = not applies or row.read is rights.anybody or user in let
+                assert await is_let(fs.getxattr(ino, hint, caller)) == is_let_in, row.name
 
 
-async def test_orders_of_root_are_given_at_the_root(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await a_directory(fs, "top", 0o777)
-        for name in (name for name, rule in MAY_SET.items() if rule == ADMIN):
-            with pytest.raises(NotPermitted):
-                await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
+async def test_orders_of_root_are_given_at_the_root(fs: Filesystem) -> None:
+    top = await a_directory(fs, "top", 0o777)
+    for name in (name for name, rule in MAY_SET.items() if rule == ADMIN):
+        with pytest.raises(NotPermitted):
+            await fs.setxattr(top, f"user.aifs.{name}".encode(), b"start", caller=Caller())
 
 
 # --- why something was refused --------------------------------------------------------------------
 
 
-async def test_each_user_is_told_why_he_was_refused(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top, else_ = await a_directory(fs, "top", 0o777), await a_directory(fs, "else", 0o777)
-        for ino, name, value, caller in (
-            (top, "layout", "unit=1", OWNER),
-            (top, "tier", "burst", OTHER),
-            (else_, "pending", "ranks=0", OWNER),
-        ):
-            with pytest.raises(FsError):
-                await put(fs, ino, name, value, caller)
-        told = await ask(fs, top, "refused", OWNER)
-        assert told["request"] == "user.aifs.layout" and told["errno"] == errno.EINVAL
-        assert "unit" in told["reason"] and told["at_s"] > 0
-        told = await ask(fs, top, "refused", OTHER)
-        assert (told["request"], told["errno"]) == ("user.aifs.tier", errno.EPERM)
-        assert told["reason"] == "only its owner and root may do this"
-        assert "1 to 8192 ranks" in (await ask(fs, else_, "refused", OWNER))["reason"]
-        for ino, caller in ((else_, OTHER), (top, Caller())):
-            with pytest.raises(NoAttribute):
-                await fs.getxattr(ino, b"user.aifs.refused", caller)
+async def test_each_user_is_told_why_he_was_refused(fs: Filesystem) -> None:
+    top, else_ = await a_directory(fs, "top", 0o777), await a_directory(fs, "else", 0o777)
+    for ino, name, value, caller in (
+        (top, "layout", "unit=1", OWNER),
+        (top, "tier", "burst", OTHER),
+        (else_, "pending", "ranks=0", OWNER),
+    ):
         with pytest.raises(FsError):
-            await fs.removexattr(top, b"user.aifs.keep", OWNER)
-        assert (await ask(fs, top, "refused", OWNER))["request"] == "user.aifs.keep"
-        await put(fs, top, "pending", "ranks=2")
-        with pytest.raises(Busy):
-            await fs.rename(ROOT, b"top", ROOT, b"final", 0, OWNER)
-        told = await ask(fs, top, "refused", OWNER)
-        assert told["request"] == "rename" and "2 of 2 ranks have not committed" in told["reason"]
+            await put(fs, ino, name, value, caller)
+    told = await ask(fs, top, "refused", OWNER)
+    assert told["request"] == "user.aifs.layout" and told["errno"] == errno.EINVAL
+    assert "unit" in told["reason"] and told["at_s"] > 0
+    told = await ask(fs, top, "refused", OTHER)
+    assert (told["request"], told["errno"]) == ("user.aifs.tier", errno.EPERM)
+    assert told["reason"] == "only its owner and root may do this"
+    assert "1 to 8192 ranks" in (await ask(fs, else_, "refused", OWNER))["reason"]
+    for ino, caller in ((else_, OTHER), (top, Caller())):
+        with pytest.raises(NoAttribute):
+            await fs.getxattr(ino, b"user.aifs.refused", caller)
+    with pytest.raises(FsError):
+        await fs.removexattr(top, b"user.aifs.keep", OWNER)
+    assert (await ask(fs, top, "refused", OWNER))["request"] == "user.aifs.keep"
+    await put(fs, top, "pending", "ranks=2")
+    with pytest.raises(Busy):
+        await fs.rename(ROOT, b"top", ROOT, b"final", 0, OWNER)
+    told = await ask(fs, top, "refused", OWNER)
+    assert told["request"] == "rename" and "2 of 2 ranks have not committed" in told["reason"]
 
 
 async def test_nobody_pushes_out_what_others_were_refused(directory: Path) -> None:
@@ -243,15 +242,14 @@ async def test_nobody_pushes_out_what_others_were_refused(directory: Path) -> No
     assert refusals.find(7, OWNER) is None and refusals.find(7, Caller(uid=5999))
 
 
-async def test_calls_that_are_refused_say_why(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await a_directory(fs, "top", 0o777)
-        assert not await is_let(call(fs, top, "remove", OTHER, name="below"))
-        told = await ask(fs, top, "refused", OTHER)
-        assert told["request"] == "user.aifs.remove" and "owner" in told["reason"]
-        with pytest.raises(Invalid):
-            await call(fs, top, "remove", OTHER, flags=1)
-        assert "no key is called 'flags'" in (await ask(fs, top, "refused", OTHER))["reason"]
+async def test_calls_that_are_refused_say_why(fs: Filesystem) -> None:
+    top = await a_directory(fs, "top", 0o777)
+    assert not await is_let(call(fs, top, "remove", OTHER, name="below"))
+    told = await ask(fs, top, "refused", OTHER)
+    assert told["request"] == "user.aifs.remove" and "owner" in told["reason"]
+    with pytest.raises(Invalid):
+        await call(fs, top, "remove", OTHER, flags=1)
+    assert "no key is called 'flags'" in (await ask(fs, top, "refused", OTHER))["reason"]
 
 
 HOSTILE = [
@@ -272,17 +270,16 @@ HOSTILE = [
 ]
 
 
-async def test_wrong_fields_of_a_call_are_refused(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await a_directory(fs, "top", 0o777)
-        for argument in HOSTILE:
-            with pytest.raises(Invalid):
-                await fs.call(top, "group.commit", argument, OWNER)
-            with pytest.raises(NoSuchIoctl):
-                await fs.call(top, "none", argument, OWNER)
-        for ids in (["1"], [1.5], [None], [[1]], [-1], [1 << 64]):
-            with pytest.raises(Invalid):
-                await call(fs, top, "trash.empty", ids=ids)
+async def test_wrong_fields_of_a_call_are_refused(fs: Filesystem) -> None:
+    top = await a_directory(fs, "top", 0o777)
+    for argument in HOSTILE:
+        with pytest.raises(Invalid):
+            await fs.call(top, "group.commit", argument, OWNER)
+        with pytest.raises(NoSuchIoctl):
+            await fs.call(top, "none", argument, OWNER)
+    for ids in (["1"], [1.5], [None], [[1]], [-1], [1 << 64]):
+        with pytest.raises(Invalid):
+            await call(fs, top, "trash.empty", ids=ids)
 
 
 async def test_a_hint_is_one_row_and_one_function(
@@ -338,54 +335,52 @@ async def ask(fs: Filesystem, ino: int, name: str, caller: Caller) -> dict:
     return json.loads(await fs.getxattr(ino, f"user.aifs.{name}".encode(), caller))
 
 
-async def test_a_group_names_no_file_that_one_could_not_find(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
-        await put(fs, top, "group", "name=step,ranks=8")
-        modes_of = {b"open": 0o755, b"unsearchable": 0o744, b"unlistable": 0o711, b"closed": 0o700}
-        files = {}
-        for name, mode in modes_of.items():
-            below = (await fs.mkdir(top, name, mode, OWNER)).ino
-            files[name] = await stores.write_file(fs, b"file", b"x" * SIZE, below, OWNER)
-        told = {file["ino"]: file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
-        assert told == {
-            ino: f"/top/{name.decode()}/file" if name == b"open" else f"inode {ino}"
-            for name, ino in files.items()
-        }
-        for caller in (OWNER, Caller()):
-            names = {file["name"] for file in (await ask(fs, top, "group", caller))["files"]}
-            assert names == {f"/top/{name.decode()}/file" for name in modes_of}
-        await fs.setattr(ROOT, SetAttr(mode=0o711), Caller())
-        assert "/top/open/file" in {
-            file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]
-        }
-        await fs.setattr(ROOT, SetAttr(mode=0o700), Caller())
-        names = {file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
-        assert names == {f"inode {ino}" for ino in files.values()}
-        await put(fs, top, "group", "")
+async def test_a_group_names_no_file_that_one_could_not_find(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o755, OWNER)).ino
+    await put(fs, top, "group", "name=step,ranks=8")
+    modes_of = {b"open": 0o755, b"unsearchable": 0o744, b"unlistable": 0o711, b"closed": 0o700}
+    files = {}
+    for name, mode in modes_of.items():
+        below = (await fs.mkdir(top, name, mode, OWNER)).ino
+        files[name] = await stores.write_file(fs, b"file", b"x" * SIZE, below, OWNER)
+    told = {file["ino"]: file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
+    assert told == {
+        ino: f"/top/{name.decode()}/file" if name == b"open" else f"inode {ino}"
+        for name, ino in files.items()
+    }
+    for caller in (OWNER, Caller()):
+        names = {file["name"] for file in (await ask(fs, top, "group", caller))["files"]}
+        assert names == {f"/top/{name.decode()}/file" for name in modes_of}
+    await fs.setattr(ROOT, SetAttr(mode=0o711), Caller())
+    assert "/top/open/file" in {
+        file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]
+    }
+    await fs.setattr(ROOT, SetAttr(mode=0o700), Caller())
+    names = {file["name"] for file in (await ask(fs, top, "group", OTHER))["files"]}
+    assert names == {f"inode {ino}" for ino in files.values()}
+    await put(fs, top, "group", "")
 
 
-async def test_what_went_wrong_below_is_for_the_owner(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"top", 0o777, OWNER)).ino
-        await fs.setattr(top, SetAttr(mode=0o777), OWNER)
-        secret = (await fs.mkdir(top, b"secret", 0o700, OWNER)).ino
-        for name, size in ((b"a", SIZE), (b"b", 2 * SIZE)):
-            await stores.write_file(fs, name, b"x" * size, secret, OWNER)
-        await put(fs, top, "pending", "ranks=1")
-        await put(fs, top, "commit", {"rank": 0, "files": {"secret/a": SIZE}})
-        await fs.unlink(secret, b"a")
-        with pytest.raises(Busy):
-            await fs.rename(ROOT, b"top", ROOT, b"final")
-        assert "secret/a" in (await ask(fs, top, "pending", OWNER))["refused"]
-        assert (await ask(fs, top, "pending", OTHER))["refused"] == ""
-        await put(fs, top, "pending", "")
-        await put(fs, top, "group", "name=step,ranks=2,same_size=yes")
-        for name, size in ((b"c", SIZE), (b"d", 2 * SIZE)):
-            await stores.write_file(fs, name, b"x" * size, secret, OWNER)
-        await in_state(fs, top, "failed")
-        assert "/top/secret/" in (await ask(fs, top, "group", OWNER))["error"]
-        assert (await ask(fs, top, "group", OTHER))["error"] == "not all files have one size"
+async def test_what_went_wrong_below_is_for_the_owner(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"top", 0o777, OWNER)).ino
+    await fs.setattr(top, SetAttr(mode=0o777), OWNER)
+    secret = (await fs.mkdir(top, b"secret", 0o700, OWNER)).ino
+    for name, size in ((b"a", SIZE), (b"b", 2 * SIZE)):
+        await stores.write_file(fs, name, b"x" * size, secret, OWNER)
+    await put(fs, top, "pending", "ranks=1")
+    await put(fs, top, "commit", {"rank": 0, "files": {"secret/a": SIZE}})
+    await fs.unlink(secret, b"a")
+    with pytest.raises(Busy):
+        await fs.rename(ROOT, b"top", ROOT, b"final")
+    assert "secret/a" in (await ask(fs, top, "pending", OWNER))["refused"]
+    assert (await ask(fs, top, "pending", OTHER))["refused"] == ""
+    await put(fs, top, "pending", "")
+    await put(fs, top, "group", "name=step,ranks=2,same_size=yes")
+    for name, size in ((b"c", SIZE), (b"d", 2 * SIZE)):
+        await stores.write_file(fs, name, b"x" * size, secret, OWNER)
+    await in_state(fs, top, "failed")
+    assert "/top/secret/" in (await ask(fs, top, "group", OWNER))["error"]
+    assert (await ask(fs, top, "group", OTHER))["error"] == "not all files have one size"
 
 
 def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
@@ -423,17 +418,14 @@ async def _copy(fs: Filesystem, handle: int, caller: Caller) -> None:
 
 @pytest.mark.parametrize("change", [_punch, _allocate, _copy])
 @pytest.mark.parametrize("drained", [False, True])
-async def test_set_id_bits_go_with_what_another_changes(
-    directory: Path, change: object, drained: bool
-) -> None:
-    async with opened(directory) as fs:
-        for caller, left in ((OTHER, 0o777), (OWNER, 0o777), (Caller(), 0o6777)):
-            ino = await stores.write_file(fs, b"%d" % caller.uid, b"x" * SIZE, ROOT, OWNER)
-            if drained:
-                await stores.moved_out(fs, ino)
-            await fs.setattr(ino, SetAttr(mode=0o6777), OWNER)
-            handle, *_ = await fs.open(ino, os.O_RDWR)
-            await change(fs, handle, caller)
-            assert (await fs.getattr(ino)).mode & 0o7777 == left
-            await fs.release(handle)
-            assert (await fs.getattr(ino)).mode & 0o7777 == left
+async def test_set_id_bits_go_with_what_another_changes(fs, change, drained):
+    for caller, left in ((OTHER, 0o777), (OWNER, 0o777), (Caller(), 0o6777)):
+        ino = await stores.write_file(fs, b"%d" % caller.uid, b"x" * SIZE, ROOT, OWNER)
+        if drained:
+            await stores.moved_out(fs, ino)
+        await fs.setattr(ino, SetAttr(mode=0o6777), OWNER)
+        handle, *_ = await fs.open(ino, os.O_RDWR)
+        await change(fs, handle, caller)
+        assert (await fs.getattr(ino)).mode & 0o7777 == left
+        await fs.release(handle)
+        assert (await fs.getattr(ino)).mode & 0o7777 == left

@@ -22,6 +22,7 @@ from aifs.meta.quotas import FIRST_PROJECT
 from aifs.vfs import Caller, Filesystem, SetAttr
 from tests.support import modes, stores
 from tests.support.stores import OWNER, ask, put, rewrite, write_file
+from tests.support.stores import fs as fs
 
 ROOT = Caller()
 KIB = 1 << 10
@@ -32,6 +33,7 @@ SHAPES = {
 }
 
 opened = partial(stores.opened, base=modes.WAITING)
+pytestmark = pytest.mark.store(base=modes.WAITING)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
@@ -95,57 +97,54 @@ async def test_bytes_are_limited_to_the_last_one(scratch: Path, shape: str) -> N
         assert await used(fs, team) == (64 * KIB, 2)
 
 
-async def test_files_of_all_kinds_are_limited(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        team = await directory(fs)
-        await put(fs, team, "quota", "files=5", ROOT)
-        ino = await write_file(fs, b"file", b"x", team)
-        sub = await directory(fs, b"sub", team)
-        await fs.symlink(sub, b"link", b"target", ROOT)
-        await fs.mknod(sub, b"fifo", stat.S_IFIFO | 0o644, 0, ROOT)
-        assert await used(fs, sub) == (1, 5)
-        await refused(fs.create(sub, b"one", 0o644, os.O_RDWR, ROOT))
-        await refused(fs.create(sub, None, 0o644, os.O_RDWR, ROOT))
-        await refused(fs.mkdir(team, b"one", 0o755, ROOT))
-        await refused(fs.symlink(team, b"one", b"target", ROOT))
-        await fs.link(ino, sub, b"second name")
-        await fs.unlink(team, b"file")
-        assert await used(fs, sub) == (1, 5), "it has a name still"
-        await fs.unlink(sub, b"fifo")
-        await fs.unlink(sub, b"second name")
-        fs.names.forget_all()
-        await fs.collector.drain()
-        await directory(fs, b"one", team)
-        await directory(fs, b"two", team)
-        await refused(fs.mkdir(team, b"three", 0o755, ROOT))
+async def test_files_of_all_kinds_are_limited(fs: Filesystem) -> None:
+    team = await directory(fs)
+    await put(fs, team, "quota", "files=5", ROOT)
+    ino = await write_file(fs, b"file", b"x", team)
+    sub = await directory(fs, b"sub", team)
+    await fs.symlink(sub, b"link", b"target", ROOT)
+    await fs.mknod(sub, b"fifo", stat.S_IFIFO | 0o644, 0, ROOT)
+    assert await used(fs, sub) == (1, 5)
+    await refused(fs.create(sub, b"one", 0o644, os.O_RDWR, ROOT))
+    await refused(fs.create(sub, None, 0o644, os.O_RDWR, ROOT))
+    await refused(fs.mkdir(team, b"one", 0o755, ROOT))
+    await refused(fs.symlink(team, b"one", b"target", ROOT))
+    await fs.link(ino, sub, b"second name")
+    await fs.unlink(team, b"file")
+    assert await used(fs, sub) == (1, 5), "it has a name still"
+    await fs.unlink(sub, b"fifo")
+    await fs.unlink(sub, b"second name")
+    fs.names.forget_all()
+    await fs.collector.drain()
+    await directory(fs, b"one", team)
+    await directory(fs, b"two", team)
+    await refused(fs.mkdir(team, b"three", 0o755, ROOT))
 
 
-async def test_who_is_refused_is_told_what_is_used_up(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        team = await directory(fs)
-        for limits, said in (("size=9", "0 of 9 bytes"), ("files=1", "0 of 9 bytes, 1 of 1 files")):
-            await put(fs, team, "quota", limits, ROOT)
-            with pytest.raises(QuotaExceeded, match=f"{team} is used up: {said}$"):
-                async with fs.quotas.granted((await fs.getattr(team)).project, 10, inodes=1):
-                    pytest.fail("there is no room")
+async def test_who_is_refused_is_told_what_is_used_up(fs: Filesystem) -> None:
+    team = await directory(fs)
+    for limits, said in (("size=9", "0 of 9 bytes"), ("files=1", "0 of 9 bytes, 1 of 1 files")):
+        await put(fs, team, "quota", limits, ROOT)
+        with pytest.raises(QuotaExceeded, match=f"{team} is used up: {said}$"):
+            async with fs.quotas.granted((await fs.getattr(team)).project, 10, inodes=1):
+                pytest.fail("there is no room")
 
 
-async def test_what_is_removed_counts_until_it_is_erased(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        team = await directory(fs)
-        sub = await directory(fs, b"sub", team)
-        await put(fs, team, "quota", "size=1MiB", ROOT)
-        await spread(fs)
-        await write_file(fs, b"file", bytes(10), sub)
-        (handle, *_), inode = await fs.create(sub, b"open", 0o644, os.O_RDWR, ROOT)
-        await fs.write(handle, 0, bytes(100))
-        await fs.remove_tree(team, b"sub", ROOT)
-        while await used(fs, team) != (100, 2):
-            await trio.sleep(0.01)
-        await fs.release(handle)
-        fs.forget([inode.ino])
-        await fs.collector.drain()
-        assert await used(fs, team) == (0, 1)
+async def test_what_is_removed_counts_until_it_is_erased(fs: Filesystem) -> None:
+    team = await directory(fs)
+    sub = await directory(fs, b"sub", team)
+    await put(fs, team, "quota", "size=1MiB", ROOT)
+    await spread(fs)
+    await write_file(fs, b"file", bytes(10), sub)
+    (handle, *_), inode = await fs.create(sub, b"open", 0o644, os.O_RDWR, ROOT)
+    await fs.write(handle, 0, bytes(100))
+    await fs.remove_tree(team, b"sub", ROOT)
+    while await used(fs, team) != (100, 2):
+        await trio.sleep(0.01)
+    await fs.release(handle)
+    fs.forget([inode.ino])
+    await fs.collector.drain()
+    assert await used(fs, team) == (0, 1)
 
 
 # --- trees ---
@@ -190,85 +189,82 @@ async def test_what_is_there_is_counted(scratch: Path, monkeypatch: pytest.Monke
         await fs.rename(team, b"empty", ROOT_INO, b"elsewhere", 0)
 
 
-async def test_quotas_lie_within_each_other(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        outer = await directory(fs, b"outer")
-        inner = await directory(fs, b"inner", outer)
-        deep = await directory(fs, b"deep", inner)
-        await put(fs, inner, "quota", "size=100", ROOT)
-        await put(fs, outer, "quota", "size=150,files=7", ROOT)
-        await spread(fs)
-        await write_file(fs, b"one", bytes(100), deep)
-        told = await ask(fs, deep, "quota")
-        assert (told["directory"], told["bytes"], told["used_bytes"]) == (inner, 100, 100)
-        (above,) = told["within"]
-        assert (above["directory"], above["used_bytes"], above["used_files"]) == (outer, 100, 4)
-        two = await write_file(fs, b"two", bytes(50), outer)
-        await refused(truncate(fs, two, 51))
-        three = await write_file(fs, b"three", b"", deep)
-        await refused(truncate(fs, three, 1))
-        await put(fs, inner, "quota", "size=none,files=4", ROOT)
-        await refused(truncate(fs, three, 1))
-        await fs.removexattr(inner, b"user.aifs.quota", ROOT)
-        await spread(fs)
-        told = await ask(fs, deep, "quota")
-        assert (told["directory"], told["used_bytes"], told["used_files"]) == (outer, 150, 6)
-        assert told["within"] == []
-        await put(fs, inner, "quota", "size=1KiB", ROOT)
-        await spread(fs)
-        assert await used(fs, outer) == (150, 6) and await used(fs, inner) == (100, 4)
+async def test_quotas_lie_within_each_other(fs: Filesystem) -> None:
+    outer = await directory(fs, b"outer")
+    inner = await directory(fs, b"inner", outer)
+    deep = await directory(fs, b"deep", inner)
+    await put(fs, inner, "quota", "size=100", ROOT)
+    await put(fs, outer, "quota", "size=150,files=7", ROOT)
+    await spread(fs)
+    await write_file(fs, b"one", bytes(100), deep)
+    told = await ask(fs, deep, "quota")
+    assert (told["directory"], told["bytes"], told["used_bytes"]) == (inner, 100, 100)
+    (above,) = told["within"]
+    assert (above["directory"], above["used_bytes"], above["used_files"]) == (outer, 100, 4)
+    two = await write_file(fs, b"two", bytes(50), outer)
+    await refused(truncate(fs, two, 51))
+    three = await write_file(fs, b"three", b"", deep)
+    await refused(truncate(fs, three, 1))
+    await put(fs, inner, "quota", "size=none,files=4", ROOT)
+    await refused(truncate(fs, three, 1))
+    await fs.removexattr(inner, b"user.aifs.quota", ROOT)
+    await spread(fs)
+    told = await ask(fs, deep, "quota")
+    assert (told["directory"], told["used_bytes"], told["used_files"]) == (outer, 150, 6)
+    assert told["within"] == []
+    await put(fs, inner, "quota", "size=1KiB", ROOT)
+    await spread(fs)
+    assert await used(fs, outer) == (150, 6) and await used(fs, inner) == (100, 4)
 
 
-async def test_who_moves_between_quotas_copies(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        one, two = await directory(fs, b"one"), await directory(fs, b"two")
-        inside, plain = await directory(fs, b"inside", one), await directory(fs, b"plain")
-        for ino in (one, two, inside):
-            await put(fs, ino, "quota", "size=1KiB", ROOT)
-        await spread(fs)
-        file = await write_file(fs, b"file", b"x", one)
-        other = await write_file(fs, b"other", b"x")
-        sub = await directory(fs, b"sub", one)
-        for target in (two, inside, plain, ROOT_INO):
-            with pytest.raises(CrossDevice):
-                await fs.rename(one, b"file", target, b"new", 0)
-            with pytest.raises(CrossDevice):
-                await fs.link(file, target, b"new")
-            with pytest.raises(CrossDevice):
-                await fs.rename(one, b"sub", target, b"new", 0)
+async def test_who_moves_between_quotas_copies(fs: Filesystem) -> None:
+    one, two = await directory(fs, b"one"), await directory(fs, b"two")
+    inside, plain = await directory(fs, b"inside", one), await directory(fs, b"plain")
+    for ino in (one, two, inside):
+        await put(fs, ino, "quota", "size=1KiB", ROOT)
+    await spread(fs)
+    file = await write_file(fs, b"file", b"x", one)
+    other = await write_file(fs, b"other", b"x")
+    sub = await directory(fs, b"sub", one)
+    for target in (two, inside, plain, ROOT_INO):
         with pytest.raises(CrossDevice):
-            await fs.rename(ROOT_INO, b"other", one, b"other", 0)
+            await fs.rename(one, b"file", target, b"new", 0)
         with pytest.raises(CrossDevice):
-            await fs.link(other, one, b"other")
-        await fs.rename(one, b"file", sub, b"file", 0)
-        await fs.link(file, one, b"file")
-        # The directory of a quota takes that along, to where it is counted by the same ones.
-        await fs.rename(one, b"inside", sub, b"moved", 0)
+            await fs.link(file, target, b"new")
         with pytest.raises(CrossDevice):
-            await fs.rename(sub, b"moved", plain, b"inside", 0)
-        await fs.rename(ROOT_INO, b"one", plain, b"renamed", 0)
-        with pytest.raises(CrossDevice):
-            await fs.rename(plain, b"renamed", two, b"one", 0)
-        assert await used(fs, one) == (1, 4)
+            await fs.rename(one, b"sub", target, b"new", 0)
+    with pytest.raises(CrossDevice):
+        await fs.rename(ROOT_INO, b"other", one, b"other", 0)
+    with pytest.raises(CrossDevice):
+        await fs.link(other, one, b"other")
+    await fs.rename(one, b"file", sub, b"file", 0)
+    await fs.link(file, one, b"file")
+    # The directory of a quota takes that along, to where it is counted by the same ones.
+    await fs.rename(one, b"inside", sub, b"moved", 0)
+    with pytest.raises(CrossDevice):
+        await fs.rename(sub, b"moved", plain, b"inside", 0)
+    await fs.rename(ROOT_INO, b"one", plain, b"renamed", 0)
+    with pytest.raises(CrossDevice):
+        await fs.rename(plain, b"renamed", two, b"one", 0)
+    assert await used(fs, one) == (1, 4)
 
 
-async def test_a_file_with_names_in_two_quotas(scratch: Path) -> None:
+async def test_a_file_with_names_in_two_quotas(fs: Filesystem) -> None:
     """One of them counts it; within a directory it can be renamed all the same, and what the other
     one counted it goes on counting when that is removed."""
-    async with opened(scratch / "store") as fs:
-        one, two = await directory(fs, b"one"), await directory(fs, b"two")
-        ino = await write_file(fs, b"file", bytes(100), one)
-        await fs.link(ino, two, b"file")
-        for team in (one, two):
-            await put(fs, team, "quota", "size=1KiB", ROOT)
-            await spread(fs)
-        assert (await used(fs, one), await used(fs, two)) == ((0, 1), (100, 2))
-        await fs.rename(one, b"file", one, b"renamed", 0)
-        await write_file(fs, b"other", b"", one)
-        await fs.rename(one, b"renamed", one, b"other", namespace.RENAME_EXCHANGE)
-        await fs.removexattr(one, b"user.aifs.quota", ROOT)
+    one, two = await directory(fs, b"one"), await directory(fs, b"two")
+    ino = await write_file(fs, b"file", bytes(100), one)
+    await fs.link(ino, two, b"file")
+    for team in (one, two):
+        await put(fs, team, "quota", "size=1KiB", ROOT)
         await spread(fs)
-        assert await used(fs, two) == (100, 2)
+    assert (await used(fs, one), await used(fs, two)) == ((0, 1), (100, 2))
+    await fs.rename(one, b"file", one, b"renamed", 0)
+    await write_file(fs, b"other", b"", one)
+    await fs.rename(one, b"renamed", one, b"other", namespace.RENAME_EXCHANGE)
+    await fs.removexattr(one, b"user.aifs.quota", ROOT)
+    await spread(fs)
+    assert await used(fs, two) == (100, 2)
 
 
 @every_shape
@@ -285,21 +281,20 @@ async def test_zeroing_a_range_is_refused_as_a_whole(scratch: Path, shape: str) 
         await fs.release(handle)
 
 
-async def test_the_directory_of_a_quota_is_removed(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        for remove in ("rmdir", "remove_tree"):
-            team = await directory(fs)
-            await put(fs, team, "quota", "size=1KiB", ROOT)
-            await (
-                fs.rmdir(ROOT_INO, b"team")
-                if remove == "rmdir"
-                else fs.remove_tree(ROOT_INO, b"team", ROOT)
-            )
-            fs.names.forget_all()
-            await fs.collector.drain()
-            while await stores.numbers(fs, b"Q") + await stores.numbers(fs, b"P"):
-                await spread(fs)
-                await trio.sleep(0.01)
+async def test_the_directory_of_a_quota_is_removed(fs: Filesystem) -> None:
+    for remove in ("rmdir", "remove_tree"):
+        team = await directory(fs)
+        await put(fs, team, "quota", "size=1KiB", ROOT)
+        await (
+            fs.rmdir(ROOT_INO, b"team")
+            if remove == "rmdir"
+            else fs.remove_tree(ROOT_INO, b"team", ROOT)
+        )
+        fs.names.forget_all()
+        await fs.collector.drain()
+        while await stores.numbers(fs, b"Q") + await stores.numbers(fs, b"P"):
+            await spread(fs)
+            await trio.sleep(0.01)
 
 
 async def test_a_mount_goes_on_with_what_is_not_counted(scratch: Path) -> None:
@@ -318,110 +313,108 @@ def _put_only(tx: Transaction, ino: int) -> None:
     quotas.put(tx, namespace.get_inode(tx, ino), 1 << 30, None)
 
 
-async def test_clones_count_as_what_they_are_made_of(scratch: Path) -> None:
-    async with opened(scratch / "store", {"layout.inline_limit": 0}) as fs:
-        source, team = await directory(fs, b"source"), await directory(fs)
-        bytes_, files = await tree(fs, source, random.Random(2))
-        await write_file(fs, b"large", bytes(40 * KIB), source)
-        await put(fs, source, "quota", "size=1MiB", ROOT)
-        await put(fs, team, "quota", "size=50KiB", ROOT)
-        await fs.clone(source, b"large", team, b"one", ROOT)
-        assert await used(fs, team) == (40 * KIB, 2)
-        await refused(fs.clone(source, b"large", team, b"two", ROOT))
-        await put(fs, team, "quota", f"size={bytes_ + 50 * KIB},files={files + 4}", ROOT)
-        await refused(fs.clone(ROOT_INO, b"source", team, b"tree", ROOT))
-        while await used(fs, team) != (40 * KIB, 2):
-            await trio.sleep(0.01)
-        await fs.unlink(team, b"one")
-        fs.names.forget_all()
-        await fs.collector.drain()
-        await fs.clone(ROOT_INO, b"source", team, b"tree", ROOT)
-        assert await used(fs, team) == (bytes_ + 40 * KIB, files + 3)
-        below = (await fs.lookup(team, b"tree")).ino
-        assert (await ask(fs, below, "quota"))["directory"] == team
+@pytest.mark.store({"layout.inline_limit": 0})
+async def test_clones_count_as_what_they_are_made_of(fs: Filesystem) -> None:
+    source, team = await directory(fs, b"source"), await directory(fs)
+    bytes_, files = await tree(fs, source, random.Random(2))
+    await write_file(fs, b"large", bytes(40 * KIB), source)
+    await put(fs, source, "quota", "size=1MiB", ROOT)
+    await put(fs, team, "quota", "size=50KiB", ROOT)
+    await fs.clone(source, b"large", team, b"one", ROOT)
+    assert await used(fs, team) == (40 * KIB, 2)
+    await refused(fs.clone(source, b"large", team, b"two", ROOT))
+    await put(fs, team, "quota", f"size={bytes_ + 50 * KIB},files={files + 4}", ROOT)
+    await refused(fs.clone(ROOT_INO, b"source", team, b"tree", ROOT))
+    while await used(fs, team) != (40 * KIB, 2):
+        await trio.sleep(0.01)
+    await fs.unlink(team, b"one")
+    fs.names.forget_all()
+    await fs.collector.drain()
+    await fs.clone(ROOT_INO, b"source", team, b"tree", ROOT)
+    assert await used(fs, team) == (bytes_ + 40 * KIB, files + 3)
+    below = (await fs.lookup(team, b"tree")).ino
+    assert (await ask(fs, below, "quota"))["directory"] == team
 
 
 # --- several at a time ---
 
 
-async def test_four_writers_never_get_more_than_there_is(scratch: Path) -> None:
-    async with opened(scratch / "store", {"layout.inline_limit": 0}) as fs:
-        team = await directory(fs)
-        await put(fs, team, "quota", "size=100KiB,files=41", ROOT)
-        written = []
+@pytest.mark.store({"layout.inline_limit": 0})
+async def test_four_writers_never_get_more_than_there_is(fs: Filesystem) -> None:
+    team = await directory(fs)
+    await put(fs, team, "quota", "size=100KiB,files=41", ROOT)
+    written = []
 
-        async def write(number: int) -> None:
-            rng = random.Random(number)
-            for turn in range(30):
-                name = b"%d-%d" % (number, turn)
-                try:
-                    (handle, *_), _ = await fs.create(team, name, 0o644, os.O_RDWR, ROOT)
-                except QuotaExceeded:
-                    continue
-                size = 0
-                try:
-                    for _ in range(4):
-                        length = rng.randrange(1, 3 * KIB)
-                        await fs.write(handle, size, bytes(length))
-                        size += length
-                except QuotaExceeded:
-                    pass
-                await fs.release(handle)
-                written.append(size)
+    async def write(number: int) -> None:
+        rng = random.Random(number)
+        for turn in range(30):
+            name = b"%d-%d" % (number, turn)
+            try:
+                (handle, *_), _ = await fs.create(team, name, 0o644, os.O_RDWR, ROOT)
+            except QuotaExceeded:
+                continue
+            size = 0
+            try:
+                for _ in range(4):
+                    length = rng.randrange(1, 3 * KIB)
+                    await fs.write(handle, size, bytes(length))
+                    size += length
+            except QuotaExceeded:
+                pass
+            await fs.release(handle)
+            written.append(size)
 
-        async with trio.open_nursery() as nursery:
-            for number in range(4):
-                nursery.start_soon(write, number)
-        assert await used(fs, team) == (sum(written), len(written) + 1)
-        assert sum(written) <= 100 * KIB and len(written) == 40
+    async with trio.open_nursery() as nursery:
+        for number in range(4):
+            nursery.start_soon(write, number)
+    assert await used(fs, team) == (sum(written), len(written) + 1)
+    assert sum(written) <= 100 * KIB and len(written) == 40
 
 
 # --- who may ---
 
 
-async def test_root_sets_and_readers_see(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        team = await directory(fs)
-        hidden = await directory(fs, b"hidden")
-        below = await directory(fs, b"below", hidden)
-        await fs.setattr(team, SetAttr(uid=OWNER.uid, gid=OWNER.gid), ROOT)
-        await fs.setattr(hidden, SetAttr(mode=0o700), ROOT)
-        with pytest.raises(NotPermitted):
-            await put(fs, team, "quota", "size=1KiB", OWNER)
-        for ino in (team, hidden, below):
-            await put(fs, ino, "quota", "size=1KiB", ROOT)
-        with pytest.raises(NotPermitted):
-            await fs.removexattr(team, b"user.aifs.quota", OWNER)
-        with pytest.raises(NotPermitted):
-            await fs.set_flags(team, 0, 0)
-        file = await write_file(fs, b"file", b"x", team)
-        with pytest.raises(NotPermitted):
-            await fs.set_flags(file, 0, 0)
-        with pytest.raises(NotPermitted):
-            await fs.set_flags(file, 0, FIRST_PROJECT + 1)
-        assert (await ask(fs, team, "quota", OWNER))["used_bytes"] == 1
-        seen = await ask(fs, ROOT_INO, "quotas", OWNER)
-        assert [quota["path"] for quota in seen["quotas"]] == ["/team"]
-        seen = await ask(fs, ROOT_INO, "quotas.0", ROOT)
-        assert [quota["path"] for quota in seen["quotas"]] == ["/team", "/hidden", "/hidden/below"]
-        with pytest.raises(FsError):
-            await fs.getxattr(hidden, b"user.aifs.quota", OWNER)
+async def test_root_sets_and_readers_see(fs: Filesystem) -> None:
+    team = await directory(fs)
+    hidden = await directory(fs, b"hidden")
+    below = await directory(fs, b"below", hidden)
+    await fs.setattr(team, SetAttr(uid=OWNER.uid, gid=OWNER.gid), ROOT)
+    await fs.setattr(hidden, SetAttr(mode=0o700), ROOT)
+    with pytest.raises(NotPermitted):
+        await put(fs, team, "quota", "size=1KiB", OWNER)
+    for ino in (team, hidden, below):
+        await put(fs, ino, "quota", "size=1KiB", ROOT)
+    with pytest.raises(NotPermitted):
+        await fs.removexattr(team, b"user.aifs.quota", OWNER)
+    with pytest.raises(NotPermitted):
+        await fs.set_flags(team, 0, 0)
+    file = await write_file(fs, b"file", b"x", team)
+    with pytest.raises(NotPermitted):
+        await fs.set_flags(file, 0, 0)
+    with pytest.raises(NotPermitted):
+        await fs.set_flags(file, 0, FIRST_PROJECT + 1)
+    assert (await ask(fs, team, "quota", OWNER))["used_bytes"] == 1
+    seen = await ask(fs, ROOT_INO, "quotas", OWNER)
+    assert [quota["path"] for quota in seen["quotas"]] == ["/team"]
+    seen = await ask(fs, ROOT_INO, "quotas.0", ROOT)
+    assert [quota["path"] for quota in seen["quotas"]] == ["/team", "/hidden", "/hidden/below"]
+    with pytest.raises(FsError):
+        await fs.getxattr(hidden, b"user.aifs.quota", OWNER)
 
 
 @pytest.mark.parametrize(
     "text", ["", "size", "size=1XB", "files=-1", "files=1.5", "room=1", "size=none"]
 )
-async def test_wrong_limits_are_refused(scratch: Path, text: str) -> None:
-    async with opened(scratch / "store") as fs:
-        team = await directory(fs)
-        with pytest.raises(Invalid):
-            await put(fs, team, "quota", text, ROOT)
-        with pytest.raises(NoAttribute):
-            await ask(fs, team, "quota")
-        file = await write_file(fs, b"file", b"x", team)
-        with pytest.raises(FsError):
-            await put(fs, file, "quota", "size=1KiB", ROOT)
-        assert (await fs.getattr(team)).project == 0
+async def test_wrong_limits_are_refused(fs: Filesystem, text: str) -> None:
+    team = await directory(fs)
+    with pytest.raises(Invalid):
+        await put(fs, team, "quota", text, ROOT)
+    with pytest.raises(NoAttribute):
+        await ask(fs, team, "quota")
+    file = await write_file(fs, b"file", b"x", team)
+    with pytest.raises(FsError):
+        await put(fs, file, "quota", "size=1KiB", ROOT)
+    assert (await fs.getattr(team)).project == 0
 
 
 async def test_many_quotas_are_listed_in_pages(
@@ -443,54 +436,51 @@ async def test_many_quotas_are_listed_in_pages(
 # --- statfs ---
 
 
-async def test_statfs_shows_the_tightest_quota(scratch: Path) -> None:
-    async with opened(scratch / "store") as fs:
-        plain = await fs.statfs(ROOT_INO)
-        outer = await directory(fs, b"outer")
-        inner = await directory(fs, b"inner", outer)
-        await put(fs, outer, "quota", "size=1MiB,files=100", ROOT)
-        await put(fs, inner, "quota", "size=2MiB", ROOT)
-        await spread(fs)
-        await write_file(fs, b"file", bytes(256 * KIB), inner)
-        found = await fs.statfs(inner)
-        assert found.blocks * found.block_size == 1 << 20
-        assert found.free * found.block_size == 768 * KIB >= found.available * found.block_size
-        assert (found.files, found.files_free) == (100, 97)
-        assert (await fs.statfs(ROOT_INO)).blocks == plain.blocks
+async def test_statfs_shows_the_tightest_quota(fs: Filesystem) -> None:
+    plain = await fs.statfs(ROOT_INO)
+    outer = await directory(fs, b"outer")
+    inner = await directory(fs, b"inner", outer)
+    await put(fs, outer, "quota", "size=1MiB,files=100", ROOT)
+    await put(fs, inner, "quota", "size=2MiB", ROOT)
+    await spread(fs)
+    await write_file(fs, b"file", bytes(256 * KIB), inner)
+    found = await fs.statfs(inner)
+    assert found.blocks * found.block_size == 1 << 20
+    assert found.free * found.block_size == 768 * KIB >= found.available * found.block_size
+    assert (found.files, found.files_free) == (100, 97)
+    assert (await fs.statfs(ROOT_INO)).blocks == plain.blocks
 
 
 # --- what is written past the daemon ---
 
 
-async def test_what_is_written_past_us_is_seen(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.store({"layout.inline_limit": 0})
+async def test_what_is_written_past_us_is_seen(fs, monkeypatch):
     """As the kernel passes it through: to the copy itself."""
-    async with opened(scratch / "store", {"layout.inline_limit": 0}) as fs:
-        team = await directory(fs)
-        await put(fs, team, "quota", "size=64KiB", ROOT)
-        (handle, *_), inode = await fs.create(team, b"file", 0o644, os.O_RDWR, ROOT)
-        file = fs.io.table.open[inode.ino]
-        assert not fs.quotas.may_pass_through(file), "there is too little room"
-        monkeypatch.setattr(rooms, "PASSED_THROUGH", 32 * KIB)
-        assert fs.quotas.may_pass_through(file)
-        file.backing = 7
-        fs.quotas.watch(file)
-        path = fs.store.servers[file.copy.server].where((0, file.copy.id))
-        os.truncate(path, 40 * KIB)
-        assert await used(fs, team) == (40 * KIB, 2)
-        (other, *_), second = await fs.create(team, b"other", 0o644, os.O_RDWR, ROOT)
-        assert not fs.quotas.may_pass_through(fs.io.table.open[second.ino])
-        await fs.fsync(handle)
-        os.truncate(path, 64 * KIB + 1)
-        await refused(fs.fsync(handle))
-        await refused(fs.write(other, 0, b"x"))
-        os.truncate(path, 64 * KIB)
-        await fs.fsync(handle)
-        file.backing = 0
-        await fs.release(handle)
-        await fs.release(other)
-        assert await used(fs, team) == (64 * KIB, 3)
+    team = await directory(fs)
+    await put(fs, team, "quota", "size=64KiB", ROOT)
+    (handle, *_), inode = await fs.create(team, b"file", 0o644, os.O_RDWR, ROOT)
+    file = fs.io.table.open[inode.ino]
+    assert not fs.quotas.may_pass_through(file), "there is too little room"
+    monkeypatch.setattr(rooms, "PASSED_THROUGH", 32 * KIB)
+    assert fs.quotas.may_pass_through(file)
+    file.backing = 7
+    fs.quotas.watch(file)
+    path = fs.store.servers[file.copy.server].where((0, file.copy.id))
+    os.truncate(path, 40 * KIB)
+    assert await used(fs, team) == (40 * KIB, 2)
+    (other, *_), second = await fs.create(team, b"other", 0o644, os.O_RDWR, ROOT)
+    assert not fs.quotas.may_pass_through(fs.io.table.open[second.ino])
+    await fs.fsync(handle)
+    os.truncate(path, 64 * KIB + 1)
+    await refused(fs.fsync(handle))
+    await refused(fs.write(other, 0, b"x"))
+    os.truncate(path, 64 * KIB)
+    await fs.fsync(handle)
+    file.backing = 0
+    await fs.release(handle)
+    await fs.release(other)
+    assert await used(fs, team) == (64 * KIB, 3)
 
 
 # --- fsck ---

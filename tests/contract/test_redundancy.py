@@ -17,6 +17,7 @@ from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.stores import OWNER, overwrite, put, read_file
+from tests.support.stores import fs as fs
 
 ROOT = 1
 SHAPE = modes.WAITING | {
@@ -28,6 +29,7 @@ DATA = bytes(range(256)) * 300
 
 
 opened = partial(stores.opened, base=SHAPE)
+pytestmark = pytest.mark.store(base=SHAPE)
 
 
 async def evicted(fs: Filesystem, ino: int) -> None:
@@ -85,36 +87,32 @@ async def test_a_policy_is_what_drained_files_get(
         assert await read_file(fs, ino) == DATA
 
 
-async def test_the_configuration_asks_for_all(directory: Path) -> None:
-    async with opened(directory, {"layout.ec": "2+1"}) as fs:
-        assert (await drained(fs, await make(fs, ROOT))).layout.parity == 1
-        plain = await make(fs, await tree(fs, b"plain", "ec=none"))
-        assert not (await drained(fs, plain)).layout.is_protected
+@pytest.mark.store({"layout.ec": "2+1"})
+async def test_the_configuration_asks_for_all(fs: Filesystem) -> None:
+    assert (await drained(fs, await make(fs, ROOT))).layout.parity == 1
+    plain = await make(fs, await tree(fs, b"plain", "ec=none"))
+    assert not (await drained(fs, plain)).layout.is_protected
 
 
-async def test_too_few_servers_are_refused(directory: Path) -> None:
-    async with opened(directory) as fs:
-        for text in ("ec=4+2", "replicas=5"):
-            with pytest.raises(Invalid, match="data servers are needed; the store has 4"):
-                await tree(fs, text.encode(), text)
+async def test_too_few_servers_are_refused(fs: Filesystem) -> None:
+    for text in ("ec=4+2", "replicas=5"):
+        with pytest.raises(Invalid, match="data servers are needed; the store has 4"):
+            await tree(fs, text.encode(), text)
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+2"])
-async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(
-    directory: Path, text: str
-) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, await tree(fs, b"d", text))
-        broken = fs.store.servers[1]
-        with failing("write_at", f"{broken.address}/", errno.ENOSPC):
-            inode = await drained(fs, ino)
-            column = inode.layout.servers.index(1)
-            mask = await fs.store.engine.view(find_unread, inode.oid)
-        assert mask in (0, 1 << column), "0: the rebuild has been faster"
-        await evicted(fs, ino)
-        assert await read_file(fs, ino) == DATA
-        await wait_whole(fs, inode.oid)
+async def test_a_column_that_fails_in_the_drain_is_on_record_and_not_read(fs, text):
+    ino = await make(fs, await tree(fs, b"d", text))
+    broken = fs.store.servers[1]
+    with failing("write_at", f"{broken.address}/", errno.ENOSPC):
+        inode = await drained(fs, ino)
+        column = inode.layout.servers.index(1)
+        mask = await fs.store.engine.view(find_unread, inode.oid)
+    assert mask in (0, 1 << column), "0: the rebuild has been faster"
+    await evicted(fs, ino)
+    assert await read_file(fs, ino) == DATA
+    await wait_whole(fs, inode.oid)
 
 
 async def wait_whole(fs: Filesystem, oid: int) -> None:
@@ -123,66 +121,59 @@ async def wait_whole(fs: Filesystem, oid: int) -> None:
         await trio.sleep(0.01)
 
 
+@pytest.mark.store({"burst.stage_for_write": "4KiB"})
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
-async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(
-    directory: Path, text: str
-) -> None:
-    async with opened(directory, {"burst.stage_for_write": "4KiB"}) as fs:
-        ino = await make(fs, await tree(fs, b"d", text))
+async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(fs, text):
+    ino = await make(fs, await tree(fs, b"d", text))
+    await drained(fs, ino)
+    await evicted(fs, ino)
+    await overwrite(fs, ino, 70_000, b"new")
+    assert (await fs.getattr(ino)).in_burst
+    assert (await drained(fs, ino)).layout.is_protected
+    await evicted(fs, ino)
+    assert await read_file(fs, ino) == DATA[:70_000] + b"new" + DATA[70_003:]
+
+
+@pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
+async def test_without_room_there_it_is_restriped_and_protected_again(fs, text):
+    parent = await tree(fs, b"d", text)
+    ino = await make(fs, parent)
+    before = await drained(fs, ino)
+    old = before.layout
+    await evicted(fs, ino)
+    await fs.setxattr(ino, b"user.aifs.tier", b"capacity", caller=OWNER)
+    await overwrite(fs, ino, 100, b"new")
+    expected = DATA[:100] + b"new" + DATA[103:]
+    assert await read_file(fs, ino) == expected
+    while not (inode := await fs.getattr(ino)).layout.is_protected:
+        await fs.sync()
+        await trio.sleep(0.01)
+    assert inode.layout.tolerates == old.tolerates and inode.oid != before.oid
+    assert await read_file(fs, ino) == expected
+
+
+async def test_truncation_of_protected_files(fs: Filesystem) -> None:
+    ino = await make(fs, await tree(fs, b"d", "ec=2+1"))
+    for size in (50_000, 60_000, 0):
         await drained(fs, ino)
-        await evicted(fs, ino)
-        await overwrite(fs, ino, 70_000, b"new")
-        assert (await fs.getattr(ino)).in_burst
-        assert (await drained(fs, ino)).layout.is_protected
-        await evicted(fs, ino)
-        assert await read_file(fs, ino) == DATA[:70_000] + b"new" + DATA[70_003:]
-
-
-@pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
-async def test_without_room_there_it_is_restriped_and_protected_again(
-    directory: Path, text: str
-) -> None:
-    async with opened(directory) as fs:
-        parent = await tree(fs, b"d", text)
-        ino = await make(fs, parent)
-        before = await drained(fs, ino)
-        old = before.layout
-        await evicted(fs, ino)
-        await fs.setxattr(ino, b"user.aifs.tier", b"capacity", caller=OWNER)
-        await overwrite(fs, ino, 100, b"new")
-        expected = DATA[:100] + b"new" + DATA[103:]
-        assert await read_file(fs, ino) == expected
-        while not (inode := await fs.getattr(ino)).layout.is_protected:
-            await fs.sync()
-            await trio.sleep(0.01)
-        assert inode.layout.tolerates == old.tolerates and inode.oid != before.oid
-        assert await read_file(fs, ino) == expected
-
-
-async def test_truncation_of_protected_files(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, await tree(fs, b"d", "ec=2+1"))
-        for size in (50_000, 60_000, 0):
+        await fs.io.truncate(file := await fs.io.inodes.acquire(ino), size)
+        await fs.io.inodes.release(file)
+        data = DATA[: min(size, 50_000)].ljust(size, b"\0")
+        assert await read_file(fs, ino) == data
+        if size:
             await drained(fs, ino)
-            await fs.io.truncate(file := await fs.io.inodes.acquire(ino), size)
-            await fs.io.inodes.release(file)
-            data = DATA[: min(size, 50_000)].ljust(size, b"\0")
+            await evicted(fs, ino)
             assert await read_file(fs, ino) == data
-            if size:
-                await drained(fs, ino)
-                await evicted(fs, ino)
-                assert await read_file(fs, ino) == data
 
 
-async def test_a_file_is_read_while_a_server_is_gone(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, await tree(fs, b"d", "ec=2+1"))
-        await drained(fs, ino)
-        await evicted(fs, ino)
+async def test_a_file_is_read_while_a_server_is_gone(fs: Filesystem) -> None:
+    ino = await make(fs, await tree(fs, b"d", "ec=2+1"))
+    await drained(fs, ino)
+    await evicted(fs, ino)
 
-        def gone(op: str, path: str) -> None:
-            if path.startswith(f"{fs.store.servers[2].address}/"):
-                raise OSError(errno.ESTALE, "")
+    def gone(op: str, path: str) -> None:
+        if path.startswith(f"{fs.store.servers[2].address}/"):
+            raise OSError(errno.ESTALE, "")
 
-        with hooked(gone):
-            assert await read_file(fs, ino) == DATA
+    with hooked(gone):
+        assert await read_file(fs, ino) == DATA

@@ -17,14 +17,7 @@ from aifs.meta.replicated import held
 from aifs.meta.replicated.database import MapDatabase, Row
 from aifs.meta.replicated.engine import ReplicatedEngine
 from tests.support.memory_engine import MemoryEngine
-from tests.support.replicas import (
-    HIGH,
-    LOW,
-    caught_up,
-    has,
-    new,
-    put,
-)
+from tests.support.replicas import HIGH, LOW, caught_up, has, new, put
 from tests.support.replicas import cluster as cluster
 
 

@@ -16,14 +16,7 @@ from aifs.meta.replicated.database import MapDatabase
 from aifs.meta.replicated.joining import join
 from aifs.meta.replicated.sessions import end_session
 from tests.support.points import armed, crash
-from tests.support.replicas import (
-    END_OTHERS,
-    caught_up,
-    delete,
-    everything,
-    get,
-    put,
-)
+from tests.support.replicas import END_OTHERS, caught_up, delete, everything, get, put
 from tests.support.replicas import cluster as cluster
 
 
@@ -183,8 +176,7 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "point",
-    [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, joining.COPYING],
+    "point", [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, joining.COPYING]
 )
 async def test_a_host_that_dies_anywhere_comes_back_whole(cluster, monkeypatch, point):
     monkeypatch.setattr(joining, "COPY_PAIRS", 7)

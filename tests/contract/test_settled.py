@@ -23,7 +23,9 @@ from aifs.layout.hint import Policy
 from aifs.meta.keys import ROOT_INO as ROOT
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
-from tests.support.cluster import two_hosts
+from tests.support.cluster import cluster as cluster
+from tests.support.cluster import north as north
+from tests.support.cluster import south as south
 from tests.support.stores import moved_out, opened, read_file, rewrite, write_file
 
 SIZES = [100, 5000, 40_000, 100_000, 1 << 20, 0, 70_000, 9000]
@@ -226,19 +228,17 @@ async def test_staging_gives_way_to_readers(directory: Path) -> None:
             assert fs.stager.status()["waiting_files"] == 0
 
 
-async def test_files_of_another_host(scratch: Path) -> None:
+async def test_files_of_another_host(north: Filesystem, south: Filesystem) -> None:
     """In its burst tier alone, or there and on the servers, or changed there just before."""
-    async with two_hosts(scratch / "s") as (north, south, _):
-        inos = [
-            await write_file(north, b"%d" % number, content_of(number))
-            for number in range(len(SIZES))
-        ]
-        assert await read_archive(south) == EXPECTED
-        await stores.drained(north, *inos[:6])
-        await moved_out(north, *inos[:3])
-        for fs in (north, south, north):
-            assert await read_archive(fs) == EXPECTED
-        await stores.overwrite(north, inos[3], 0, b"other bytes")
-        found = await read_archive(south)
-        assert found.pop("3") == b"other bytes" + content_of(3)[11:]
-        assert found.items() <= EXPECTED.items()
+    inos = [
+        await write_file(north, b"%d" % number, content_of(number)) for number in range(len(SIZES))
+    ]
+    assert await read_archive(south) == EXPECTED
+    await stores.drained(north, *inos[:6])
+    await moved_out(north, *inos[:3])
+    for fs in (north, south, north):
+        assert await read_archive(fs) == EXPECTED
+    await stores.overwrite(north, inos[3], 0, b"other bytes")
+    found = await read_archive(south)
+    assert found.pop("3") == b"other bytes" + content_of(3)[11:]
+    assert found.items() <= EXPECTED.items()

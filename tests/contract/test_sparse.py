@@ -33,6 +33,7 @@ from tests.support.stores import (
     require_sound,
     write_file,
 )
+from tests.support.stores import fs as fs
 
 HUGE = 15 << 40
 SPOTS = {0: b"begin", (1 << 40) + 12345: b"middle", HUGE - 3: b"end"}
@@ -284,32 +285,32 @@ async def test_where_servers_cannot_punch_zeros_are_written_where_data_is(
         await require_spots(fs, ino, {0: b"begin", HUGE - 3: b"end"})
 
 
-async def test_space_that_cannot_be_reserved_is_not_promised(directory):
+@pytest.mark.store({"burst.capacity": "1MiB", "burst.reserve": "0"})
+async def test_space_that_cannot_be_reserved_is_not_promised(fs: Filesystem) -> None:
     """On data servers, by policy or because the burst tier is full."""
-    async with opened(directory, {"burst.capacity": "1MiB", "burst.reserve": "0"}) as fs:
-        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
-        handle, inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
-        for mode in (0, KEEP_SIZE):
-            with pytest.raises(NotSupported):
-                await fs.fallocate(handle.handle, mode, 0, 10 << 30)
-        assert (await fs.getattr(inode.ino)).size == 0
-        await fs.write(handle.handle, 0, b"x" * 100_000)
+    await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+    handle, inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+    for mode in (0, KEEP_SIZE):
+        with pytest.raises(NotSupported):
+            await fs.fallocate(handle.handle, mode, 0, 10 << 30)
+    assert (await fs.getattr(inode.ino)).size == 0
+    await fs.write(handle.handle, 0, b"x" * 100_000)
+    with pytest.raises(NotSupported):
+        await fs.fallocate(handle.handle, 0, 0, 200_000)
+    await fs.fallocate(handle.handle, ZERO_RANGE, 0, 200_000)
+    await fs.fallocate(handle.handle, PUNCH_HOLE | KEEP_SIZE, 0, 200_000)
+    assert (await fs.getattr(inode.ino)).size == 200_000
+    await fs.release(handle.handle)
+    await put(fs, ROOT_INO, "tier", "default", ROOT)
+    handle, inode = await fs.create(ROOT_INO, b"g", 0o644, os.O_RDWR, ROOT)
+    await fs.fallocate(handle.handle, 0, 0, 200_000)
+    assert (await fs.getattr(inode.ino)).blocks * 512 >= 200_000
+    await fs.release(handle.handle)
+    with patch.object(fs.tier, "admit", lambda *_: None):  # it is full
+        handle, inode = await fs.create(ROOT_INO, b"h", 0o644, os.O_RDWR, ROOT)
         with pytest.raises(NotSupported):
             await fs.fallocate(handle.handle, 0, 0, 200_000)
-        await fs.fallocate(handle.handle, ZERO_RANGE, 0, 200_000)
-        await fs.fallocate(handle.handle, PUNCH_HOLE | KEEP_SIZE, 0, 200_000)
-        assert (await fs.getattr(inode.ino)).size == 200_000
         await fs.release(handle.handle)
-        await put(fs, ROOT_INO, "tier", "default", ROOT)
-        handle, inode = await fs.create(ROOT_INO, b"g", 0o644, os.O_RDWR, ROOT)
-        await fs.fallocate(handle.handle, 0, 0, 200_000)
-        assert (await fs.getattr(inode.ino)).blocks * 512 >= 200_000
-        await fs.release(handle.handle)
-        with patch.object(fs.tier, "admit", lambda *_: None):  # it is full
-            handle, inode = await fs.create(ROOT_INO, b"h", 0o644, os.O_RDWR, ROOT)
-            with pytest.raises(NotSupported):
-                await fs.fallocate(handle.handle, 0, 0, 200_000)
-            await fs.release(handle.handle)
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 
 from aifs.core.errors import Busy
@@ -85,51 +86,52 @@ async def readers(directory: Path) -> AsyncIterator[Readers]:
                 await reading.hosts[number].release(handle)
 
 
-async def test_each_mib_is_fetched_once_and_passed_on(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0, 1, 2)
-        before = three.fetched
-        await three.read_all()
-        assert three.fetched - before <= len(DATA)
-        received, given = await three.told("received_bytes"), await three.told("given_bytes")
-        assert sum(received) == sum(given) >= 2 * len(DATA) - 12 * HASHED
-        assert min(given) > 0
+@pytest.fixture
+async def three(directory: Path) -> AsyncIterator[Readers]:
+    async with readers(directory) as three:
+        yield three
 
 
-async def test_who_comes_later_gets_what_others_have_read(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0)
-        await three.read(0)
-        before = three.fetched
-        await three.open(1, 2)
-        await three.read_all()
-        assert three.fetched - before <= 4 * HASHED  # until they have met
+async def test_each_mib_is_fetched_once_and_passed_on(three: Readers) -> None:
+    await three.open(0, 1, 2)
+    before = three.fetched
+    await three.read_all()
+    assert three.fetched - before <= len(DATA)
+    received, given = await three.told("received_bytes"), await three.told("given_bytes")
+    assert sum(received) == sum(given) >= 2 * len(DATA) - 12 * HASHED
+    assert min(given) > 0
 
 
-async def test_who_begins_asks_servers_for_nothing_that_others_have(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0)
-        before = await three.settled()
-        await three.open(1, 2)
-        assert await three.settled() == before
+async def test_who_comes_later_gets_what_others_have_read(three: Readers) -> None:
+    await three.open(0)
+    await three.read(0)
+    before = three.fetched
+    await three.open(1, 2)
+    await three.read_all()
+    assert three.fetched - before <= 4 * HASHED  # until they have met
 
 
-async def test_the_share_of_a_host_that_has_ended_is_fetched_once(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0, 1, 2)
-        await three.hosts[0].release(three.handles.pop(0))
-        await three.read_all()
-        assert three.fetched <= len(DATA) + 2 * HASHED  # what that one alone had
+async def test_who_begins_asks_servers_for_nothing_that_others_have(three: Readers) -> None:
+    await three.open(0)
+    before = await three.settled()
+    await three.open(1, 2)
+    assert await three.settled() == before
 
 
-async def test_a_lone_reader_asks_nobody(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0)
-        await three.read_all()
-        assert await three.told("received_bytes") == await three.told("files") == [0, 0, 0]
+async def test_the_share_of_a_host_that_has_ended_is_fetched_once(three: Readers) -> None:
+    await three.open(0, 1, 2)
+    await three.hosts[0].release(three.handles.pop(0))
+    await three.read_all()
+    assert three.fetched <= len(DATA) + 2 * HASHED  # what that one alone had
 
 
-async def test_hosts_that_fail_are_done_without(scratch: Path):
+async def test_a_lone_reader_asks_nobody(three: Readers) -> None:
+    await three.open(0)
+    await three.read_all()
+    assert await three.told("received_bytes") == await three.told("files") == [0, 0, 0]
+
+
+async def test_hosts_that_fail_are_done_without(three: Readers) -> None:
     kinds = itertools.cycle([Busy("too much to do"), b"", bytes(HASHED), b"x"])
 
     async def fails(*_: Any) -> Answer:
@@ -138,25 +140,22 @@ async def test_hosts_that_fail_are_done_without(scratch: Path):
             raise kind
         return Answer(None, kind)
 
-    async with readers(scratch / "s") as three:
-        await three.open(0, 1, 2)
-        three.cluster.calls["a"].services["together.give"] = fails
-        await three.read_all()
-        assert (await three.told("files")) == [1, 1, 1]
+    await three.open(0, 1, 2)
+    three.cluster.calls["a"].services["together.give"] = fails
+    await three.read_all()
+    assert (await three.told("files")) == [1, 1, 1]
 
 
-async def test_hosts_that_have_gone_are_done_without(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await three.open(0, 1)
-        three.cluster.silent.add("a")
-        await three.read(1)
-        assert (await three.told("files"))[1] == 0
-        three.cluster.silent.clear()
+async def test_hosts_that_have_gone_are_done_without(three: Readers) -> None:
+    await three.open(0, 1)
+    three.cluster.silent.add("a")
+    await three.read(1)
+    assert (await three.told("files"))[1] == 0
+    three.cluster.silent.clear()
 
 
-async def test_files_that_are_written_in_place_are_read_from_servers(scratch: Path):
-    async with readers(scratch / "s") as three:
-        await overwrite(three.hosts[0], three.ino, 5, DATA[5:6])
-        await three.open(0, 1, 2)
-        await three.read_all()
-        assert sum(await three.told("received_bytes")) == 0
+async def test_files_that_are_written_in_place_are_read_from_servers(three: Readers) -> None:
+    await overwrite(three.hosts[0], three.ino, 5, DATA[5:6])
+    await three.open(0, 1, 2)
+    await three.read_all()
+    assert sum(await three.told("received_bytes")) == 0

@@ -66,6 +66,12 @@ async def with_trash(directory: Path, **options: object) -> AsyncIterator[Filesy
         yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with with_trash(directory) as fs:
+        yield fs
+
+
 async def kept(fs: Filesystem, caller: Caller = ROOT) -> list[str | None]:
     """The paths of what is in the trash, in the order in which it goes."""
     found, cursor = [], 0
@@ -141,23 +147,22 @@ async def test_a_removed_file_is_found_by_nobody_and_comes_back(directory: Path)
             await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
 
 
-async def test_renaming_over_a_file_keeps_what_was_there(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        for number in range(3):
-            await write_file(fs, b"new", b"%d" % number, caller=OWNER)
-            await fs.rename(ROOT_INO, b"new", ROOT_INO, b"f", 0, OWNER)
-        assert await kept(fs) == ["/f", "/f"]
-        with pytest.raises(Exists):
-            await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
-        inode = await fs.restore(Restoring(ROOT_INO, b"f", name=b"old"), OWNER)
-        assert await read_file(fs, inode.ino) == b"1"  # the last one that had the name
-        (first,) = (await fs.trash_requests.tell(OWNER))["entries"]
-        inode = await fs.restore(Restoring(ROOT_INO, b"", first["id"], name=b"older"), OWNER)
-        assert await read_file(fs, inode.ino) == b"0"
-        await fs.mkdir(ROOT_INO, b"empty", 0o755, OWNER)
-        await fs.mkdir(ROOT_INO, b"other", 0o755, OWNER)
-        await fs.rename(ROOT_INO, b"other", ROOT_INO, b"empty", 0, OWNER)
-        assert await kept(fs) == ["/empty"]
+async def test_renaming_over_a_file_keeps_what_was_there(fs: Filesystem) -> None:
+    for number in range(3):
+        await write_file(fs, b"new", b"%d" % number, caller=OWNER)
+        await fs.rename(ROOT_INO, b"new", ROOT_INO, b"f", 0, OWNER)
+    assert await kept(fs) == ["/f", "/f"]
+    with pytest.raises(Exists):
+        await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
+    inode = await fs.restore(Restoring(ROOT_INO, b"f", name=b"old"), OWNER)
+    assert await read_file(fs, inode.ino) == b"1"  # the last one that had the name
+    (first,) = (await fs.trash_requests.tell(OWNER))["entries"]
+    inode = await fs.restore(Restoring(ROOT_INO, b"", first["id"], name=b"older"), OWNER)
+    assert await read_file(fs, inode.ino) == b"0"
+    await fs.mkdir(ROOT_INO, b"empty", 0o755, OWNER)
+    await fs.mkdir(ROOT_INO, b"other", 0o755, OWNER)
+    await fs.rename(ROOT_INO, b"other", ROOT_INO, b"empty", 0, OWNER)
+    assert await kept(fs) == ["/empty"]
 
 
 async def test_the_nearest_rule_counts(directory: Path) -> None:
@@ -195,79 +200,70 @@ async def test_the_nearest_rule_counts(directory: Path) -> None:
         assert await stores.get(fs, top, "trash") == "1d"
 
 
-async def test_what_is_not_lost_and_what_had_no_name_does_not_go_there(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        ino = await write_file(fs, b"one", DATA, caller=OWNER)
-        await fs.link(ino, ROOT_INO, b"two")
-        await fs.unlink(ROOT_INO, b"one", OWNER)
-        (handle, *_), nameless = await fs.create(ROOT_INO, None, 0o600, os.O_RDWR, OWNER)
-        await fs.release(handle)
-        fs.forget([nameless.ino])
-        assert await kept(fs) == []
-        await fs.unlink(ROOT_INO, b"two", OWNER)
-        assert await kept(fs) == ["/two"]
-        await fs.restore(Restoring(ROOT_INO, b"two"), OWNER)
-        assert (await fs.getattr(ino)).parent == ROOT_INO
-        await fs.unlink(ROOT_INO, b"two")  # the daemon itself
-        fs.forget([ino])
-        assert await kept(fs) == []
+async def test_what_is_not_lost_and_what_had_no_name_does_not_go_there(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"one", DATA, caller=OWNER)
+    await fs.link(ino, ROOT_INO, b"two")
+    await fs.unlink(ROOT_INO, b"one", OWNER)
+    (handle, *_), nameless = await fs.create(ROOT_INO, None, 0o600, os.O_RDWR, OWNER)
+    await fs.release(handle)
+    fs.forget([nameless.ino])
+    assert await kept(fs) == []
+    await fs.unlink(ROOT_INO, b"two", OWNER)
+    assert await kept(fs) == ["/two"]
+    await fs.restore(Restoring(ROOT_INO, b"two"), OWNER)
+    assert (await fs.getattr(ino)).parent == ROOT_INO
+    await fs.unlink(ROOT_INO, b"two")  # the daemon itself
+    fs.forget([ino])
+    assert await kept(fs) == []
 
 
-async def test_a_publication_keeps_the_tree_that_it_replaces_and_no_pointers(
-    directory: Path,
-) -> None:
-    async with with_trash(directory) as fs:
-        for number in range(2):
-            pending = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
-            await write_file(fs, b"f", b"%d" % number, pending, OWNER)
-            what = Publication(
-                pending, ROOT_INO, b"step", replace=True, latest=b"latest", tracker=b"t"
-            )
-            await fs.publish(what, OWNER)
-        assert await kept(fs) == ["/step"]
-        old = await fs.restore(Restoring(ROOT_INO, b"step", name=b"before"), OWNER)
-        assert await read_file(fs, (await fs.lookup(old.ino, b"f")).ino) == b"0"
+async def test_a_publication_keeps_the_tree_that_it_replaces_and_no_pointers(fs):
+    for number in range(2):
+        pending = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        await write_file(fs, b"f", b"%d" % number, pending, OWNER)
+        what = Publication(pending, ROOT_INO, b"step", replace=True, latest=b"latest", tracker=b"t")
+        await fs.publish(what, OWNER)
+    assert await kept(fs) == ["/step"]
+    old = await fs.restore(Restoring(ROOT_INO, b"step", name=b"before"), OWNER)
+    assert await read_file(fs, (await fs.lookup(old.ino, b"f")).ino) == b"0"
 
 
-async def test_what_retention_removes_can_be_restored(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        for step in range(3):
-            ino = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
-            await write_file(fs, b"f", DATA, ino, OWNER)
-            await fs.rename(ROOT_INO, b"tmp", ROOT_INO, b"step-%d" % step, 0, OWNER)
-        await fs.setattr(ROOT_INO, SetAttr(uid=OWNER.uid), ROOT)
-        await put(fs, ROOT_INO, "keep", "last=1")
-        await fs.retention.enforce(ROOT_INO)
-        assert await names(fs, ROOT_INO) == [b"step-2"]
-        assert sorted(await kept(fs)) == ["/step-0", "/step-1"]
+async def test_what_retention_removes_can_be_restored(fs: Filesystem) -> None:
+    for step in range(3):
+        ino = (await fs.mkdir(ROOT_INO, b"tmp", 0o755, OWNER)).ino
+        await write_file(fs, b"f", DATA, ino, OWNER)
+        await fs.rename(ROOT_INO, b"tmp", ROOT_INO, b"step-%d" % step, 0, OWNER)
+    await fs.setattr(ROOT_INO, SetAttr(uid=OWNER.uid), ROOT)
+    await put(fs, ROOT_INO, "keep", "last=1")
+    await fs.retention.enforce(ROOT_INO)
+    assert await names(fs, ROOT_INO) == [b"step-2"]
+    assert sorted(await kept(fs)) == ["/step-0", "/step-1"]
 
 
-async def test_who_has_a_file_open_goes_on_with_it(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        (handle, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, DATA)
-        await fs.unlink(ROOT_INO, b"f", OWNER)
-        fs.forget([inode.ino])
-        assert (await fs.getattr(inode.ino)).links == 0
-        await fs.write(handle, len(DATA), b"more")
-        restored = await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
-        assert (await fs.getattr(restored.ino)).links == 1
-        await fs.unlink(ROOT_INO, b"f", OWNER)
-        await fs.empty_trash([inode.ino], OWNER)
-        assert bytes(await fs.read(handle, len(DATA), 9)) == b"more"
-        await fs.release(handle)
-        await fs.collector.drain()
-        assert await numbers(fs, b"i") == [ROOT_INO]
+async def test_who_has_a_file_open_goes_on_with_it(fs: Filesystem) -> None:
+    (handle, *_), inode = await fs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, DATA)
+    await fs.unlink(ROOT_INO, b"f", OWNER)
+    fs.forget([inode.ino])
+    assert (await fs.getattr(inode.ino)).links == 0
+    await fs.write(handle, len(DATA), b"more")
+    restored = await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
+    assert (await fs.getattr(restored.ino)).links == 1
+    await fs.unlink(ROOT_INO, b"f", OWNER)
+    await fs.empty_trash([inode.ino], OWNER)
+    assert bytes(await fs.read(handle, len(DATA), 9)) == b"more"
+    await fs.release(handle)
+    await fs.collector.drain()
+    assert await numbers(fs, b"i") == [ROOT_INO]
 
 
-async def test_files_are_drained_in_the_trash_as_elsewhere(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        ino = await write_file(fs, b"f", DATA, caller=OWNER)
-        await fs.unlink(ROOT_INO, b"f", OWNER)
-        await drained(fs, ino)
-        assert not (await fs.getattr(ino)).in_burst
-        await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
-        assert await read_file(fs, ino) == DATA
+async def test_files_are_drained_in_the_trash_as_elsewhere(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", DATA, caller=OWNER)
+    await fs.unlink(ROOT_INO, b"f", OWNER)
+    await drained(fs, ino)
+    assert not (await fs.getattr(ino)).in_burst
+    await fs.restore(Restoring(ROOT_INO, b"f"), OWNER)
+    assert await read_file(fs, ino) == DATA
 
 
 # --- trees ----------------------------------------------------------------------------------------
@@ -289,18 +285,17 @@ async def test_a_tree_that_is_removed_at_one_stroke_is_one_entry(directory: Path
         assert (await fs.trash.status())["bytes"] == 0
 
 
-async def test_a_snapshot_that_is_removed_is_gone(directory: Path) -> None:
+async def test_a_snapshot_that_is_removed_is_gone(fs: Filesystem) -> None:
     """Somebody has named it, as rm -r does not remove it; what it was made of has its trash."""
-    async with with_trash(directory) as fs:
-        top = await make_tree(fs)
-        shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
-        await fs.clone(ROOT_INO, b"top", shelf, b"one", OWNER, True)
-        await fs.unlink(top, b"h", OWNER)
-        await fs.remove_tree(shelf, b"one", OWNER)
-        await fs.doomed.empty()
-        assert await kept(fs, OWNER) == ["/top/h"]
-        await fs.remove_tree(ROOT_INO, b"top", OWNER)
-        assert await kept(fs, OWNER) == ["/top/h", "/top"]
+    top = await make_tree(fs)
+    shelf = (await fs.mkdir(top, b".snapshots", 0o755, OWNER)).ino
+    await fs.clone(ROOT_INO, b"top", shelf, b"one", OWNER, True)
+    await fs.unlink(top, b"h", OWNER)
+    await fs.remove_tree(shelf, b"one", OWNER)
+    await fs.doomed.empty()
+    assert await kept(fs, OWNER) == ["/top/h"]
+    await fs.remove_tree(ROOT_INO, b"top", OWNER)
+    assert await kept(fs, OWNER) == ["/top/h", "/top"]
 
 
 async def test_a_tree_that_rm_has_removed_comes_back_whole(directory: Path) -> None:
@@ -317,55 +312,46 @@ async def test_a_tree_that_rm_has_removed_comes_back_whole(directory: Path) -> N
         await require_tree(fs, top)
 
 
-async def test_what_was_removed_long_before_the_tree_stays_in_the_trash(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with with_trash(directory) as fs:
-        top = await make_tree(fs)
-        now_ns = 10**18
-        monkeypatch.setattr("aifs.core.clock.kernel_ns", lambda is_new=False: now_ns)
-        await write_file(fs, b"old", parent=top, caller=OWNER)
-        await fs.unlink(top, b"old", OWNER)
-        for content in (b"first", b"second"):  # of one name the last one comes back
-            now_ns += TOGETHER_S * 10**9
-            await write_file(fs, b"twice", content, parent=top, caller=OWNER)
-            await fs.unlink(top, b"twice", OWNER)
-        await remove_by_shell(fs, ROOT_INO, b"top")
-        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
-        assert await names(fs, top) == [b"a", b"h", b"twice"]
-        assert await read_file(fs, (await fs.lookup(top, b"twice")).ino) == b"second"
-        assert await kept(fs) == ["/top/old", "/top/twice"]
+async def test_what_was_removed_long_before_the_tree_stays_in_the_trash(fs, monkeypatch):
+    top = await make_tree(fs)
+    now_ns = 10**18
+    monkeypatch.setattr("aifs.core.clock.kernel_ns", lambda is_new=False: now_ns)
+    await write_file(fs, b"old", parent=top, caller=OWNER)
+    await fs.unlink(top, b"old", OWNER)
+    for content in (b"first", b"second"):  # of one name the last one comes back
+        now_ns += TOGETHER_S * 10**9
+        await write_file(fs, b"twice", content, parent=top, caller=OWNER)
+        await fs.unlink(top, b"twice", OWNER)
+    await remove_by_shell(fs, ROOT_INO, b"top")
+    await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+    assert await names(fs, top) == [b"a", b"h", b"twice"]
+    assert await read_file(fs, (await fs.lookup(top, b"twice")).ino) == b"second"
+    assert await kept(fs) == ["/top/old", "/top/twice"]
 
 
-async def test_part_of_a_removed_tree_goes_to_what_is_left_above(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        await make_tree(fs)
-        await remove_by_shell(fs, ROOT_INO, b"top")
-        inode = await fs.restore(Restoring(ROOT_INO, b"top/a/b"), OWNER)
-        assert inode.parent == ROOT_INO and await names(fs, inode.ino) == [b"g"]
-        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
-        a = await fs.lookup((await fs.lookup(ROOT_INO, b"top")).ino, b"a")
-        assert await names(fs, a.ino) == [b"f"] and a.nlink == 2
+async def test_part_of_a_removed_tree_goes_to_what_is_left_above(fs: Filesystem) -> None:
+    await make_tree(fs)
+    await remove_by_shell(fs, ROOT_INO, b"top")
+    inode = await fs.restore(Restoring(ROOT_INO, b"top/a/b"), OWNER)
+    assert inode.parent == ROOT_INO and await names(fs, inode.ino) == [b"g"]
+    await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+    a = await fs.lookup((await fs.lookup(ROOT_INO, b"top")).ino, b"a")
+    assert await names(fs, a.ino) == [b"f"] and a.nlink == 2
 
 
-async def test_who_has_a_file_open_sees_that_it_came_back_with_its_directory(
-    directory: Path,
-) -> None:
-    async with with_trash(directory) as fs:
-        top = await make_tree(fs)
-        ino = (await fs.lookup(top, b"h")).ino
-        handle, *_ = await fs.open(ino, os.O_RDONLY)
-        await remove_by_shell(fs, ROOT_INO, b"top")
-        assert (await fs.getattr(ino)).links == 0
-        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
-        assert (await fs.getattr(ino)).links == 1
-        await fs.release(handle)
-        await require_tree(fs, top)
+async def test_who_has_a_file_open_sees_that_it_came_back_with_its_directory(fs):
+    top = await make_tree(fs)
+    ino = (await fs.lookup(top, b"h")).ino
+    handle, *_ = await fs.open(ino, os.O_RDONLY)
+    await remove_by_shell(fs, ROOT_INO, b"top")
+    assert (await fs.getattr(ino)).links == 0
+    await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+    assert (await fs.getattr(ino)).links == 1
+    await fs.release(handle)
+    await require_tree(fs, top)
 
 
-async def test_what_lay_in_a_directory_that_is_gone_for_good_needs_a_place(
-    directory: Path,
-) -> None:
+async def test_what_lay_in_a_directory_that_is_gone_for_good_needs_a_place(directory: Path) -> None:
     async with opened(directory) as fs:
         top = (await fs.mkdir(ROOT_INO, b"top", 0o755, OWNER)).ino
         await put(fs, top, "trash", "7d")
@@ -383,22 +369,21 @@ async def test_what_lay_in_a_directory_that_is_gone_for_good_needs_a_place(
         assert await read_file(fs, inode.ino) == DATA
 
 
-async def test_a_tree_cannot_go_below_itself_or_into_another_project(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        top = await make_tree(fs)
-        below = (await fs.lookup(top, b"a")).ino
-        project = (await fs.mkdir(ROOT_INO, b"project", 0o777, OWNER)).ino
-        await fs.set_flags(project, 0x20000000, 7)
-        await fs.remove_tree(ROOT_INO, b"top", OWNER)
-        with pytest.raises(NotFound):
-            await fs.restore(Restoring(ROOT_INO, b"top", parent=below), OWNER)
-        with pytest.raises(CrossDevice):
-            await fs.restore(Restoring(ROOT_INO, b"top", parent=project), OWNER)
-        for path in (b"", b"..", b"top/", b"/top"):
-            with pytest.raises(Invalid):
-                await fs.restore(Restoring(ROOT_INO, path), OWNER)
-        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
-        await require_tree(fs, top)
+async def test_a_tree_cannot_go_below_itself_or_into_another_project(fs: Filesystem) -> None:
+    top = await make_tree(fs)
+    below = (await fs.lookup(top, b"a")).ino
+    project = (await fs.mkdir(ROOT_INO, b"project", 0o777, OWNER)).ino
+    await fs.set_flags(project, 0x20000000, 7)
+    await fs.remove_tree(ROOT_INO, b"top", OWNER)
+    with pytest.raises(NotFound):
+        await fs.restore(Restoring(ROOT_INO, b"top", parent=below), OWNER)
+    with pytest.raises(CrossDevice):
+        await fs.restore(Restoring(ROOT_INO, b"top", parent=project), OWNER)
+    for path in (b"", b"..", b"top/", b"/top"):
+        with pytest.raises(Invalid):
+            await fs.restore(Restoring(ROOT_INO, path), OWNER)
+    await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+    await require_tree(fs, top)
 
 
 async def remove_at_one_stroke(fs: Filesystem, parent: int, name: bytes) -> None:
@@ -406,68 +391,61 @@ async def remove_at_one_stroke(fs: Filesystem, parent: int, name: bytes) -> None
 
 
 @pytest.mark.parametrize("remove", [remove_by_shell, remove_at_one_stroke])
-async def test_what_comes_back_counts_for_the_quotas_that_there_are_then(
-    directory: Path, remove: Callable[[Filesystem, int, bytes], Awaitable[None]]
-) -> None:
+async def test_what_comes_back_counts_for_the_quotas_that_there_are_then(fs, remove):
     """It is where it was, so no quota refuses it, as none refuses what is there when it is set."""
-    async with with_trash(directory) as fs:
-        home = (await fs.mkdir(ROOT_INO, b"home", 0o777, OWNER)).ino
-        top = await make_tree(fs, home)
-        size = 3 * (len(DATA) + 1)
-        await remove(fs, home, b"top")
-        await put(fs, home, "quota", "size=1,files=1", ROOT)
-        await fs.quota_trees.work()
-        await fs.restore(Restoring(home, b"top"), OWNER)
-        await require_tree(fs, top)
-        told = await stores.ask(fs, home, "quota")
-        assert (told["used_bytes"], told["used_files"]) == (size, 7)
-        await put(fs, top, "quota", "size=1TiB", ROOT)
-        await fs.quota_trees.work()
-        await remove(fs, home, b"top")
-        await fs.removexattr(home, b"user.aifs.quota", ROOT)
-        await fs.quota_trees.work()
-        await fs.restore(Restoring(home, b"top"), OWNER)
-        told = await stores.ask(fs, top, "quota")
-        assert (told["used_bytes"], told["used_files"], told["within"]) == (size, 6, [])
-        await fs.rename(home, b"top", ROOT_INO, b"top", 0)
+    home = (await fs.mkdir(ROOT_INO, b"home", 0o777, OWNER)).ino
+    top = await make_tree(fs, home)
+    size = 3 * (len(DATA) + 1)
+    await remove(fs, home, b"top")
+    await put(fs, home, "quota", "size=1,files=1", ROOT)
+    await fs.quota_trees.work()
+    await fs.restore(Restoring(home, b"top"), OWNER)
+    await require_tree(fs, top)
+    told = await stores.ask(fs, home, "quota")
+    assert (told["used_bytes"], told["used_files"]) == (size, 7)
+    await put(fs, top, "quota", "size=1TiB", ROOT)
+    await fs.quota_trees.work()
+    await remove(fs, home, b"top")
+    await fs.removexattr(home, b"user.aifs.quota", ROOT)
+    await fs.quota_trees.work()
+    await fs.restore(Restoring(home, b"top"), OWNER)
+    told = await stores.ask(fs, top, "quota")
+    assert (told["used_bytes"], told["used_files"], told["within"]) == (size, 6, [])
+    await fs.rename(home, b"top", ROOT_INO, b"top", 0)
 
 
-async def test_what_counted_in_a_quota_that_is_gone_goes_anywhere(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        team = (await fs.mkdir(ROOT_INO, b"team", 0o777, OWNER)).ino
-        other = (await fs.mkdir(ROOT_INO, b"other", 0o777, OWNER)).ino
-        await put(fs, team, "quota", "files=100", ROOT)
-        await put(fs, other, "quota", "files=100", ROOT)
-        await fs.quota_trees.work()
-        top = await make_tree(fs, team)
-        await fs.remove_tree(team, b"top", OWNER)
-        with pytest.raises(CrossDevice):
-            await fs.restore(Restoring(team, b"top", parent=other), OWNER)
-        await put(fs, team, "trash", "off", ROOT)
-        await fs.rmdir(ROOT_INO, b"team", OWNER)
-        fs.forget([team])
-        await fs.collector.drain()
-        await fs.restore(Restoring(ROOT_INO, b"", top, parent=other), OWNER)
-        await require_tree(fs, top)
-        assert (await stores.ask(fs, other, "quota"))["used_files"] == 7
-        await fs.rename(other, b"top", other, b"renamed", 0)
+async def test_what_counted_in_a_quota_that_is_gone_goes_anywhere(fs: Filesystem) -> None:
+    team = (await fs.mkdir(ROOT_INO, b"team", 0o777, OWNER)).ino
+    other = (await fs.mkdir(ROOT_INO, b"other", 0o777, OWNER)).ino
+    await put(fs, team, "quota", "files=100", ROOT)
+    await put(fs, other, "quota", "files=100", ROOT)
+    await fs.quota_trees.work()
+    top = await make_tree(fs, team)
+    await fs.remove_tree(team, b"top", OWNER)
+    with pytest.raises(CrossDevice):
+        await fs.restore(Restoring(team, b"top", parent=other), OWNER)
+    await put(fs, team, "trash", "off", ROOT)
+    await fs.rmdir(ROOT_INO, b"team", OWNER)
+    fs.forget([team])
+    await fs.collector.drain()
+    await fs.restore(Restoring(ROOT_INO, b"", top, parent=other), OWNER)
+    await require_tree(fs, top)
+    assert (await stores.ask(fs, other, "quota"))["used_files"] == 7
+    await fs.rename(other, b"top", other, b"renamed", 0)
 
 
-async def test_what_was_removed_from_a_directory_counts_where_that_comes_back(
-    directory: Path,
-) -> None:
-    async with with_trash(directory) as fs:
-        top = await make_tree(fs)
-        await fs.unlink(top, b"h", OWNER)
-        await put(fs, top, "quota", "size=1TiB", ROOT)
-        await fs.quota_trees.work()
-        await remove_by_shell(fs, ROOT_INO, b"top")
-        await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
-        await require_tree(fs, top)
-        told = await stores.ask(fs, top, "quota")
-        assert (told["used_bytes"], told["used_files"]) == (3 * (len(DATA) + 1), 6)
-        await fs.rename(top, b"h", top, b"h2", 0)
-        await fs.rename(top, b"h2", (await fs.lookup(top, b"a")).ino, b"h", 0)
+async def test_what_was_removed_from_a_directory_counts_where_that_comes_back(fs):
+    top = await make_tree(fs)
+    await fs.unlink(top, b"h", OWNER)
+    await put(fs, top, "quota", "size=1TiB", ROOT)
+    await fs.quota_trees.work()
+    await remove_by_shell(fs, ROOT_INO, b"top")
+    await fs.restore(Restoring(ROOT_INO, b"top"), OWNER)
+    await require_tree(fs, top)
+    told = await stores.ask(fs, top, "quota")
+    assert (told["used_bytes"], told["used_files"]) == (3 * (len(DATA) + 1), 6)
+    await fs.rename(top, b"h", top, b"h2", 0)
+    await fs.rename(top, b"h2", (await fs.lookup(top, b"a")).ino, b"h", 0)
 
 
 async def test_restoring_tells_the_size_of_what_is_being_written(directory: Path) -> None:
@@ -479,72 +457,63 @@ async def test_restoring_tells_the_size_of_what_is_being_written(directory: Path
         await fs.release(handle)
 
 
-async def test_a_directory_that_programs_are_in_waits(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_directory_that_programs_are_in_waits(fs, monkeypatch):
     """The kernel lets nobody make names there any more, as long as it knows the inode."""
-    async with with_trash(directory) as fs:
-        await fs.mkdir(ROOT_INO, b"d", 0o755, OWNER)
-        await fs.rmdir(ROOT_INO, b"d", OWNER)
+    await fs.mkdir(ROOT_INO, b"d", 0o755, OWNER)
+    await fs.rmdir(ROOT_INO, b"d", OWNER)
 
-        async def is_known(ino: int) -> bool:
-            return True
+    async def is_known(ino: int) -> bool:
+        return True
 
-        with monkeypatch.context() as patch:
-            patch.setattr(fs.kernel, "is_known", is_known)
-            with pytest.raises(Busy):
-                await fs.restore(Restoring(ROOT_INO, b"d"), OWNER)
-        await fs.restore(Restoring(ROOT_INO, b"d"), OWNER)
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.kernel, "is_known", is_known)
+        with pytest.raises(Busy):
+            await fs.restore(Restoring(ROOT_INO, b"d"), OWNER)
+    await fs.restore(Restoring(ROOT_INO, b"d"), OWNER)
 
 
 # --- who may --------------------------------------------------------------------------------------
 
 
-async def test_users_see_and_restore_their_own(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        await write_file(fs, b"mine", DATA, caller=OWNER)
-        await write_file(fs, b"theirs", DATA, caller=OTHER)
-        private = (await fs.mkdir(ROOT_INO, b"private", 0o700, OTHER)).ino
-        await write_file(fs, b"secret", DATA, private, OTHER)
-        hidden = await write_file(fs, b"hidden", DATA, private, OWNER)  # it was moved there
-        shared = await write_file(fs, b"shared", DATA, caller=OTHER)
-        await fs.unlink(ROOT_INO, b"mine", OWNER)
-        await fs.unlink(ROOT_INO, b"theirs", OTHER)
-        for name in (b"secret", b"hidden"):
-            await fs.unlink(private, name, OTHER)
-        await fs.unlink(ROOT_INO, b"shared", OWNER)  # of another's, but removed by this one
-        assert await kept(fs, OWNER) == ["/mine", None, "/shared"]
-        told = await fs.trash_requests.tell(OWNER)
-        assert {one["id"] for one in told["entries"]} >= {hidden, shared}
-        assert "secret" not in str(told) and "theirs" not in str(told)
-        assert await kept(fs, OTHER) == [
-            "/theirs",
-            "/private/secret",
-            "/private/hidden",
-            "/shared",
-        ]
-        assert len(await kept(fs)) == 5
-        there = (await fs.trash_requests.tell(OTHER))["entries"][1]["id"]
-        told = set()
-        for path, ino in (
-            *((path, 0) for path in (b"theirs", b"private/secret", b"private/x", b"x/y", b"x")),
-            *((b"", ino) for ino in (there, ROOT_INO, private, 1 << 40)),
-        ):
+async def test_users_see_and_restore_their_own(fs: Filesystem) -> None:
+    await write_file(fs, b"mine", DATA, caller=OWNER)
+    await write_file(fs, b"theirs", DATA, caller=OTHER)
+    private = (await fs.mkdir(ROOT_INO, b"private", 0o700, OTHER)).ino
+    await write_file(fs, b"secret", DATA, private, OTHER)
+    hidden = await write_file(fs, b"hidden", DATA, private, OWNER)  # it was moved there
+    shared = await write_file(fs, b"shared", DATA, caller=OTHER)
+    await fs.unlink(ROOT_INO, b"mine", OWNER)
+    await fs.unlink(ROOT_INO, b"theirs", OTHER)
+    for name in (b"secret", b"hidden"):
+        await fs.unlink(private, name, OTHER)
+    await fs.unlink(ROOT_INO, b"shared", OWNER)  # of another's, but removed by this one
+    assert await kept(fs, OWNER) == ["/mine", None, "/shared"]
+    told = await fs.trash_requests.tell(OWNER)
+    assert {one["id"] for one in told["entries"]} >= {hidden, shared}
+    assert "secret" not in str(told) and "theirs" not in str(told)
+    assert await kept(fs, OTHER) == ["/theirs", "/private/secret", "/private/hidden", "/shared"]
+    assert len(await kept(fs)) == 5
+    there = (await fs.trash_requests.tell(OTHER))["entries"][1]["id"]
+    told = set()
+    for path, ino in (
+        *((path, 0) for path in (b"theirs", b"private/secret", b"private/x", b"x/y", b"x")),
+        *((b"", ino) for ino in (there, ROOT_INO, private, 1 << 40)),
+    ):
+        with pytest.raises(NotFound) as refused:
+            await fs.restore(Restoring(ROOT_INO, path, ino), OWNER)
+        told.add(str(refused.value))
+        if ino:
             with pytest.raises(NotFound) as refused:
-                await fs.restore(Restoring(ROOT_INO, path, ino), OWNER)
+                await fs.empty_trash([ino], OWNER)
             told.add(str(refused.value))
-            if ino:
-                with pytest.raises(NotFound) as refused:
-                    await fs.empty_trash([ino], OWNER)
-                told.add(str(refused.value))
-        assert len(told) == 1, "what there is of others' nobody is told"
-        with pytest.raises(AccessDenied):  # it is his, but the directory is not
-            await fs.restore(Restoring(ROOT_INO, b"", hidden), OWNER)
-        await fs.restore(Restoring(ROOT_INO, b"", hidden, parent=ROOT_INO), OWNER)
-        await fs.setattr(ROOT_INO, SetAttr(mode=0o755), ROOT)
-        with pytest.raises(AccessDenied):
-            await fs.restore(Restoring(ROOT_INO, b"mine"), OWNER)
-        await fs.restore(Restoring(ROOT_INO, b"mine"), ROOT)
+    assert len(told) == 1, "what there is of others' nobody is told"
+    with pytest.raises(AccessDenied):  # it is his, but the directory is not
+        await fs.restore(Restoring(ROOT_INO, b"", hidden), OWNER)
+    await fs.restore(Restoring(ROOT_INO, b"", hidden, parent=ROOT_INO), OWNER)
+    await fs.setattr(ROOT_INO, SetAttr(mode=0o755), ROOT)
+    with pytest.raises(AccessDenied):
+        await fs.restore(Restoring(ROOT_INO, b"mine"), OWNER)
+    await fs.restore(Restoring(ROOT_INO, b"mine"), ROOT)
 
 
 async def test_users_empty_their_own(directory: Path) -> None:
@@ -572,102 +541,91 @@ async def test_users_empty_their_own(directory: Path) -> None:
             await fs.restore(Restoring(ROOT_INO, b"f"), ROOT)
 
 
-async def test_a_long_list_comes_in_pages(directory: Path) -> None:
-    async with with_trash(directory) as fs:
-        expected = []
-        for number in range(250):
-            name = b"%03d" % number + b"x" * 200
-            await write_file(fs, name, caller=OWNER)
-            await fs.unlink(ROOT_INO, name, OWNER)
-            expected.append("/" + name.decode())
-        assert len(await fs.getxattr(ROOT_INO, b"user.aifs.trashed", OWNER)) < 64 << 10
-        assert await kept(fs, OWNER) == expected
-        assert await kept(fs, OTHER) == []
+async def test_a_long_list_comes_in_pages(fs: Filesystem) -> None:
+    expected = []
+    for number in range(250):
+        name = b"%03d" % number + b"x" * 200
+        await write_file(fs, name, caller=OWNER)
+        await fs.unlink(ROOT_INO, name, OWNER)
+        expected.append("/" + name.decode())
+    assert len(await fs.getxattr(ROOT_INO, b"user.aifs.trashed", OWNER)) < 64 << 10
+    assert await kept(fs, OWNER) == expected
+    assert await kept(fs, OTHER) == []
 
 
 # --- when it goes ---------------------------------------------------------------------------------
 
 
-async def test_what_is_too_old_goes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with with_trash(directory) as fs:
-        week = (await fs.mkdir(ROOT_INO, b"week", 0o755, OWNER)).ino
-        await put(fs, week, "trash", "8d")
-        await make_tree(fs)
-        await fs.remove_tree(ROOT_INO, b"top", OWNER)
-        for parent, name in ((week, b"a"), (ROOT_INO, b"b")):
-            await write_file(fs, name, DATA, parent, OWNER)
-            await fs.unlink(parent, name, OWNER)
-        now_ns = fs.trash.now_ns()
-        for days, left in ((6, ["/top", "/b", "/week/a"]), (7.5, ["/week/a"]), (9, [])):
-            monkeypatch.setattr(fs.trash, "now_ns", lambda days=days: now_ns + int(days * DAY_NS))
-            await fs.trash.expire()
-            assert await kept(fs) == left
-        await fs.doomed.empty()
-        await fs.collector.drain()
-        assert await numbers(fs, b"i") == [ROOT_INO, week]
+async def test_what_is_too_old_goes(fs: Filesystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    week = (await fs.mkdir(ROOT_INO, b"week", 0o755, OWNER)).ino
+    await put(fs, week, "trash", "8d")
+    await make_tree(fs)
+    await fs.remove_tree(ROOT_INO, b"top", OWNER)
+    for parent, name in ((week, b"a"), (ROOT_INO, b"b")):
+        await write_file(fs, name, DATA, parent, OWNER)
+        await fs.unlink(parent, name, OWNER)
+    now_ns = fs.trash.now_ns()
+    for days, left in ((6, ["/top", "/b", "/week/a"]), (7.5, ["/week/a"]), (9, [])):
+        monkeypatch.setattr(fs.trash, "now_ns", lambda days=days: now_ns + int(days * DAY_NS))
+        await fs.trash.expire()
+        assert await kept(fs) == left
+    await fs.doomed.empty()
+    await fs.collector.drain()
+    assert await numbers(fs, b"i") == [ROOT_INO, week]
 
 
-async def test_a_file_that_came_back_and_was_removed_anew_does_not_go_for_what_it_was_before(
-    directory: Path,
-) -> None:
-    async with with_trash(directory) as fs:
-        ino = await write_file(fs, b"f", DATA, ROOT_INO, OWNER)
-        await fs.unlink(ROOT_INO, b"f", OWNER)
-        before = await fs.store.engine.view(restoring.entry_of, ino)
-        await fs.restore(Restoring(ROOT_INO, b"f", name=b"g"), OWNER)
-        await fs.unlink(ROOT_INO, b"g", OWNER)
-        assert await fs.trash.empty([before]) == 0
-        assert await kept(fs) == ["/g"]
+async def test_a_file_that_came_back_and_was_removed_anew_does_not_go_for_what_it_was_before(fs):
+    ino = await write_file(fs, b"f", DATA, ROOT_INO, OWNER)
+    await fs.unlink(ROOT_INO, b"f", OWNER)
+    before = await fs.store.engine.view(restoring.entry_of, ino)
+    await fs.restore(Restoring(ROOT_INO, b"f", name=b"g"), OWNER)
+    await fs.unlink(ROOT_INO, b"g", OWNER)
+    assert await fs.trash.empty([before]) == 0
+    assert await kept(fs) == ["/g"]
 
 
-async def test_the_oldest_goes_first_when_there_is_no_room(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with with_trash(directory) as fs:
-        for number in range(4):
-            await write_file(fs, b"%d" % number, DATA, caller=OWNER)
-            await fs.unlink(ROOT_INO, b"%d" % number, OWNER)
-        assert (await fs.trash.status())["bytes"] == 4 * len(DATA)
-        await fs.trash.give_way()
-        assert len(await kept(fs)) == 4  # there is room
-        total = 100 * len(DATA)
+async def test_the_oldest_goes_first_when_there_is_no_room(fs, monkeypatch, caplog):
+    for number in range(4):
+        await write_file(fs, b"%d" % number, DATA, caller=OWNER)
+        await fs.unlink(ROOT_INO, b"%d" % number, OWNER)
+    assert (await fs.trash.status())["bytes"] == 4 * len(DATA)
+    await fs.trash.give_way()
+    assert len(await kept(fs)) == 4  # there is room
+    total = 100 * len(DATA)
 
-        async def spaces(servers: object) -> list[Space]:
-            inodes = await fs.store.engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
-            free = 5 * len(DATA) - len(DATA) * (inodes - 3)  # all but two files have to go
-            return [Space(total, free, free, 0, 0)] * 4
+    async def spaces(servers: object) -> list[Space]:
+        inodes = await fs.store.engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
+        free = 5 * len(DATA) - len(DATA) * (inodes - 3)  # all but two files have to go
+        return [Space(total, free, free, 0, 0)] * 4
 
-        monkeypatch.setattr(fs.store.servers, "spaces", spaces)
-        await fs.trash.give_way()
-        assert await kept(fs) == ["/2", "/3"]
-        status = await fs.trash.status()
-        assert (status["given_entries"], status["given_bytes"]) == (2, 2 * len(DATA))
-        assert "the trash gives way, as there is no room for new files: 2 entries" in caplog.text
-        caplog.clear()
+    monkeypatch.setattr(fs.store.servers, "spaces", spaces)
+    await fs.trash.give_way()
+    assert await kept(fs) == ["/2", "/3"]
+    status = await fs.trash.status()
+    assert (status["given_entries"], status["given_bytes"]) == (2, 2 * len(DATA))
+    assert "the trash gives way, as there is no room for new files: 2 entries" in caplog.text
+    caplog.clear()
 
 
 @pytest.mark.parametrize("moves", [False, True])
-async def test_no_more_goes_than_makes_room(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moves: bool
-) -> None:
+async def test_no_more_goes_than_makes_room(fs, monkeypatch, caplog, moves):
     """Somebody else fills the servers' filesystems."""
-    async with with_trash(directory) as fs:
-        for number in range(9):
-            await write_file(fs, b"%d" % number, DATA, caller=OWNER)
-            await fs.unlink(ROOT_INO, b"%d" % number, OWNER)
-        total, used = 1000 * len(DATA), [0]
+    for number in range(9):
+        await write_file(fs, b"%d" % number, DATA, caller=OWNER)
+        await fs.unlink(ROOT_INO, b"%d" % number, OWNER)
+    total, used = 1000 * len(DATA), [0]
 
-        async def spaces(servers: Sequence[object]) -> list[Space]:
-            used[0] += moves
-            available = int(total * SPARE) - len(DATA) // 4 - used[0]
-            return [Space(total, 0, available, 0, 0)] * len(servers)
+    async def spaces(servers: Sequence[object]) -> list[Space]:
+        used[0] += moves
+        available = int(total * SPARE) - len(DATA) // 4 - used[0]
+        return [Space(total, 0, available, 0, 0)] * len(servers)
 
-        monkeypatch.setattr(fs.store.servers, "spaces", spaces)
-        await fs.trash.give_way()
-        assert 7 <= len(left := await kept(fs)) < 9
-        await fs.trash.give_way()
-        assert len(await kept(fs)) >= len(left) - 2 * moves and (moves or await kept(fs) == left)
-        caplog.clear()
+    monkeypatch.setattr(fs.store.servers, "spaces", spaces)
+    await fs.trash.give_way()
+    assert 7 <= len(left := await kept(fs)) < 9
+    await fs.trash.give_way()
+    assert len(await kept(fs)) >= len(left) - 2 * moves and (moves or await kept(fs) == left)
+    caplog.clear()
 
 
 # --- fsck -----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import suspect_sets
@@ -69,13 +68,7 @@ class File:
             self.damage.append((oid, ino, column))
 
         return ObjectSet(
-            self.servers,
-            self.layout,
-            INO,
-            OID,
-            unread=lost,
-            on_damage=on_damage,
-            digests=load,
+            self.servers, self.layout, INO, OID, unread=lost, on_damage=on_damage, digests=load
         )
 
     def path(self, column: int) -> Path:
@@ -94,161 +87,128 @@ def test_records_of_checksums_are_as_long_as_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("layout", PLAIN + PROTECTED, ids=name)
-def test_reads_are_those_of_the_file(servers: Servers, layout: Striped) -> None:
+async def test_reads_are_those_of_the_file(servers: Servers, layout: Striped) -> None:
     file, chance = File(servers, layout), random.Random(1)
-
-    async def main() -> None:
-        await file.write()
-        objects = file.open()
-        for start in range(0, SIZE, 300_000):  # sequential
-            length = min(300_000, SIZE - start)
-            assert (
-                bytes(await objects.read(start, length, SIZE, True))
-                == file.data[start : start + length]
-            )
-        for _ in range(30):
-            start = chance.randrange(SIZE)
-            length = chance.randint(1, min(2 * MIB, SIZE - start))
-            assert (
-                bytes(await objects.read(start, length, SIZE, True))
-                == file.data[start : start + length]
-            )
-        buffer = memoryview(bytearray(SIZE))
-        await objects.read_into(0, buffer, SIZE)
-        assert bytes(buffer) == file.data
-        assert await objects.backing(SIZE) is None
-        await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    objects = file.open()
+    for start in range(0, SIZE, 300_000):  # sequential
+        length = min(300_000, SIZE - start)
+        assert (
+            bytes(await objects.read(start, length, SIZE, True))
+            == file.data[start : start + length]
+        )
+    for _ in range(30):
+        start = chance.randrange(SIZE)
+        length = chance.randint(1, min(2 * MIB, SIZE - start))
+        assert (
+            bytes(await objects.read(start, length, SIZE, True))
+            == file.data[start : start + length]
+        )
+    buffer = memoryview(bytearray(SIZE))
+    await objects.read_into(0, buffer, SIZE)
+    assert bytes(buffer) == file.data
+    assert await objects.backing(SIZE) is None
+    await servers.cache.settle()
+    objects.close()
     assert file.damage == []
 
 
-def test_each_mib_is_read_and_checked_once_while_it_is_cached(servers: Servers) -> None:
+async def test_each_mib_is_read_and_checked_once_while_it_is_cached(servers: Servers) -> None:
     file = File(servers, Striped(MIB, (0, 1)))
     reads: list[str] = []
-
-    async def main() -> None:
-        await file.write()
-        objects = file.open()
-        with hooked(lambda op, path: reads.append(path) if op == "read_into" else None):
-            for start in range(3 * MIB, 4 * MIB, 4096):
-                assert (
-                    bytes(await objects.read(start, 4096, SIZE, True))
-                    == file.data[start : start + 4096]
-                )
-            await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    objects = file.open()
+    with hooked(lambda op, path: reads.append(path) if op == "read_into" else None):
+        for start in range(3 * MIB, 4 * MIB, 4096):
+            assert (
+                bytes(await objects.read(start, 4096, SIZE, True))
+                == file.data[start : start + 4096]
+            )
+        await servers.cache.settle()
+    objects.close()
     assert len(reads) <= 6  # the last may be read ahead; none is read twice
 
 
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
-def test_wrong_bytes_are_told_by_others_and_reported(servers: Servers, layout: Striped) -> None:
+async def test_wrong_bytes_are_told_by_others_and_reported(servers, layout):
     file = File(servers, layout)
-
-    async def main() -> None:
-        await file.write()
-        for column in range(layout.width):
-            file.flip(column, 77)
-            objects = file.open()
-            for start in range(0, SIZE, MIB):
-                length = min(MIB, SIZE - start)
-                assert (
-                    bytes(await objects.read(start, length, SIZE, True))
-                    == file.data[start : start + length]
-                )
-            await servers.cache.settle()
-            objects.forget()
-            objects.close()
-            file.flip(column, 77)
-            assert {found[2] for found in file.damage} <= {column}
-            if layout.parity:  # of replicas one that is right may have been chosen
-                assert set(file.damage) == {(OID, INO, column)}
-            file.damage.clear()
-
-    trio.run(main)
+    await file.write()
+    for column in range(layout.width):
+        file.flip(column, 77)
+        objects = file.open()
+        for start in range(0, SIZE, MIB):
+            length = min(MIB, SIZE - start)
+            assert (
+                bytes(await objects.read(start, length, SIZE, True))
+                == file.data[start : start + length]
+            )
+        await servers.cache.settle()
+        objects.forget()
+        objects.close()
+        file.flip(column, 77)
+        assert {found[2] for found in file.damage} <= {column}
+        if layout.parity:  # of replicas one that is right may have been chosen
+            assert set(file.damage) == {(OID, INO, column)}
+        file.damage.clear()
 
 
-def test_two_wrong_columns_of_one_mib_are_found_out(servers: Servers) -> None:
+async def test_two_wrong_columns_of_one_mib_are_found_out(servers: Servers) -> None:
     layout = Striped(64 * KIB, (0, 1, 2, 3, 4), parity=2)
     file = File(servers, layout)
-
-    async def main() -> None:
-        await file.write()
-        file.flip(0, 5)
-        file.flip(2, 5)
-        objects = file.open()
-        assert bytes(await objects.read(10, 1000, SIZE, True)) == file.data[10:1010]
-        await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    file.flip(0, 5)
+    file.flip(2, 5)
+    objects = file.open()
+    assert bytes(await objects.read(10, 1000, SIZE, True)) == file.data[10:1010]
+    await servers.cache.settle()
+    objects.close()
     assert sorted(file.damage) == [(OID, INO, 0), (OID, INO, 2)]
 
 
-def test_a_wrong_parity_beside_a_lost_column_is_found_out(servers: Servers) -> None:
+async def test_a_wrong_parity_beside_a_lost_column_is_found_out(servers: Servers) -> None:
     layout = Striped(64 * KIB, (0, 1, 2, 3, 4), parity=2)
     file = File(servers, layout)
-
-    async def main() -> None:
-        await file.write()
-        file.path(1).unlink()
-        file.flip(3, 5)
-        objects = file.open(lost=0b00010)
-        assert bytes(await objects.read(0, MIB, SIZE, True)) == file.data[:MIB]
-        await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    file.path(1).unlink()
+    file.flip(3, 5)
+    objects = file.open(lost=0b00010)
+    assert bytes(await objects.read(0, MIB, SIZE, True)) == file.data[:MIB]
+    await servers.cache.settle()
+    objects.close()
     assert set(file.damage) <= {(OID, INO, 3)}
 
 
 @pytest.mark.parametrize("layout", PLAIN, ids=name)
-def test_wrong_bytes_that_nobody_can_tell_are_an_error_that_names_them(
-    servers: Servers, layout: Striped
-) -> None:
+async def test_wrong_bytes_that_nobody_can_tell_are_an_error_that_names_them(servers, layout):
     file = File(servers, layout)
-
-    async def main() -> None:
-        await file.write()
-        file.flip(1, 2 * layout.unit + 9 if layout.unit < MIB else 9)
-        objects = file.open()
-        wrong = 1 if layout.unit == MIB else 0
-        good = (1 - wrong) * MIB
-        assert bytes(await objects.read(good, 5000, SIZE, True)) == file.data[good : good + 5000]
-        for _ in range(2):  # it does not get into the cache
-            with pytest.raises(
-                Unavailable,
-                match=f"inode {INO}: bytes {wrong * MIB} to {(wrong + 1) * MIB - 1}, on data "
-                "server",
-            ):
-                await objects.read(wrong * MIB + 100, 10, SIZE, True)
-        await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    file.flip(1, 2 * layout.unit + 9 if layout.unit < MIB else 9)
+    objects = file.open()
+    wrong = 1 if layout.unit == MIB else 0
+    good = (1 - wrong) * MIB
+    assert bytes(await objects.read(good, 5000, SIZE, True)) == file.data[good : good + 5000]
+    for _ in range(2):  # it does not get into the cache
+        with pytest.raises(
+            Unavailable,
+            match=f"inode {INO}: bytes {wrong * MIB} to {(wrong + 1) * MIB - 1}, on data server",
+        ):
+            await objects.read(wrong * MIB + 100, 10, SIZE, True)
+    await servers.cache.settle()
+    objects.close()
 
 
-def test_files_without_checksums_and_files_being_changed_are_read_as_they_are(
-    servers: Servers,
-) -> None:
+async def test_files_without_checksums_and_files_being_changed_are_read_as_they_are(servers):
     file = File(servers, Striped(MIB, (0, 1)))
-
-    async def main() -> None:
-        await file.write()
-        objects = file.open()
-        assert bytes(await objects.read(0, 10, SIZE, True)) == file.data[:10]
-        file.digests = b""  # as the transaction does that comes before the change
-        await objects.write(0, b"changed")
-        assert bytes(await objects.read(0, 10, SIZE, False)) == b"changed" + file.data[7:10]
-        await objects.settle(SIZE)
-        assert bytes(await objects.read(0, 10, SIZE, True)) == b"changed" + file.data[7:10]
-        await servers.cache.settle()
-        objects.close()
-
-    trio.run(main)
+    await file.write()
+    objects = file.open()
+    assert bytes(await objects.read(0, 10, SIZE, True)) == file.data[:10]
+    file.digests = b""  # as the transaction does that comes before the change
+    await objects.write(0, b"changed")
+    assert bytes(await objects.read(0, 10, SIZE, False)) == b"changed" + file.data[7:10]
+    await objects.settle(SIZE)
+    assert bytes(await objects.read(0, 10, SIZE, True)) == b"changed" + file.data[7:10]
+    await servers.cache.settle()
+    objects.close()
 
 
 def test_suspects_are_those_that_the_others_can_do_without() -> None:

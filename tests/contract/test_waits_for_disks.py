@@ -29,6 +29,12 @@ async def opened(directory: Path) -> AsyncIterator[Filesystem]:
             yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with opened(directory) as fs:
+        yield fs
+
+
 async def make(fs: Filesystem, name: bytes, parent: int = ROOT, size: int = SIZE) -> int:
     """A closed file that nobody has synced."""
     return await stores.write_file(fs, name, b"x" * size, parent)
@@ -53,166 +59,155 @@ async def is_marked(fs: Filesystem, ino: int) -> bool:
     return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
-async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journal_once(
-    directory: Path,
-) -> None:
-    async with opened(directory) as fs:
-        await make(fs, b"earlier")
-        await fs.sync()
-        ino = await make(fs, b"new")
-        before = fs.store.engine.seq
-        with counted() as syncs:
-            await fs.rename(ROOT, b"new", ROOT, b"final")
-        assert syncs["copy"] == 1 and syncs["journal"] == 1
-        assert syncs["directory"] <= 1
-        assert fs.store.engine.seq == before + 1  # one transaction: the name and the mark
-        assert not await is_marked(fs, ino) and ino not in fs.io.table.unsynced
+async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journal_once(fs):
+    await make(fs, b"earlier")
+    await fs.sync()
+    ino = await make(fs, b"new")
+    before = fs.store.engine.seq
+    with counted() as syncs:
+        await fs.rename(ROOT, b"new", ROOT, b"final")
+    assert syncs["copy"] == 1 and syncs["journal"] == 1
+    assert syncs["directory"] <= 1
+    assert fs.store.engine.seq == before + 1  # one transaction: the name and the mark
+    assert not await is_marked(fs, ino) and ino not in fs.io.table.unsynced
 
 
 @pytest.mark.parametrize("size", [0, 100, SIZE])
-async def test_what_is_in_order_waits_for_the_journal_alone(directory: Path, size: int) -> None:
-    async with opened(directory) as fs:
-        await make(fs, b"file", size=size)
-        await fs.sync()
-        with counted() as syncs:
-            await fs.rename(ROOT, b"file", ROOT, b"final")
-        assert syncs == {"journal": 1}
+async def test_what_is_in_order_waits_for_the_journal_alone(fs: Filesystem, size: int) -> None:
+    await make(fs, b"file", size=size)
+    await fs.sync()
+    with counted() as syncs:
+        await fs.rename(ROOT, b"file", ROOT, b"final")
+    assert syncs == {"journal": 1}
 
 
-async def test_names_of_copies_are_synced_once_for_many(directory: Path) -> None:
-    async with opened(directory) as fs:
+async def test_names_of_copies_are_synced_once_for_many(fs: Filesystem) -> None:
+    for number in range(MANY):
+        await make(fs, b"%d" % number)
+    with counted() as syncs:
         for number in range(MANY):
-            await make(fs, b"%d" % number)
-        with counted() as syncs:
-            for number in range(MANY):
-                await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
-        assert syncs["copy"] == syncs["journal"] == MANY
-        assert syncs["directory"] < 10
-
-
-async def test_all_below_a_directory_is_synced_together(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = (await fs.mkdir(ROOT, b"new", 0o755, ROOT_USER)).ino
-        inos = [await make(fs, b"%d" % number, top) for number in range(MANY)]
-        before = fs.store.engine.seq
-        with counted() as syncs:
-            await fs.rename(ROOT, b"new", ROOT, b"final")
-        assert syncs["copy"] == MANY and syncs["journal"] == 1
-        assert fs.store.engine.seq == before + 1
-        assert not fs.io.table.unsynced
-        for ino in inos:
-            assert not await is_marked(fs, ino)
-
-
-async def test_renames_that_arrive_during_a_barrier_share_the_next_one(directory: Path) -> None:
-    async with opened(directory) as fs:
-        for number in range(MANY):
-            await make(fs, b"%d" % number, size=0)
-        await fs.sync()
-        first, go_on, syncs = threading.Event(), threading.Event(), []
-
-        def wait(op: str, path: str) -> None:
-            if op == "sync_file":
-                syncs.append(path)
-                first.set()
-                go_on.wait(stores.LIMIT_S)
-
-        async def rename(number: int) -> None:
             await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
-
-        with hooked(wait):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(rename, 0)
-                await trio.to_thread.run_sync(first.wait)
-                before = fs.store.engine.seq
-                for number in range(1, MANY):
-                    nursery.start_soon(rename, number)
-                while fs.store.engine.seq < before + MANY - 1:  # all have their names
-                    await trio.lowlevel.checkpoint()
-                go_on.set()
-        assert len(syncs) == 2
+    assert syncs["copy"] == syncs["journal"] == MANY
+    assert syncs["directory"] < 10
 
 
-async def test_who_opens_a_file_while_it_is_synced_keeps_its_mark(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, b"file")
-        syncing, go_on = threading.Event(), threading.Event()
-
-        def wait(op: str, path: str) -> None:
-            if op == "sync_file" and "journal." not in path:
-                syncing.set()
-                go_on.wait(stores.LIMIT_S)
-
-        with hooked(wait):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(fs.rename, ROOT, b"file", ROOT, b"final")
-                await trio.to_thread.run_sync(syncing.wait)
-                handle, *_ = await fs.open(ino, os.O_RDWR)
-                await fs.write(handle, 0, b"y" * SIZE)
-                go_on.set()
-        assert await is_marked(fs, ino)
-        await fs.release(handle)
-        assert ino in fs.io.table.unsynced
-        assert await stores.read_file(fs, ino) == b"y" * SIZE
+async def test_all_below_a_directory_is_synced_together(fs: Filesystem) -> None:
+    top = (await fs.mkdir(ROOT, b"new", 0o755, ROOT_USER)).ino
+    inos = [await make(fs, b"%d" % number, top) for number in range(MANY)]
+    before = fs.store.engine.seq
+    with counted() as syncs:
+        await fs.rename(ROOT, b"new", ROOT, b"final")
+    assert syncs["copy"] == MANY and syncs["journal"] == 1
+    assert fs.store.engine.seq == before + 1
+    assert not fs.io.table.unsynced
+    for ino in inos:
+        assert not await is_marked(fs, ino)
 
 
-async def test_a_sync_that_fails_fails_the_rename(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await make(fs, b"file")
+async def test_renames_that_arrive_during_a_barrier_share_the_next_one(fs: Filesystem) -> None:
+    for number in range(MANY):
+        await make(fs, b"%d" % number, size=0)
+    await fs.sync()
+    first, go_on, syncs = threading.Event(), threading.Event(), []
 
-        def fail(op: str, path: str) -> None:
-            if op == "sync_file" and "journal." not in path:
-                raise OSError(5, "no")
+    def wait(op: str, path: str) -> None:
+        if op == "sync_file":
+            syncs.append(path)
+            first.set()
+            go_on.wait(stores.LIMIT_S)
 
-        with hooked(fail), pytest.raises(Unavailable):
-            await fs.rename(ROOT, b"file", ROOT, b"final")
-        assert await is_marked(fs, ino)
-        assert (await fs.lookup(ROOT, b"file")).ino == ino
-        # The kernel takes what it could not write for written: another sync would prove nothing.
-        with pytest.raises(Unavailable, match="lost"):
-            await fs.rename(ROOT, b"file", ROOT, b"final")
-        handle = (await fs.open(ino, os.O_RDWR)).handle
-        with pytest.raises(Unavailable, match="lost"):
-            await fs.fsync(handle)
-        await fs.release(handle)
-        await fs.rename(ROOT, b"file", ROOT, b"final")  # a program has been told
-        assert await is_marked(fs, ino)
+    async def rename(number: int) -> None:
+        await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
+
+    with hooked(wait):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rename, 0)
+            await trio.to_thread.run_sync(first.wait)
+            before = fs.store.engine.seq
+            for number in range(1, MANY):
+                nursery.start_soon(rename, number)
+            while fs.store.engine.seq < before + MANY - 1:  # all have their names
+                await trio.lowlevel.checkpoint()
+            go_on.set()
+    assert len(syncs) == 2
 
 
-async def test_a_file_whose_copy_cannot_be_opened_is_shown_as_it_is_known(directory: Path) -> None:
+async def test_who_opens_a_file_while_it_is_synced_keeps_its_mark(fs: Filesystem) -> None:
+    ino = await make(fs, b"file")
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def wait(op: str, path: str) -> None:
+        if op == "sync_file" and "journal." not in path:
+            syncing.set()
+            go_on.wait(stores.LIMIT_S)
+
+    with hooked(wait):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fs.rename, ROOT, b"file", ROOT, b"final")
+            await trio.to_thread.run_sync(syncing.wait)
+            handle, *_ = await fs.open(ino, os.O_RDWR)
+            await fs.write(handle, 0, b"y" * SIZE)
+            go_on.set()
+    assert await is_marked(fs, ino)
+    await fs.release(handle)
+    assert ino in fs.io.table.unsynced
+    assert await stores.read_file(fs, ino) == b"y" * SIZE
+
+
+async def test_a_sync_that_fails_fails_the_rename(fs: Filesystem) -> None:
+    ino = await make(fs, b"file")
+
+    def fail(op: str, path: str) -> None:
+        if op == "sync_file" and "journal." not in path:
+            raise OSError(5, "no")
+
+    with hooked(fail), pytest.raises(Unavailable):
+        await fs.rename(ROOT, b"file", ROOT, b"final")
+    assert await is_marked(fs, ino)
+    assert (await fs.lookup(ROOT, b"file")).ino == ino
+    # The kernel takes what it could not write for written: another sync would prove nothing.
+    with pytest.raises(Unavailable, match="lost"):
+        await fs.rename(ROOT, b"file", ROOT, b"final")
+    handle = (await fs.open(ino, os.O_RDWR)).handle
+    with pytest.raises(Unavailable, match="lost"):
+        await fs.fsync(handle)
+    await fs.release(handle)
+    await fs.rename(ROOT, b"file", ROOT, b"final")  # a program has been told
+    assert await is_marked(fs, ino)
+
+
+async def test_a_file_whose_copy_cannot_be_opened_is_shown_as_it_is_known(fs: Filesystem) -> None:
     """It takes no other names of the directory with it, also if it may be mapped."""
 
     def fail(op: str, path: str) -> None:
         if op in ("sync_file", "open_file") and "journal." not in path:
             raise OSError(5, "no")
 
-    async with opened(directory) as fs:
-        ino = await make(fs, b"file")
-        with hooked(fail):
-            with pytest.raises(Unavailable):
-                await fs.rename(ROOT, b"file", ROOT, b"final")
-            for mapped in (set(), {ino}):
-                fs.io.table.mapped |= mapped
-                assert (await fs.getattr(ino)).size == SIZE
-                assert [name for name, *_ in await fs.readdir(ROOT, 0)] == [b"file"]
+    ino = await make(fs, b"file")
+    with hooked(fail):
+        with pytest.raises(Unavailable):
+            await fs.rename(ROOT, b"file", ROOT, b"final")
+        for mapped in (set(), {ino}):
+            fs.io.table.mapped |= mapped
+            assert (await fs.getattr(ino)).size == SIZE
+            assert [name for name, *_ in await fs.readdir(ROOT, 0)] == [b"file"]
 
 
 async def test_a_name_that_is_made_while_a_directory_is_listed_is_not_behind_its_end(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fs, monkeypatch
+):
     """Who is told that a listing has ended is not asked for what is behind it."""
-    async with opened(directory) as fs:
-        ino = await make(fs, b"file")
-        fs.io.table.mapped.add(ino)
-        look = fs.io.inodes.look
+    ino = await make(fs, b"file")
+    fs.io.table.mapped.add(ino)
+    look = fs.io.inodes.look
 
-        async def look_slowly(ino: int) -> Inode:
-            await make(fs, b"new")
-            return await look(ino)
+    async def look_slowly(ino: int) -> Inode:
+        await make(fs, b"new")
+        return await look(ino)
 
-        monkeypatch.setattr(fs.io.inodes, "look", look_slowly)
-        listing = await fs.readdir(ROOT, 0)
-        assert len(listing) == 1 and not listing.is_last
+    monkeypatch.setattr(fs.io.inodes, "look", look_slowly)
+    listing = await fs.readdir(ROOT, 0)
+    assert len(listing) == 1 and not listing.is_last
 
 
 async def test_the_kernel_keeps_no_page_of_what_could_be_written_but_not_synced(

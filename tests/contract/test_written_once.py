@@ -31,6 +31,7 @@ from tests.support.stores import (
     served,
     write_file,
 )
+from tests.support.stores import fs as fs
 
 MIB = 1 << 20
 ADDRESSES = [f"memory://bucket{number}" for number in range(4)]
@@ -70,36 +71,34 @@ async def test_files_are_drained_read_and_deleted(directory: Path, protected: di
     await require_sound(config)
 
 
-async def test_small_files_get_objects_of_their_own(directory: Path) -> None:
+@pytest.mark.store(STRIPED | {"layout.kind": "interleaved"}, servers=ADDRESSES)
+async def test_small_files_get_objects_of_their_own(fs: Filesystem) -> None:
     """Elsewhere they would share containers, which grow."""
-    settings = STRIPED | {"layout.kind": "interleaved"}
-    async with opened(directory, settings, servers=ADDRESSES) as fs:
-        inos = [await write_file(fs, b"%d" % n, bytes([n]) * 9000) for n in range(5)]
-        await moved_out(fs, *inos)
-        assert objects() == 5
-        for number, ino in enumerate(inos):
-            assert await read_file(fs, ino) == bytes([number]) * 9000
-        with pytest.raises(NotSupported, match="objects there do not grow"):
-            fs.containers.slots(Redundancy())
+    inos = [await write_file(fs, b"%d" % n, bytes([n]) * 9000) for n in range(5)]
+    await moved_out(fs, *inos)
+    assert objects() == 5
+    for number, ino in enumerate(inos):
+        assert await read_file(fs, ino) == bytes([number]) * 9000
+    with pytest.raises(NotSupported, match="objects there do not grow"):
+        fs.containers.slots(Redundancy())
 
 
-async def test_what_changes_in_a_file_becomes_new_objects(directory: Path) -> None:
+@pytest.mark.store(STRIPED | {"burst.stage_for_write": "16KiB"}, servers=ADDRESSES)
+async def test_what_changes_in_a_file_becomes_new_objects(fs: Filesystem) -> None:
     """Also in one that is too large to be staged where servers can change objects."""
     data = bytearray(os.urandom(3 * MIB))
-    settings = STRIPED | {"burst.stage_for_write": "16KiB"}
-    async with opened(directory, settings, servers=ADDRESSES) as fs:
-        ino = await write_file(fs, b"file", data)
-        await moved_out(fs, ino)
-        before = {key for bucket in BUCKETS.values() for key in bucket.objects}
-        await overwrite(fs, ino, MIB, b"changed")
-        data[MIB : MIB + 7] = b"changed"
-        await moved_out(fs, ino)
-        await fs.collector.drain()
-        assert before.isdisjoint(key for bucket in BUCKETS.values() for key in bucket.objects)
-        assert await read_file(fs, ino) == data
-        await rewrite(fs, ino, b"short")
-        await drained(fs, ino)
-        assert await read_file(fs, ino) == b"short"
+    ino = await write_file(fs, b"file", data)
+    await moved_out(fs, ino)
+    before = {key for bucket in BUCKETS.values() for key in bucket.objects}
+    await overwrite(fs, ino, MIB, b"changed")
+    data[MIB : MIB + 7] = b"changed"
+    await moved_out(fs, ino)
+    await fs.collector.drain()
+    assert before.isdisjoint(key for bucket in BUCKETS.values() for key in bucket.objects)
+    assert await read_file(fs, ino) == data
+    await rewrite(fs, ino, b"short")
+    await drained(fs, ino)
+    assert await read_file(fs, ino) == b"short"
 
 
 # --- a burst tier that is full ---
@@ -115,14 +114,14 @@ async def opened_file(fs: Filesystem, name: bytes) -> tuple[int, int]:
     return inode.ino, handle
 
 
-async def test_writers_wait_for_the_drain(directory: Path) -> None:
+@pytest.mark.store(TINY, servers=ADDRESSES)
+async def test_writers_wait_for_the_drain(fs: Filesystem) -> None:
     data = [os.urandom(60 * KIB + number) for number in range(20)]
-    async with opened(directory, TINY, servers=ADDRESSES) as fs:
-        inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(20)]
-        for ino, content in zip(inos, data, strict=True):
-            assert await read_file(fs, ino) == content
-        await moved_out(fs, *inos)
-        assert objects() >= 20
+    inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(20)]
+    for ino, content in zip(inos, data, strict=True):
+        assert await read_file(fs, ino) == content
+    await moved_out(fs, *inos)
+    assert objects() >= 20
 
 
 @pytest.mark.parametrize("delay", ["0s", "1h"])
@@ -143,55 +142,52 @@ async def test_who_changes_a_file_waits_for_room_for_it(directory: Path, delay: 
         assert await read_file(fs, ino) == data[: 50 * KIB]
 
 
-async def test_without_a_prospect_of_room_there_is_an_error(directory: Path) -> None:
-    async with opened(directory, TINY, servers=ADDRESSES) as fs:
-        _, large = await opened_file(fs, b"large")
-        for offset in range(0, 300 * KIB, 60 * KIB):
-            await fs.write(large, offset, bytes(60 * KIB))
-        await fs.tier.look()
-        ino, small = await opened_file(fs, b"small")
-        await fs.write(small, 0, b"inline")
-        with pytest.raises(NoSpace, match="burst tier is full"):
-            await fs.write(small, 0, bytes(60 * KIB))
-        assert await read_file(fs, ino) == b"inline"
-        await fs.release(large)
-        await fs.write(small, 0, b"x" * 60 * KIB)
-        assert await read_file(fs, ino) == b"x" * 60 * KIB
-        await fs.release(small)
+@pytest.mark.store(TINY, servers=ADDRESSES)
+async def test_without_a_prospect_of_room_there_is_an_error(fs: Filesystem) -> None:
+    _, large = await opened_file(fs, b"large")
+    for offset in range(0, 300 * KIB, 60 * KIB):
+        await fs.write(large, offset, bytes(60 * KIB))
+    await fs.tier.look()
+    ino, small = await opened_file(fs, b"small")
+    await fs.write(small, 0, b"inline")
+    with pytest.raises(NoSpace, match="burst tier is full"):
+        await fs.write(small, 0, bytes(60 * KIB))
+    assert await read_file(fs, ino) == b"inline"
+    await fs.release(large)
+    await fs.write(small, 0, b"x" * 60 * KIB)
+    assert await read_file(fs, ino) == b"x" * 60 * KIB
+    await fs.release(small)
 
 
-async def test_a_policy_cannot_keep_files_out_of_the_burst_tier(directory: Path) -> None:
-    async with opened(directory, STRIPED, servers=ADDRESSES) as fs:
-        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
-        ino = await write_file(fs, b"file", b"x" * 90000)
-        await moved_out(fs, ino)
-        assert await read_file(fs, ino) == b"x" * 90000
+@pytest.mark.store(STRIPED, servers=ADDRESSES)
+async def test_a_policy_cannot_keep_files_out_of_the_burst_tier(fs: Filesystem) -> None:
+    await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+    ino = await write_file(fs, b"file", b"x" * 90000)
+    await moved_out(fs, ino)
+    assert await read_file(fs, ino) == b"x" * 90000
 
 
-async def test_what_changes_outside_of_it_goes_where_objects_can_change(directory: Path) -> None:
-    servers = [ADDRESSES[0], "data/1", ADDRESSES[1]]
-    async with opened(directory, STRIPED, servers=servers) as fs:
-        data = bytearray(os.urandom(3 * MIB))
-        ino = await write_file(fs, b"file", data)
-        await moved_out(fs, ino)
-        assert {0, 1, 2} == set((await fs.getattr(ino)).layout.servers)
-        await put(fs, ROOT_INO, "tier", "capacity", ROOT)
-        await put(fs, ino, "tier", "capacity", ROOT)
-        for _ in range(2):
-            await overwrite(fs, ino, MIB, b"changed")
-        data[MIB : MIB + 7] = b"changed"
-        assert (await fs.getattr(ino)).layout.servers == (1,)
-        assert await read_file(fs, ino) == data
-        other = await write_file(fs, b"other", data)
-        assert (await fs.getattr(other)).layout.servers == (1,)
-        assert await read_file(fs, other) == data
+@pytest.mark.store(STRIPED, servers=[ADDRESSES[0], "data/1", ADDRESSES[1]])
+async def test_what_changes_outside_of_it_goes_where_objects_can_change(fs: Filesystem) -> None:
+    data = bytearray(os.urandom(3 * MIB))
+    ino = await write_file(fs, b"file", data)
+    await moved_out(fs, ino)
+    assert {0, 1, 2} == set((await fs.getattr(ino)).layout.servers)
+    await put(fs, ROOT_INO, "tier", "capacity", ROOT)
+    await put(fs, ino, "tier", "capacity", ROOT)
+    for _ in range(2):
+        await overwrite(fs, ino, MIB, b"changed")
+    data[MIB : MIB + 7] = b"changed"
+    assert (await fs.getattr(ino)).layout.servers == (1,)
+    assert await read_file(fs, ino) == data
+    other = await write_file(fs, b"other", data)
+    assert (await fs.getattr(other)).layout.servers == (1,)
+    assert await read_file(fs, other) == data
 
 
 @pytest.mark.parametrize("spoil", ["missing", "short", "wrong"])
 @pytest.mark.parametrize(
-    ("protected", "count"),
-    [(modes.REPLICAS, 2), (modes.CODED, 3)],
-    ids=["replicas", "coded"],
+    ("protected", "count"), [(modes.REPLICAS, 2), (modes.CODED, 3)], ids=["replicas", "coded"]
 )
 async def test_a_column_is_made_anew_where_it_was(
     directory: Path, protected: dict, count: int, spoil: str

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,13 +23,14 @@ from aifs.data.health import ObjectFails
 from aifs.files.flips import Draining, DrainOutcome
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import forms, keys, namespace
-from aifs.vfs import Caller, SetAttr, open_filesystem
+from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
 from tests.support.data_servers import FaultHook, failing, hooked
 from tests.support.hanging import WAIT_S, hanging
 from tests.support.kernel import Kernel
 from tests.support.modes import config_of
 from tests.support.stores import drained, opened, require_sound, served
+from tests.support.stores import fs as fs
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
@@ -38,11 +39,27 @@ BY_DAEMON = WAITING | modes.BY_DAEMON
 DRAINING = modes.ON | {"layout.unit": "4KiB"}
 
 
+pytestmark = pytest.mark.store(WAITING)
+
+
+@pytest.fixture(autouse=True)
+def hook() -> Iterator[None]:
+    """Everything is done by workers."""
+    with hooked():
+        yield
+
+
+@pytest.fixture
+async def kernel(fs: Filesystem) -> AsyncIterator[Kernel]:
+    async with Kernel(fs) as kernel:
+        yield kernel
+
+
 @asynccontextmanager
 async def mounted(directory: Path, settings: dict[str, str] = WAITING) -> AsyncIterator[Kernel]:
-    with hooked():
-        async with opened(directory, settings, sound=False) as fs, Kernel(fs) as kernel:
-            yield kernel
+    """One of several mounts; the test itself sees to fsck."""
+    async with opened(directory, settings, sound=False) as fs, Kernel(fs) as kernel:
+        yield kernel
 
 
 async def make(kernel: Kernel, name: bytes, content: bytes = CONTENT) -> int:
@@ -50,6 +67,12 @@ async def make(kernel: Kernel, name: bytes, content: bytes = CONTENT) -> int:
     await kernel.write(handle, 0, content)
     await kernel.release(handle)
     return inode.ino
+
+
+async def path_of(kernel: Kernel, ino: int) -> str:
+    """Where the burst copy of a file lies."""
+    (device,) = kernel.store.servers.burst()
+    return device.where((0, (await kernel.getattr(ino)).copy.id))
 
 
 async def content_of(kernel: Kernel, ino: int) -> bytes:
@@ -67,60 +90,51 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # --- full -----------------------------------------------------------------------------------------
 
 
-async def test_new_files_go_to_the_servers_when_the_device_is_full(directory: Path) -> None:
-    async with mounted(directory) as kernel:
-        first = await make(kernel, b"first")
-        assert (await kernel.getattr(first)).in_burst
-        refused = []
+async def test_new_files_go_to_the_servers_when_the_device_is_full(kernel, directory):
+    first = await make(kernel, b"first")
+    assert (await kernel.getattr(first)).in_burst
+    refused = []
 
-        def refuse(op: str, path: str) -> None:
-            if (
-                op == "open_file"
-                and path.startswith(f"{directory}/burst")
-                and not os.path.exists(path)
-            ):
-                refused.append(path)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refuse(op: str, path: str) -> None:
+        if op == "open_file" and path.startswith(f"{directory}/burst") and not os.path.exists(path):
+            refused.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        with hooked(refuse):
-            for number in range(80):  # more than were made ahead
-                # Of different kinds, for after several tiny ones of one kind the next gets no copy.
-                name = b"new.%d" % number
-                ino = await make(kernel, name, CONTENT if number == 79 else b"")
-        assert refused
-        assert not (await kernel.getattr(ino)).in_burst
-        assert await content_of(kernel, ino) == CONTENT
-        assert await content_of(kernel, first) == CONTENT
-        await drained(kernel, first)
-    await require_sound(config_of(directory))
+    with hooked(refuse):
+        for number in range(80):  # more than were made ahead
+            # Of different kinds, for after several tiny ones of one kind the next gets no copy.
+            name = b"new.%d" % number
+            ino = await make(kernel, name, CONTENT if number == 79 else b"")
+    assert refused
+    assert not (await kernel.getattr(ino)).in_burst
+    assert await content_of(kernel, ino) == CONTENT
+    assert await content_of(kernel, first) == CONTENT
+    await drained(kernel, first)
 
 
-async def test_a_writer_is_told_that_the_device_is_full_and_loses_nothing(directory: Path) -> None:
-    async with mounted(directory, BY_DAEMON) as kernel:
-        handle, inode = await kernel.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
-        await kernel.write(handle, 0, CONTENT)
-        with failing("write_at", f"{directory}/burst", errno.ENOSPC), pytest.raises(NoSpace):
-            await kernel.write(handle, len(CONTENT), CONTENT)
-        assert await content_of(kernel, inode.ino) == CONTENT
+@pytest.mark.store(BY_DAEMON)
+async def test_a_writer_is_told_that_the_device_is_full_and_loses_nothing(kernel, directory):
+    handle, inode = await kernel.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    await kernel.write(handle, 0, CONTENT)
+    with failing("write_at", f"{directory}/burst", errno.ENOSPC), pytest.raises(NoSpace):
         await kernel.write(handle, len(CONTENT), CONTENT)
+    assert await content_of(kernel, inode.ino) == CONTENT
+    await kernel.write(handle, len(CONTENT), CONTENT)
+    await kernel.release(handle)
+    await drained(kernel, inode.ino)
+    assert await content_of(kernel, inode.ino) == 2 * CONTENT
+
+
+async def test_a_file_is_written_in_place_where_it_cannot_be_staged(kernel, directory):
+    ino = await make(kernel, b"f")
+    await drained(kernel, ino)
+    assert await kernel.evictor.evict(ino)
+    with failing(("open_file", "write_at", "truncate"), f"{directory}/burst", errno.ENOSPC):
+        handle = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(handle, 5, b"new")
         await kernel.release(handle)
-        await drained(kernel, inode.ino)
-        assert await content_of(kernel, inode.ino) == 2 * CONTENT
-    await require_sound(config_of(directory))
-
-
-async def test_a_file_is_written_in_place_where_it_cannot_be_staged(directory: Path) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel, b"f")
-        await drained(kernel, ino)
-        assert await kernel.evictor.evict(ino)
-        with failing(("open_file", "write_at", "truncate"), f"{directory}/burst", errno.ENOSPC):
-            handle = await kernel.open(ino, os.O_RDWR)
-            await kernel.write(handle, 5, b"new")
-            await kernel.release(handle)
-        assert (await kernel.getattr(ino)).copy is None
-        assert await content_of(kernel, ino) == CONTENT[:5] + b"new" + CONTENT[8:]
-    await require_sound(config_of(directory))
+    assert (await kernel.getattr(ino)).copy is None
+    assert await content_of(kernel, ino) == CONTENT[:5] + b"new" + CONTENT[8:]
 
 
 # --- failing, vanished ----------------------------------------------------------------------------
@@ -157,99 +171,85 @@ async def noticed(kernel: Kernel) -> None:
     await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_lent_files_are_taken_back_when_their_device_begins_to_fail(
-    directory: Path,
-) -> None:
-    async with mounted(directory) as kernel:
-        idle, used = await make(kernel, b"idle"), await make(kernel, b"used")
-        await drained(kernel, idle, used)
-        handle = await kernel.open(used, os.O_RDONLY)
-        assert kernel.answered == 1 and kernel.find_lent(idle) and kernel.find_lent(used)
-        (directory / "burst").rename(directory / "away")
-        await noticed(kernel)
-        for _ in range(3):
-            assert await content_of(kernel, idle) == CONTENT
-        assert not kernel.find_lent(idle).backing
-        await kernel.release(handle)
-        assert await content_of(kernel, used) == CONTENT
-        (directory / "away").rename(directory / "burst")
-        await noticed(kernel)
-        assert await content_of(kernel, idle) == CONTENT  # by the daemon, which sees that it works
-        await noticed(kernel)
-        before = kernel.direct_bytes
-        for ino in (idle, used):
-            assert await content_of(kernel, ino) == CONTENT
-        assert kernel.direct_bytes == before + 2 * len(CONTENT)
-    await require_sound(config_of(directory))
+async def test_lent_files_are_taken_back_when_their_device_begins_to_fail(kernel, directory):
+    idle, used = await make(kernel, b"idle"), await make(kernel, b"used")
+    await drained(kernel, idle, used)
+    handle = await kernel.open(used, os.O_RDONLY)
+    assert kernel.answered == 1 and kernel.find_lent(idle) and kernel.find_lent(used)
+    (directory / "burst").rename(directory / "away")
+    await noticed(kernel)
+    for _ in range(3):
+        assert await content_of(kernel, idle) == CONTENT
+    assert not kernel.find_lent(idle).backing
+    await kernel.release(handle)
+    assert await content_of(kernel, used) == CONTENT
+    (directory / "away").rename(directory / "burst")
+    await noticed(kernel)
+    assert await content_of(kernel, idle) == CONTENT  # by the daemon, which sees that it works
+    await noticed(kernel)
+    before = kernel.direct_bytes
+    for ino in (idle, used):
+        assert await content_of(kernel, ino) == CONTENT
+    assert kernel.direct_bytes == before + 2 * len(CONTENT)
 
 
-async def test_a_lent_handle_whose_inode_cannot_be_read_is_closed_all_the_same(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel, b"f")
-        await drained(kernel, ino)
-        handles = [await kernel.open(ino, os.O_RDONLY) for _ in range(3)]
-        assert kernel.answered == 3
-        kernel.io.table.recall_all()
+async def test_a_lent_handle_whose_inode_cannot_be_read_is_closed_all_the_same(kernel, monkeypatch):
+    ino = await make(kernel, b"f")
+    await drained(kernel, ino)
+    handles = [await kernel.open(ino, os.O_RDONLY) for _ in range(3)]
+    assert kernel.answered == 3
+    kernel.io.table.recall_all()
 
-        async def fail() -> None:
-            raise Unavailable("no metadata just now")
+    async def fail() -> None:
+        raise Unavailable("no metadata just now")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel.io.inodes, "find_room", fail)
-            with pytest.raises(Unavailable):
-                await kernel.release(handles[0])
-        assert await content_of(kernel, ino) == CONTENT  # it is in core, and has two handles
-        await kernel.release(handles[1])
-        await kernel.release(handles[2])
-        assert not kernel.io.table.programs_have_open()
-        handle = await kernel.open(ino, os.O_RDONLY)
-        kernel.io.table.recall_all()
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel.io.inodes, "find_room", fail)
-            with pytest.raises(Unavailable):
-                await kernel.release(handle)
-        assert not kernel.io.table.programs_have_open() and kernel.find_lent(ino) is None
-        assert await kernel.evictor.evict(ino)
-        await kernel.unlink(ROOT, b"f")
-        await kernel.collector.drain()
-    await require_sound(config_of(directory))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.io.inodes, "find_room", fail)
+        with pytest.raises(Unavailable):
+            await kernel.release(handles[0])
+    assert await content_of(kernel, ino) == CONTENT  # it is in core, and has two handles
+    await kernel.release(handles[1])
+    await kernel.release(handles[2])
+    assert not kernel.io.table.programs_have_open()
+    handle = await kernel.open(ino, os.O_RDONLY)
+    kernel.io.table.recall_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.io.inodes, "find_room", fail)
+        with pytest.raises(Unavailable):
+            await kernel.release(handle)
+    assert not kernel.io.table.programs_have_open() and kernel.find_lent(ino) is None
+    assert await kernel.evictor.evict(ino)
+    await kernel.unlink(ROOT, b"f")
+    await kernel.collector.drain()
 
 
-async def test_times_of_access_are_recorded_though_a_transaction_fails(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with mounted(directory) as kernel:
-        ino = await make(kernel, b"f")
-        before_ns = (await kernel.getattr(ino)).atime_ns
-        await kernel.release(await kernel.open(ino, os.O_RDONLY))
-        assert kernel.answered == 1
-        accessed_ns = (await kernel.getattr(ino)).atime_ns
-        assert accessed_ns > before_ns
-        transact = kernel.store.engine.transact
+async def test_times_of_access_are_recorded_though_a_transaction_fails(kernel, monkeypatch):
+    ino = await make(kernel, b"f")
+    before_ns = (await kernel.getattr(ino)).atime_ns
+    await kernel.release(await kernel.open(ino, os.O_RDONLY))
+    assert kernel.answered == 1
+    accessed_ns = (await kernel.getattr(ino)).atime_ns
+    assert accessed_ns > before_ns
+    transact = kernel.store.engine.transact
 
-        async def fail(function, *args):
-            if function is forms.put_access_times:
-                raise NoSpace("the metadata store is full")
-            return await transact(function, *args)
+    async def fail(function, *args):
+        if function is forms.put_access_times:
+            raise NoSpace("the metadata store is full")
+        return await transact(function, *args)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel.store.engine, "transact", fail)
-            with pytest.raises(NoSpace):
-                await kernel.io.inodes.record_accesses()
-        assert (await kernel.getattr(ino)).atime_ns == accessed_ns
-        await kernel.io.inodes.record_accesses()
-        stored = await kernel.store.engine.view(namespace.get_inode, ino)
-        assert stored.atime_ns == accessed_ns
-    await require_sound(config_of(directory))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.store.engine, "transact", fail)
+        with pytest.raises(NoSpace):
+            await kernel.io.inodes.record_accesses()
+    assert (await kernel.getattr(ino)).atime_ns == accessed_ns
+    await kernel.io.inodes.record_accesses()
+    stored = await kernel.store.engine.view(namespace.get_inode, ino)
+    assert stored.atime_ns == accessed_ns
 
 
-async def test_a_copy_that_is_mapped_while_it_is_looked_at_is_not_evicted(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_copy_that_is_mapped_while_it_is_looked_at_is_not_evicted(kernel, monkeypatch):
     maps: list[mmap.mmap] = []
-    async with mounted(directory) as kernel, trio.open_nursery() as nursery:
+    async with trio.open_nursery() as nursery:
         ino = await make(kernel, b"f")
         await drained(kernel, ino)
         looked = BurstCopy.is_used
@@ -277,122 +277,101 @@ async def test_a_copy_that_is_mapped_while_it_is_looked_at_is_not_evicted(
         for memory in maps:
             assert memory[:3] == b"NEW"
             memory.close()
-    await require_sound(config_of(directory))
 
 
 # --- what cannot be written back ---
 
 
-async def test_an_error_of_write_back_after_close_reaches_the_next_fsync_once(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with mounted(directory) as kernel:
-        (device,) = kernel.store.servers.burst()
-        ino = await make(kernel, b"f")
-        path = device.where((0, (await kernel.getattr(ino)).copy.id))
-        with failing("sync_file", path) as failed:
-            await kernel.writeback.sync_closed_files()
-            assert len(failed) == 1
-        await kernel.writeback.sync_closed_files()  # it works now, but the bytes are lost
-        assert await is_marked(kernel, ino)
-        assert await content_of(kernel, ino) == CONTENT
-        first, second = [await kernel.open(ino, os.O_RDONLY) for _ in range(2)]
-        with pytest.raises(Unavailable, match=re.escape(path)):
-            await kernel.fsync(first)
-        await kernel.release(first)
-        await kernel.fsync(second)
-        await kernel.release(second)
-        assert await is_marked(kernel, ino)  # nobody takes its copy for durable
-        await drained(kernel, ino)
-        assert (await kernel.getattr(ino)).copy is None
-        assert await content_of(kernel, ino) == CONTENT
-        assert not await is_marked(kernel, ino)
-    await require_sound(config_of(directory))
+async def test_an_error_of_write_back_after_close_reaches_the_next_fsync_once(kernel, caplog):
+    ino = await make(kernel, b"f")
+    path = await path_of(kernel, ino)
+    with failing("sync_file", path) as failed:
+        await kernel.writeback.sync_closed_files()
+        assert len(failed) == 1
+    await kernel.writeback.sync_closed_files()  # it works now, but the bytes are lost
+    assert await is_marked(kernel, ino)
+    assert await content_of(kernel, ino) == CONTENT
+    first, second = [await kernel.open(ino, os.O_RDONLY) for _ in range(2)]
+    with pytest.raises(Unavailable, match=re.escape(path)):
+        await kernel.fsync(first)
+    await kernel.release(first)
+    await kernel.fsync(second)
+    await kernel.release(second)
+    assert await is_marked(kernel, ino)  # nobody takes its copy for durable
+    await drained(kernel, ino)
+    assert (await kernel.getattr(ino)).copy is None
+    assert await content_of(kernel, ino) == CONTENT
+    assert not await is_marked(kernel, ino)
     told = [line for line in warnings(caplog) if path in line]
     assert len(told) == 1 and f"inode {ino}: what was written to it last may be lost" in told[0]
 
 
-async def test_a_copy_that_has_lost_bytes_never_becomes_a_cache(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_copy_that_has_lost_bytes_never_becomes_a_cache(kernel, caplog):
     """Its disk may have other bytes than the page cache, from which the file is drained."""
-    async with mounted(directory) as kernel:
-        (device,) = kernel.store.servers.burst()
-        ino = await make(kernel, b"f")
-        path = device.where((0, (await kernel.getattr(ino)).copy.id))
-        with failing("sync_file", path):
-            await kernel.writeback.sync_closed_files()
-        handle = await kernel.open(ino, os.O_RDONLY)
-        draining = Draining(ino)
-        await kernel.drain.drainer.drain([draining])
-        assert draining.outcome is DrainOutcome.BUSY
-        await kernel.release(handle)
-        await drained(kernel, ino)
-        assert (await kernel.getattr(ino)).copy is None
-        assert await content_of(kernel, ino) == CONTENT
-    await require_sound(config_of(directory))
+    ino = await make(kernel, b"f")
+    path = await path_of(kernel, ino)
+    with failing("sync_file", path):
+        await kernel.writeback.sync_closed_files()
+    handle = await kernel.open(ino, os.O_RDONLY)
+    draining = Draining(ino)
+    await kernel.drain.drainer.drain([draining])
+    assert draining.outcome is DrainOutcome.BUSY
+    await kernel.release(handle)
+    await drained(kernel, ino)
+    assert (await kernel.getattr(ino)).copy is None
+    assert await content_of(kernel, ino) == CONTENT
     assert any(path in line for line in warnings(caplog))
 
 
 @pytest.mark.parametrize("how", ["drained", "renamed", "truncated", "unlinked"])
-async def test_an_error_of_write_back_outlives_the_copy(
-    directory: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with mounted(directory) as kernel:
-        (device,) = kernel.store.servers.burst()
-        ino = await make(kernel, b"f")
-        path = device.where((0, (await kernel.getattr(ino)).copy.id))
-        with failing("sync_file", path):
-            await kernel.writeback.sync_closed_files()
-        if how == "drained":
-            await drained(kernel, ino)
-            handle = await kernel.open(ino, os.O_RDWR)
-            with pytest.raises(Unavailable, match=re.escape(path)):
-                await kernel.fsync(handle)
-            await kernel.release(handle)
-            handle = await kernel.open(ino, os.O_RDWR)
+async def test_an_error_of_write_back_outlives_the_copy(kernel, how, caplog):
+    ino = await make(kernel, b"f")
+    path = await path_of(kernel, ino)
+    with failing("sync_file", path):
+        await kernel.writeback.sync_closed_files()
+    if how == "drained":
+        await drained(kernel, ino)
+        handle = await kernel.open(ino, os.O_RDWR)
+        with pytest.raises(Unavailable, match=re.escape(path)):
             await kernel.fsync(handle)
-            await kernel.release(handle)
-            assert not await is_marked(kernel, ino)
-        elif how == "renamed":
-            with pytest.raises(Unavailable, match=re.escape(path)):
-                await kernel.rename(ROOT, b"f", ROOT, b"g", 0, ME)
-            assert (await kernel.lookup(ROOT, b"f")).ino == ino
-        elif how == "truncated":
-            handle = await kernel.open(ino, os.O_RDWR | os.O_TRUNC)
-            await kernel.write(handle, 0, CONTENT)
-            with pytest.raises(Unavailable, match=re.escape(path)):
-                await kernel.fsync(handle)
-            await kernel.release(handle)
-        else:
-            await kernel.unlink(ROOT, b"f")
-            kernel.forget([ino])
-            await kernel.collector.drain()
-            assert not kernel.io.table.has_lost(ino)
-    await require_sound(config_of(directory))
+        await kernel.release(handle)
+        handle = await kernel.open(ino, os.O_RDWR)
+        await kernel.fsync(handle)
+        await kernel.release(handle)
+        assert not await is_marked(kernel, ino)
+    elif how == "renamed":
+        with pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.rename(ROOT, b"f", ROOT, b"g", 0, ME)
+        assert (await kernel.lookup(ROOT, b"f")).ino == ino
+    elif how == "truncated":
+        handle = await kernel.open(ino, os.O_RDWR | os.O_TRUNC)
+        await kernel.write(handle, 0, CONTENT)
+        with pytest.raises(Unavailable, match=re.escape(path)):
+            await kernel.fsync(handle)
+        await kernel.release(handle)
+    else:
+        await kernel.unlink(ROOT, b"f")
+        kernel.forget([ino])
+        await kernel.collector.drain()
+        assert not kernel.io.table.has_lost(ino)
     assert any(path in line for line in warnings(caplog))
 
 
-async def test_a_rename_that_syncs_many_files_remembers_what_was_lost(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with mounted(directory) as kernel:
-        (device,) = kernel.store.servers.burst()
-        parent = (await kernel.mkdir(ROOT, b"d", 0o755, ME)).ino
-        handle, inode = await kernel.create(parent, b"f", 0o644, os.O_RDWR, ME)
-        await kernel.write(handle, 0, CONTENT)
-        await kernel.release(handle)
-        path = device.where((0, (await kernel.getattr(inode.ino)).copy.id))
-        with failing("sync_file", path), pytest.raises(Unavailable, match=re.escape(path)):
-            await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
-        with pytest.raises(Unavailable, match=re.escape(path)):
-            await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
-        handle = await kernel.open(inode.ino, os.O_RDWR)
-        with pytest.raises(Unavailable, match=re.escape(path)):
-            await kernel.fsync(handle)
-        await kernel.release(handle)
-        await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)  # somebody knows
-    await require_sound(config_of(directory))
+async def test_a_rename_that_syncs_many_files_remembers_what_was_lost(kernel, caplog):
+    parent = (await kernel.mkdir(ROOT, b"d", 0o755, ME)).ino
+    handle, inode = await kernel.create(parent, b"f", 0o644, os.O_RDWR, ME)
+    await kernel.write(handle, 0, CONTENT)
+    await kernel.release(handle)
+    path = await path_of(kernel, inode.ino)
+    with failing("sync_file", path), pytest.raises(Unavailable, match=re.escape(path)):
+        await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
+    with pytest.raises(Unavailable, match=re.escape(path)):
+        await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)
+    handle = await kernel.open(inode.ino, os.O_RDWR)
+    with pytest.raises(Unavailable, match=re.escape(path)):
+        await kernel.fsync(handle)
+    await kernel.release(handle)
+    await kernel.rename(ROOT, b"d", ROOT, b"e", 0, ME)  # somebody knows
 
 
 async def is_marked(kernel: Kernel, ino: int) -> bool:
@@ -415,31 +394,28 @@ async def test_a_clean_file_can_be_written_while_the_device_is_away(directory: P
     await require_sound(config_of(directory))
 
 
+@pytest.mark.store(BY_DAEMON)
 @pytest.mark.parametrize("op", ["sync_file", "write_at", "read_into"])
-async def test_what_fails_for_one_file_alone_is_no_failure_of_the_device(
-    directory: Path, op: str
-) -> None:
-    async with mounted(directory, BY_DAEMON) as kernel:
-        (device,) = kernel.store.servers.burst()
-        bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
-        path = device.where((0, (await kernel.getattr(bad)).copy.id))
-        handle = await kernel.open(bad, os.O_RDWR)
-        with failing(op, path) as failed, pytest.raises(ObjectFails, match=re.escape(path)):
-            await kernel.read(handle, 0, 10)
-            await kernel.write(handle, 0, b"x")
-            await kernel.fsync(handle)
-        assert failed and device.state == "ok" and device.health.usable
-        handle = await kernel.open(good, os.O_RDWR)
+async def test_what_fails_for_one_file_alone_is_no_failure_of_the_device(kernel, op):
+    (device,) = kernel.store.servers.burst()
+    bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
+    path = await path_of(kernel, bad)
+    handle = await kernel.open(bad, os.O_RDWR)
+    with failing(op, path) as failed, pytest.raises(ObjectFails, match=re.escape(path)):
+        await kernel.read(handle, 0, 10)
+        await kernel.write(handle, 0, b"x")
         await kernel.fsync(handle)
-        assert (await kernel.getattr(await make(kernel, b"new"))).in_burst
-        # The probe meets what fails for all files.
-        with failing(op, device.address), pytest.raises(Unavailable):
-            await kernel.read(handle, 0, 10)
-            await kernel.write(handle, 0, b"x")
-            await kernel.fsync(handle)
-        assert device.state == "failing"
-        assert list(Path(device.address).glob(".aifs-*")) == []
-    await require_sound(config_of(directory))
+    assert failed and device.state == "ok" and device.health.usable
+    handle = await kernel.open(good, os.O_RDWR)
+    await kernel.fsync(handle)
+    assert (await kernel.getattr(await make(kernel, b"new"))).in_burst
+    # The probe meets what fails for all files.
+    with failing(op, device.address), pytest.raises(Unavailable):
+        await kernel.read(handle, 0, 10)
+        await kernel.write(handle, 0, b"x")
+        await kernel.fsync(handle)
+    assert device.state == "failing"
+    assert list(Path(device.address).glob(".aifs-*")) == []
 
 
 async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_closed(
@@ -449,7 +425,7 @@ async def test_a_file_that_cannot_be_synced_does_not_keep_the_store_from_being_c
         async with opened(directory, BY_DAEMON, sound=False) as fs, Kernel(fs) as kernel:
             (device,) = fs.store.servers.burst()
             bad, good = await make(kernel, b"bad"), await make(kernel, b"good")
-            path = device.where((0, (await kernel.getattr(bad)).copy.id))
+            path = await path_of(kernel, bad)
 
             def refuse(op: str, where: str) -> None:
                 if op == "sync_file" and where == path:

@@ -27,6 +27,7 @@ from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel
 from tests.support.powercut import PowerCut, make_copies_one_disk
 from tests.support.stores import drained, overwrite, read_file
+from tests.support.stores import fs as fs
 from tests.support.stores import opened as mounted
 
 WAITING = modes.WAITING | {"data.writeback_interval": "1h", "meta.commit_interval": "1h"}
@@ -36,19 +37,17 @@ async def is_marked(fs: Filesystem, ino: int) -> bool:
     return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
-async def test_who_waits_for_a_drain_goes_on_when_the_file_becomes_inline_at_its_close(
-    directory: Path,
-) -> None:
-    async with mounted(directory, WAITING) as fs:
-        ino, handle = await write_file(fs, b"f", b"tiny", close=False)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.wait_drained, ino, 10)
-            while not fs.drain.status()["held_files"]:
-                await trio.testing.wait_all_tasks_blocked()
-                await trio.sleep(0.01)
-            await fs.release(handle)
-            assert not (await fs.getattr(ino)).in_burst
-        assert fs.drain.status()["files"] == 0
+@pytest.mark.store(WAITING)
+async def test_who_waits_for_a_drain_goes_on_when_the_file_becomes_inline_at_its_close(fs):
+    ino, handle = await write_file(fs, b"f", b"tiny", close=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fs.wait_drained, ino, 10)
+        while not fs.drain.status()["held_files"]:
+            await trio.testing.wait_all_tasks_blocked()
+            await trio.sleep(0.01)
+        await fs.release(handle)
+        assert not (await fs.getattr(ino)).in_burst
+    assert fs.drain.status()["files"] == 0
 
 
 async def test_a_writer_whose_open_meets_a_sync_leaves_a_mark(directory: Path) -> None:
@@ -117,18 +116,18 @@ async def test_renaming_a_file_does_not_look_at_what_else_is_unsynced(
         assert [await is_marked(fs, ino) for ino in inos] == [False] + [True] * 19
 
 
+@pytest.mark.store(WAITING)
 async def test_a_file_that_is_deleted_after_its_drain_failed_does_not_count_as_failing(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with mounted(directory, WAITING) as fs:
-        ino, _ = await write_file(fs, b"f", b"x" * 10_000)
-        with failing("write_at", str(directory / "data")):
-            fs.drain.request([ino])
-            with trio.fail_after(60):
-                while not fs.drain.status()["failing_files"]:
-                    await trio.sleep(0.01)
-        await fs.unlink(ROOT_INO, b"f")
-        assert fs.drain.status()["failing_files"] == 0
+    fs, directory, caplog
+):
+    ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+    with failing("write_at", str(directory / "data")):
+        fs.drain.request([ino])
+        with trio.fail_after(60):
+            while not fs.drain.status()["failing_files"]:
+                await trio.sleep(0.01)
+    await fs.unlink(ROOT_INO, b"f")
+    assert fs.drain.status()["failing_files"] == 0
 
 
 async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_being_mounted(
@@ -145,38 +144,35 @@ async def test_a_damaged_record_of_a_container_does_not_keep_the_store_from_bein
         assert await fs.store.engine.view(chunks.open_containers) == {}
 
 
-async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(directory: Path) -> None:
-    async with mounted(directory) as fs:
-        ino, _ = await write_file(fs, b"f", b"x" * 10_000)
-        await drained(fs, ino)
-        add = fs.files.add_handle
+async def test_an_open_that_fails_at_its_end_leaves_a_file_that_is_drained(fs: Filesystem) -> None:
+    ino, _ = await write_file(fs, b"f", b"x" * 10_000)
+    await drained(fs, ino)
+    add = fs.files.add_handle
 
-        async def failing_add(*args: object) -> None:
-            raise Unavailable("the device is gone")
+    async def failing_add(*args: object) -> None:
+        raise Unavailable("the device is gone")
 
-        fs.files.add_handle = failing_add
-        with pytest.raises(Unavailable):
-            await fs.open(ino, os.O_RDWR)
-        fs.files.add_handle = add
-        assert (await fs.getattr(ino)).in_burst
-        with trio.fail_after(60):
-            while (await fs.getattr(ino)).in_burst:
-                await trio.sleep(0.01)
+    fs.files.add_handle = failing_add
+    with pytest.raises(Unavailable):
+        await fs.open(ino, os.O_RDWR)
+    fs.files.add_handle = add
+    assert (await fs.getattr(ino)).in_burst
+    with trio.fail_after(60):
+        while (await fs.getattr(ino)).in_burst:
+            await trio.sleep(0.01)
 
 
-async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the_burst_tier(
-    directory: Path,
-) -> None:
-    async with mounted(directory, WAITING) as fs:
-        ino, handle = await write_file(fs, b"f", b"tiny", close=False)
-        fs.store.engine.short_of_space = True
-        await fs.release(handle)
-        assert (await fs.getattr(ino)).in_burst
-        path = path_of(fs, (await fs.getattr(ino)).copy)
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nobody has kept a lease
-        fs.store.engine.short_of_space = False
-        await drained(fs, ino)
-        assert await read_file(fs, ino) == b"tiny"
+@pytest.mark.store(WAITING)
+async def test_a_tiny_file_that_the_full_metadata_store_cannot_take_stays_in_the_burst_tier(fs):
+    ino, handle = await write_file(fs, b"f", b"tiny", close=False)
+    fs.store.engine.short_of_space = True
+    await fs.release(handle)
+    assert (await fs.getattr(ino)).in_burst
+    path = path_of(fs, (await fs.getattr(ino)).copy)
+    os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nobody has kept a lease
+    fs.store.engine.short_of_space = False
+    await drained(fs, ino)
+    assert await read_file(fs, ino) == b"tiny"
 
 
 async def test_a_chmod_of_an_open_file_that_is_refused_is_neither_seen_nor_saved_later(

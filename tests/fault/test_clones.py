@@ -37,11 +37,7 @@ SETTINGS = modes.STRIPED | {
     "burst.stage_for_write": 0,
     "scrub.bandwidth": 0,
 }
-KINDS = {
-    "plain": {},
-    "coded": {"layout.ec": "2+1"},
-    "replicas": {"layout.replicas": 2},
-}
+KINDS = {"plain": {}, "coded": {"layout.ec": "2+1"}, "replicas": {"layout.replicas": 2}}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 protected = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
 

@@ -30,6 +30,7 @@ from tests.support.maker import make_elsewhere
 from tests.support.shared import Segment, save
 from tests.support.spoil import flip
 from tests.support.stores import drained, opened, write_file
+from tests.support.stores import fs as fs
 
 MIB = 1 << 20
 DATA = os.urandom(9 * MIB + 4321)
@@ -175,43 +176,39 @@ async def test_a_copy_is_right_though_its_last_chunk_begins_in_the_mib_looked_up
 
 
 @HERE_AND_ELSEWHERE
-async def test_chunks_of_groups(directory: Path, where: str) -> None:
+async def test_chunks_of_groups(fs: Filesystem, where: str) -> None:
     """What is equal is hashed once; a copy that is gone does not spoil it for the others."""
-    async with opened(directory) as fs:
-        inos = [await write_file(fs, b"%d" % rank, DATA) for rank in range(3)]
-        copies = {
-            number: CopyToHash((await fs.getattr(ino)).copy, sparse=False)
-            for number, ino in enumerate(inos)
-        }
-        copies[2] = CopyToHash(copies[2].place._replace(id=1 << 40), sparse=False)
-        columns = [(MIB, [(number, MIB) for number in copies]), (4321, [(0, 9 * MIB)])]
-        (whole, compared), end = await carried_out(fs, where, hash_chunks, Hashing(copies, columns))
-        right = digests_of(DATA[MIB : 2 * MIB])
-        assert (whole[:2], compared) == ([right] * 2, MIB)
-        assert isinstance(whole[2], Unavailable)
-        assert end.digests == [digests_of(DATA[9 * MIB :])]
+    inos = [await write_file(fs, b"%d" % rank, DATA) for rank in range(3)]
+    copies = {
+        number: CopyToHash((await fs.getattr(ino)).copy, sparse=False)
+        for number, ino in enumerate(inos)
+    }
+    copies[2] = CopyToHash(copies[2].place._replace(id=1 << 40), sparse=False)
+    columns = [(MIB, [(number, MIB) for number in copies]), (4321, [(0, 9 * MIB)])]
+    (whole, compared), end = await carried_out(fs, where, hash_chunks, Hashing(copies, columns))
+    right = digests_of(DATA[MIB : 2 * MIB])
+    assert (whole[:2], compared) == ([right] * 2, MIB)
+    assert isinstance(whole[2], Unavailable)
+    assert end.digests == [digests_of(DATA[9 * MIB :])]
 
 
+@pytest.mark.store(KINDS["interleaved"], servers=3)
 @HERE_AND_ELSEWHERE
-async def test_chunks_of_a_container(directory: Path, where: str) -> None:
-    async with opened(directory, KINDS["interleaved"], servers=3) as fs:
-        await drained(fs, ino := await write_file(fs, b"file", DATA))
-        origin = await fs.io.capacity.describe(await fs.getattr(ino))
-        found = set()
-        for container, entry in origin.containers:
-            scanned = await carried_out(fs, where, scan, Scanning(container, entry, 0))
-            assert scanned.offset == entry.length
-            found |= {(container, at, header.digest) for at, header in scanned.chunks}
-        assert found == {(e.place.container, e.place.offset, e.digest) for e in origin.extents}
+async def test_chunks_of_a_container(fs: Filesystem, where: str) -> None:
+    await drained(fs, ino := await write_file(fs, b"file", DATA))
+    origin = await fs.io.capacity.describe(await fs.getattr(ino))
+    found = set()
+    for container, entry in origin.containers:
+        scanned = await carried_out(fs, where, scan, Scanning(container, entry, 0))
+        assert scanned.offset == entry.length
+        found |= {(container, at, header.digest) for at, header in scanned.chunks}
+    assert found == {(e.place.container, e.place.offset, e.digest) for e in origin.extents}
 
 
 @pytest.mark.parametrize("function", [inspect, compare])
-async def test_what_is_not_wanted_any_more_ends(
-    directory: Path, function: Function[Any, Any]
-) -> None:
-    async with opened(directory) as fs:
-        await drained(fs, ino := await write_file(fs, b"file", DATA))
-        copy = CopyRange((await fs.getattr(ino)).copy, len(DATA), ())
-        asked = await object_sets(fs, ino) if function is inspect else [copy]
-        tools = fs.drain.movers.tools
-        assert await function(asked, tools, lambda: True) is None
+async def test_what_is_not_wanted_any_more_ends(fs, function):
+    await drained(fs, ino := await write_file(fs, b"file", DATA))
+    copy = CopyRange((await fs.getattr(ino)).copy, len(DATA), ())
+    asked = await object_sets(fs, ino) if function is inspect else [copy]
+    tools = fs.drain.movers.tools
+    assert await function(asked, tools, lambda: True) is None

@@ -39,13 +39,7 @@ from aifs.files import containers as vfs_containers
 from aifs.files.chunk_users import users_of
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
-from aifs.layout.interleaved import (
-    HEADER_BYTES,
-    Extent,
-    Interleaved,
-    container_layout,
-    named,
-)
+from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, container_layout, named
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, journal, keys, lmdb_database, namespace, shared
@@ -59,14 +53,7 @@ from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
 from aifs.upkeep.compaction import Compaction
 from tests.support.copies import DESCRIPTORS, WithDescriptors
-from tests.support.data_servers import (
-    failing,
-    hooked,
-    list_window,
-    make_table,
-    open_below,
-    opened,
-)
+from tests.support.data_servers import failing, hooked, list_window, make_table, open_below, opened
 from tests.support.powercut import PowerCut
 
 SERVERS = 3

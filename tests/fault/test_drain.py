@@ -35,6 +35,7 @@ from tests.support.stores import (
     read_file,
     write_pieces,
 )
+from tests.support.stores import fs as fs
 from tests.support.stores import opened as mounted
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
@@ -104,15 +105,15 @@ async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(d
             assert await read_file(fs, inos[name]) == data
 
 
-async def test_what_is_beyond_the_deadline_is_urgent_though_no_drain_begins(directory):
-    async with mounted(directory, modes.WAITING | {"burst.drain_deadline": "1s"}) as fs:
-        is_urgent = fs.drain.movers.tools.mover.is_urgent
-        ino, _ = await write_file(fs, b"f", bytes(1 << 20))
-        while not is_urgent():
-            await trio.sleep(0.01)
-        assert fs.drain.status()["late"]
-        await drained(fs, ino)
-        assert not is_urgent()
+@pytest.mark.store(modes.WAITING | {"burst.drain_deadline": "1s"})
+async def test_what_is_beyond_the_deadline_is_urgent_though_no_drain_begins(fs: Filesystem) -> None:
+    is_urgent = fs.drain.movers.tools.mover.is_urgent
+    ino, _ = await write_file(fs, b"f", bytes(1 << 20))
+    while not is_urgent():
+        await trio.sleep(0.01)
+    assert fs.drain.status()["late"]
+    await drained(fs, ino)
+    assert not is_urgent()
 
 
 async def test_checksums_are_recorded(directory):
@@ -130,19 +131,18 @@ async def test_checksums_are_recorded(directory):
         }
 
 
-async def test_holes_stay_holes(directory):
-    async with mounted(directory) as fs:
-        ino, handle = await write_file(fs, b"f", b"begin", close=False)
-        await fs.write(handle, 64 << 20, b"end")
-        await fs.release(handle)
-        await drained(fs, ino)
-        inode = await fs.getattr(ino)
-        assert inode.size == (64 << 20) + 3 and inode.blocks * 512 <= 128 << 10
-        assert await fs.evictor.evict(ino)
-        data = await read_file(fs, ino)
-        assert data == b"begin".ljust(64 << 20, b"\0") + b"end"
-        assert await fs.stager.stage(ino)
-        assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_blocks * 512 <= 2 << 20
+async def test_holes_stay_holes(fs: Filesystem) -> None:
+    ino, handle = await write_file(fs, b"f", b"begin", close=False)
+    await fs.write(handle, 64 << 20, b"end")
+    await fs.release(handle)
+    await drained(fs, ino)
+    inode = await fs.getattr(ino)
+    assert inode.size == (64 << 20) + 3 and inode.blocks * 512 <= 128 << 10
+    assert await fs.evictor.evict(ino)
+    data = await read_file(fs, ino)
+    assert data == b"begin".ljust(64 << 20, b"\0") + b"end"
+    assert await fs.stager.stage(ino)
+    assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_blocks * 512 <= 2 << 20
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
@@ -210,107 +210,103 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
         )
 
 
-async def test_cancelled_between_pieces(directory):
+@pytest.mark.store(WAITING | {"burst.drain_bandwidth": "4MiB"})
+async def test_cancelled_between_pieces(fs: Filesystem) -> None:
     """A drain that is cancelled while it copies stops there, and the writer does not wait for
     it.
     """
     data = random.Random(2).randbytes(16 << 20)
-    async with mounted(directory, WAITING | {"burst.drain_bandwidth": "4MiB"}) as fs:
-        ino, _ = await write_file(fs, b"f", data)
-        fs.drain.request([ino])
-        while (file := fs.io.table.open.get(ino)) is None or file.lease is None:
-            await trio.lowlevel.checkpoint()
-        opened = await fs.open(ino, os.O_RDWR)
-        await fs.write(opened.handle, 0, b"new")
-        assert file.lease is None
-        assert (await fs.getattr(ino)).in_burst
-        assert await fs.read(opened.handle, 0, 5) == b"new" + data[3:5]
-        await fs.release(opened.handle)
-        assert await read_file(fs, ino) == b"new" + data[3:]
+    ino, _ = await write_file(fs, b"f", data)
+    fs.drain.request([ino])
+    while (file := fs.io.table.open.get(ino)) is None or file.lease is None:
+        await trio.lowlevel.checkpoint()
+    opened = await fs.open(ino, os.O_RDWR)
+    await fs.write(opened.handle, 0, b"new")
+    assert file.lease is None
+    assert (await fs.getattr(ino)).in_burst
+    assert await fs.read(opened.handle, 0, 5) == b"new" + data[3:5]
+    await fs.release(opened.handle)
+    assert await read_file(fs, ino) == b"new" + data[3:]
 
 
-async def test_a_file_that_is_open_for_writing_waits_for_its_last_close(directory):
-    async with mounted(directory) as fs:
-        ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
-        fs.drain.request([ino])
-        while fs.drain.status()["held_files"] != 1:
-            await trio.lowlevel.checkpoint()
-        assert (await fs.getattr(ino)).in_burst
-        await fs.release(handle)
-        await fs.drain.wait([ino])
-        assert not (await fs.getattr(ino)).in_burst
+async def test_a_file_that_is_open_for_writing_waits_for_its_last_close(fs: Filesystem) -> None:
+    ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
+    fs.drain.request([ino])
+    while fs.drain.status()["held_files"] != 1:
+        await trio.lowlevel.checkpoint()
+    assert (await fs.getattr(ino)).in_burst
+    await fs.release(handle)
+    await fs.drain.wait([ino])
+    assert not (await fs.getattr(ino)).in_burst
 
 
-async def test_a_truncation_that_fails_leaves_nothing_that_is_never_drained(
-    directory, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_truncation_that_fails_leaves_nothing_that_is_never_drained(fs, monkeypatch):
     """It has brought the file to the burst tier before."""
-    async with mounted(directory) as fs:
-        data = os.urandom(300_000)
-        ino, _ = await write_file(fs, b"file", data)
-        await moved_out(fs, ino)
+    data = os.urandom(300_000)
+    ino, _ = await write_file(fs, b"file", data)
+    await moved_out(fs, ino)
 
-        async def refused(*_: object) -> None:
-            raise NoSpace()
+    async def refused(*_: object) -> None:
+        raise NoSpace()
 
-        with monkeypatch.context() as patched:
-            patched.setattr(fs.io.burst, "truncate", refused)
-            with pytest.raises(NoSpace):
-                await fs.setattr(ino, SetAttr(size=1), ROOT)
-        assert (await fs.getattr(ino)).in_burst
-        await fs.drain.wait([ino])
-        assert not (await fs.getattr(ino)).in_burst
-        assert await read_file(fs, ino) == data
-
-
-async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(directory):
-    async with mounted(directory, WAITING) as fs:
-        ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
-        with open(path_of(fs, (await fs.getattr(ino)).copy), "r+b") as file:
-            mapping = mmap.mmap(file.fileno(), 0)
-        await fs.release(handle)
-        fs.drain.request([ino])
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        assert (await fs.getattr(ino)).in_burst and fs.drain.status()["failing_files"] == 0
-        mapping[:3] = b"new"
-        mapping.close()
-        await drained(fs, ino)
-        assert await read_file(fs, ino) == b"new" + b"x" * 99_997
-        assert await fs.evictor.evict(ino)
-        assert await read_file(fs, ino) == b"new" + b"x" * 99_997
+    with monkeypatch.context() as patched:
+        patched.setattr(fs.io.burst, "truncate", refused)
+        with pytest.raises(NoSpace):
+            await fs.setattr(ino, SetAttr(size=1), ROOT)
+    assert (await fs.getattr(ino)).in_burst
+    await fs.drain.wait([ino])
+    assert not (await fs.getattr(ino)).in_burst
+    assert await read_file(fs, ino) == data
 
 
-async def test_what_a_program_has_mapped_for_reading_is_not_evicted(directory):
+@pytest.mark.store(WAITING)
+async def test_a_mapping_that_outlives_its_handle_holds_the_drain_up(fs: Filesystem) -> None:
+    ino, handle = await write_file(fs, b"f", b"x" * 100_000, close=False)
+    with open(path_of(fs, (await fs.getattr(ino)).copy), "r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 0)
+    await fs.release(handle)
+    fs.drain.request([ino])
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    assert (await fs.getattr(ino)).in_burst and fs.drain.status()["failing_files"] == 0
+    mapping[:3] = b"new"
+    mapping.close()
+    await drained(fs, ino)
+    assert await read_file(fs, ino) == b"new" + b"x" * 99_997
+    assert await fs.evictor.evict(ino)
+    assert await read_file(fs, ino) == b"new" + b"x" * 99_997
+
+
+@pytest.mark.store(WAITING)
+async def test_what_a_program_has_mapped_for_reading_is_not_evicted(fs: Filesystem) -> None:
     """Its mapping outlives its descriptor, and shows what is written later."""
-    async with mounted(directory, WAITING) as fs:
-        ino, _ = await write_file(fs, b"f", b"x" * 100_000)
-        with open(path_of(fs, (await fs.getattr(ino)).copy), "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    ino, _ = await write_file(fs, b"f", b"x" * 100_000)
+    with open(path_of(fs, (await fs.getattr(ino)).copy), "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    await drained(fs, ino)
+    assert not await fs.evictor.evict(ino)
+    opened = await fs.open(ino, os.O_WRONLY)
+    await fs.write(opened.handle, 0, b"new")
+    await fs.release(opened.handle)
+    assert mapping[:4] == b"newx"
+    await drained(fs, ino)
+    mapping.close()
+    assert await fs.evictor.evict(ino)
+
+
+@pytest.mark.store(WAITING)
+async def test_a_reader_keeps_its_copy(fs: Filesystem) -> None:
+    for size in (2049, 100_000):
+        data = bytes(size)
+        ino, _ = await write_file(fs, b"%d" % size, data)
+        opened = await fs.open(ino, os.O_RDONLY)
         await drained(fs, ino)
+        inode = await fs.getattr(ino)
+        assert inode.copy is not None and not inode.in_burst
         assert not await fs.evictor.evict(ino)
-        opened = await fs.open(ino, os.O_WRONLY)
-        await fs.write(opened.handle, 0, b"new")
+        assert await fs.read(opened.handle, 0, 200_000) == data
         await fs.release(opened.handle)
-        assert mapping[:4] == b"newx"
-        await drained(fs, ino)
-        mapping.close()
         assert await fs.evictor.evict(ino)
-
-
-async def test_a_reader_keeps_its_copy(directory):
-    async with mounted(directory, WAITING) as fs:
-        for size in (2049, 100_000):
-            data = bytes(size)
-            ino, _ = await write_file(fs, b"%d" % size, data)
-            opened = await fs.open(ino, os.O_RDONLY)
-            await drained(fs, ino)
-            inode = await fs.getattr(ino)
-            assert inode.copy is not None and not inode.in_burst
-            assert not await fs.evictor.evict(ino)
-            assert await fs.read(opened.handle, 0, 200_000) == data
-            await fs.release(opened.handle)
-            assert await fs.evictor.evict(ino)
-            assert await read_file(fs, ino) == data
+        assert await read_file(fs, ino) == data
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
@@ -387,63 +383,62 @@ async def test_staged_files_are_the_same(directory, kind):
         assert fs.stager.status()["staged_files"] == len(SIZES[3:])
 
 
-async def test_staged_at_once_by_many_only_once(directory):
-    async with mounted(directory) as fs:
-        ino, _ = await write_file(fs, b"f", bytes(range(256)) * 40_000)
-        await drained(fs, ino)
-        await fs.evictor.evict(ino)
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(fs.stager.stage, ino)
-        assert fs.stager.status()["staged_files"] == 1
+async def test_staged_at_once_by_many_only_once(fs: Filesystem) -> None:
+    ino, _ = await write_file(fs, b"f", bytes(range(256)) * 40_000)
+    await drained(fs, ino)
+    await fs.evictor.evict(ino)
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(fs.stager.stage, ino)
+    assert fs.stager.status()["staged_files"] == 1
 
 
+@pytest.mark.store(WAITING | {"burst.stage_for_write": "0"})
 @pytest.mark.parametrize("change", ["write", "truncate", "unlink"])
-async def test_what_changes_while_it_is_staged_is_not(directory, change):
+async def test_what_changes_while_it_is_staged_is_not(fs: Filesystem, change) -> None:
     data = random.Random(6).randbytes(5 << 20)
-    async with mounted(directory, WAITING | {"burst.stage_for_write": "0"}) as fs:
-        ino, _ = await write_file(fs, b"f", data)
-        await drained(fs, ino)
-        await fs.evictor.evict(ino)
-        async with trio.open_nursery() as nursery:
+    ino, _ = await write_file(fs, b"f", data)
+    await drained(fs, ino)
+    await fs.evictor.evict(ino)
+    async with trio.open_nursery() as nursery:
 
-            async def act() -> None:
-                while not (file := fs.io.table.open.get(ino)) or file.handles < 1:
-                    await trio.lowlevel.checkpoint()
-                match change:
-                    case "write":
-                        await overwrite(fs, ino, 5, b"other")
-                    case "truncate":
-                        await fs.setattr(ino, SetAttr(size=7), ROOT)
-                    case "unlink":
-                        await fs.unlink(ROOT_INO, b"f")
+        async def act() -> None:
+            while not (file := fs.io.table.open.get(ino)) or file.handles < 1:
+                await trio.lowlevel.checkpoint()
+            match change:
+                case "write":
+                    await overwrite(fs, ino, 5, b"other")
+                case "truncate":
+                    await fs.setattr(ino, SetAttr(size=7), ROOT)
+                case "unlink":
+                    await fs.unlink(ROOT_INO, b"f")
 
-            nursery.start_soon(act)
-            staged = await fs.stager.stage(ino)
-        assert not staged
-        await fs.collector.drain()
-        assert not await numbers(fs, b"g")
-        if change == "unlink":
-            return
-        expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7]}[change]
-        assert (await fs.getattr(ino)).copy is None
-        assert await read_file(fs, ino) == expected
+        nursery.start_soon(act)
+        staged = await fs.stager.stage(ino)
+    assert not staged
+    await fs.collector.drain()
+    assert not await numbers(fs, b"g")
+    if change == "unlink":
+        return
+    expected = {"write": data[:5] + b"other" + data[10:], "truncate": data[:7]}[change]
+    assert (await fs.getattr(ino)).copy is None
+    assert await read_file(fs, ino) == expected
 
 
-async def test_a_file_that_is_read_is_staged(directory):
-    async with mounted(directory, {"burst.stage_on_read": "64MiB"}) as fs:
-        data = random.Random(6).randbytes(300_000)
-        ino, _ = await write_file(fs, b"f", data)
-        await drained(fs, ino)
-        await fs.evictor.evict(ino)
-        assert await read_file(fs, ino) == data
-        assert fs.stager.is_staging(ino)
-        while fs.stager.is_staging(ino):
-            await trio.sleep(0.01)
-        assert (await fs.getattr(ino)).copy is not None
-        await overwrite(fs, ino, 0, b"other")
-        await drained(fs, ino)
-        assert await read_file(fs, ino) == b"other" + data[5:]
+@pytest.mark.store({"burst.stage_on_read": "64MiB"})
+async def test_a_file_that_is_read_is_staged(fs: Filesystem) -> None:
+    data = random.Random(6).randbytes(300_000)
+    ino, _ = await write_file(fs, b"f", data)
+    await drained(fs, ino)
+    await fs.evictor.evict(ino)
+    assert await read_file(fs, ino) == data
+    assert fs.stager.is_staging(ino)
+    while fs.stager.is_staging(ino):
+        await trio.sleep(0.01)
+    assert (await fs.getattr(ino)).copy is not None
+    await overwrite(fs, ino, 0, b"other")
+    await drained(fs, ino)
+    assert await read_file(fs, ino) == b"other" + data[5:]
 
 
 @pytest.mark.parametrize("point", ["vfs.stage.copied", "vfs.evict.recorded"])
@@ -524,24 +519,24 @@ def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_mad
         shutil.rmtree(directory)
 
 
-async def test_an_mtime_that_is_set_while_a_drain_opens_the_copy_stays(directory):
+@pytest.mark.store(WAITING)
+async def test_an_mtime_that_is_set_while_a_drain_opens_the_copy_stays(fs: Filesystem) -> None:
     """The drain of a file that is at rest does not look at its copy before it opens it, and may
     flip the file before the copy is told of the new mtime."""
-    async with mounted(directory, WAITING) as fs:
-        ino, _ = await write_file(fs, b"file", b"x" * 10_000)
-        file = await fs.io.inodes.acquire(ino)  # as a drain does
-        await file.own_copy.ensure_open()
-        told: list[int] = []
+    ino, _ = await write_file(fs, b"file", b"x" * 10_000)
+    file = await fs.io.inodes.acquire(ino)  # as a drain does
+    await file.own_copy.ensure_open()
+    told: list[int] = []
 
-        async def flipped_before(_: object, mtime_ns: int) -> None:
-            told.append(mtime_ns)
+    async def flipped_before(_: object, mtime_ns: int) -> None:
+        told.append(mtime_ns)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fs.io.burst, "set_mtime", flipped_before)
-            inode = await fs.setattr(ino, SetAttr(mtime_ns=10**18), ROOT)
-        assert told == [10**18]
-        assert inode.mtime_ns == 10**18
-        await fs.io.inodes.release(file)
-        assert (await fs.getattr(ino)).mtime_ns == 10**18
-        await fs.setattr(ino, SetAttr(mtime_ns=2 * 10**18), ROOT)
-        assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_mtime_ns == 2 * 10**18
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fs.io.burst, "set_mtime", flipped_before)
+        inode = await fs.setattr(ino, SetAttr(mtime_ns=10**18), ROOT)
+    assert told == [10**18]
+    assert inode.mtime_ns == 10**18
+    await fs.io.inodes.release(file)
+    assert (await fs.getattr(ino)).mtime_ns == 10**18
+    await fs.setattr(ino, SetAttr(mtime_ns=2 * 10**18), ROOT)
+    assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_mtime_ns == 2 * 10**18

@@ -35,6 +35,12 @@ async def opened(directory: Path) -> AsyncIterator[Filesystem]:
             yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with opened(directory) as fs:
+        yield fs
+
+
 class Held:
     """Operations that wait in their worker threads until ``release``; ``seen`` are the paths of all
     that came.
@@ -85,110 +91,102 @@ async def make(fs: Filesystem, name: bytes, size: int) -> tuple[int, int]:
     return handle, inode.ino
 
 
-async def test_fsync_does_not_take_the_mark_of_a_write_that_is_under_way(directory: Path) -> None:
-    async with opened(directory) as fs:
-        handle, ino = await make(fs, b"f", 2 * UNIT)
-        async with trio.open_nursery() as nursery:
-            with holding("sync_file", is_object) as syncing:
-                nursery.start_soon(fs.fsync, handle)
-                await syncing.arrived.wait()
-                with holding("write_at", is_object) as writing:
-                    nursery.start_soon(fs.write, handle, 0, b"b" * UNIT)
-                    await writing.arrived.wait()
-                    syncing.release()
-                    # The fsync ends while the write still waits for its server.
-                    while len(nursery.child_tasks) > 1:
-                        await trio.lowlevel.checkpoint()
-                    assert await is_marked(fs, ino)
-        synced: list[str] = []
-        with hooked(
-            lambda op, path: synced.append(path) if op == "sync_file" and is_object(path) else None
-        ):
-            await fs.fsync(handle)
-        assert synced, "the bytes of the second write were never synced"
-        assert not await is_marked(fs, ino)
-        await fs.release(handle)
-
-
-async def test_fsync_does_not_take_the_mark_of_a_truncation_that_is_under_way(
-    directory: Path,
-) -> None:
-    async with opened(directory) as fs:
-        handle, ino = await make(fs, b"f", 2 * UNIT)
-        async with trio.open_nursery() as nursery:
-            with holding("sync_file", is_object) as syncing:
-                nursery.start_soon(fs.fsync, handle)
-                await syncing.arrived.wait()
-                with holding("truncate", is_object) as growing:
-                    nursery.start_soon(fs.setattr, ino, SetAttr(size=9 * UNIT), ME, handle)
-                    await growing.arrived.wait()
-                    syncing.release()
-                    while len(nursery.child_tasks) > 1:
-                        await trio.lowlevel.checkpoint()
-                    assert await is_marked(fs, ino)
-        assert await is_marked(fs, ino)
-        await fs.release(handle)
-
-
-async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(directory: Path) -> None:
-    async with opened(directory) as fs:
-        handle, ino = await make(fs, b"f", 2 * UNIT)
+async def test_fsync_does_not_take_the_mark_of_a_write_that_is_under_way(fs: Filesystem) -> None:
+    handle, ino = await make(fs, b"f", 2 * UNIT)
+    async with trio.open_nursery() as nursery:
+        with holding("sync_file", is_object) as syncing:
+            nursery.start_soon(fs.fsync, handle)
+            await syncing.arrived.wait()
+            with holding("write_at", is_object) as writing:
+                nursery.start_soon(fs.write, handle, 0, b"b" * UNIT)
+                await writing.arrived.wait()
+                syncing.release()
+                # The fsync ends while the write still waits for its server.
+                while len(nursery.child_tasks) > 1:
+                    await trio.lowlevel.checkpoint()
+                assert await is_marked(fs, ino)
+    synced: list[str] = []
+    with hooked(
+        lambda op, path: synced.append(path) if op == "sync_file" and is_object(path) else None
+    ):
         await fs.fsync(handle)
-        await fs.write(handle, 0, b"b" * UNIT)
-        async with trio.open_nursery() as nursery:
-            gate = fs.io.table.open[ino].gate
-            await gate.enter_alone()
-            nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
-            await trio.testing.wait_all_tasks_blocked()
-            await fs.io.capacity._discard(
-                fs.io.table.open[ino]
-            )  # what a truncation to zero does behind the gate
-            gate.leave_alone()
-        assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
-        assert await is_marked(fs, ino)
-        await fs.release(handle)
+    assert synced, "the bytes of the second write were never synced"
+    assert not await is_marked(fs, ino)
+    await fs.release(handle)
+
+
+async def test_fsync_does_not_take_the_mark_of_a_truncation_that_is_under_way(fs):
+    handle, ino = await make(fs, b"f", 2 * UNIT)
+    async with trio.open_nursery() as nursery:
+        with holding("sync_file", is_object) as syncing:
+            nursery.start_soon(fs.fsync, handle)
+            await syncing.arrived.wait()
+            with holding("truncate", is_object) as growing:
+                nursery.start_soon(fs.setattr, ino, SetAttr(size=9 * UNIT), ME, handle)
+                await growing.arrived.wait()
+                syncing.release()
+                while len(nursery.child_tasks) > 1:
+                    await trio.lowlevel.checkpoint()
+                assert await is_marked(fs, ino)
+    assert await is_marked(fs, ino)
+    await fs.release(handle)
+
+
+async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(fs: Filesystem) -> None:
+    handle, ino = await make(fs, b"f", 2 * UNIT)
+    await fs.fsync(handle)
+    await fs.write(handle, 0, b"b" * UNIT)
+    async with trio.open_nursery() as nursery:
+        gate = fs.io.table.open[ino].gate
+        await gate.enter_alone()
+        nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
+        await trio.testing.wait_all_tasks_blocked()
+        await fs.io.capacity._discard(
+            fs.io.table.open[ino]
+        )  # what a truncation to zero does behind the gate
+        gate.leave_alone()
+    assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
+    assert await is_marked(fs, ino)
+    await fs.release(handle)
 
 
 async def test_objects_of_a_file_that_failed_to_outgrow_its_record_are_not_used_again(
-    directory: Path,
-) -> None:
-    async with opened(directory) as fs:
-        handle, ino = await make(fs, b"f", 100)
-        with failing("write_at", f"{directory}/data", errno.ENOSPC), pytest.raises(NoSpace):
-            await fs.write(handle, 100, b"b" * 2 * UNIT)
-        with holding("unlink", is_object) as collecting:
-            await collecting.arrived.wait()  # the collector deletes what the attempt has left
-            await fs.write(handle, 100, b"b" * 2 * UNIT)
-            await fs.fsync(handle)
-            collecting.release()
-            while fs.collector.backlog:
-                await trio.lowlevel.checkpoint()
+    fs, directory
+):
+    handle, ino = await make(fs, b"f", 100)
+    with failing("write_at", f"{directory}/data", errno.ENOSPC), pytest.raises(NoSpace):
+        await fs.write(handle, 100, b"b" * 2 * UNIT)
+    with holding("unlink", is_object) as collecting:
+        await collecting.arrived.wait()  # the collector deletes what the attempt has left
+        await fs.write(handle, 100, b"b" * 2 * UNIT)
+        await fs.fsync(handle)
+        collecting.release()
+        while fs.collector.backlog:
+            await trio.lowlevel.checkpoint()
+    await fs.release(handle)
+    handle, *_ = await fs.open(ino, os.O_RDONLY)  # with descriptors of its own
+    assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"a" * 100 + b"b" * 2 * UNIT
+    await fs.release(handle)
+
+
+async def test_a_rename_makes_files_durable_that_have_several_names(fs: Filesystem) -> None:
+    top = await fs.mkdir(ROOT, b"new", 0o755, ME)
+    handle, ino = await make(fs, b"temporary", 2 * UNIT)
+    await fs.release(handle)
+    await fs.link(ino, top.ino, b"shard")
+    await fs.unlink(ROOT, b"temporary")
+    await fs.rename(ROOT, b"new", ROOT, b"checkpoint")
+    assert not await is_marked(fs, ino)
+
+
+async def test_an_exchange_makes_both_sides_durable(fs: Filesystem) -> None:
+    inos = []
+    for name in (b"old", b"new"):
+        handle, ino = await make(fs, name, 2 * UNIT)
         await fs.release(handle)
-        handle, *_ = await fs.open(ino, os.O_RDONLY)  # with descriptors of its own
-        assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"a" * 100 + b"b" * 2 * UNIT
-        await fs.release(handle)
-
-
-async def test_a_rename_makes_files_durable_that_have_several_names(directory: Path) -> None:
-    async with opened(directory) as fs:
-        top = await fs.mkdir(ROOT, b"new", 0o755, ME)
-        handle, ino = await make(fs, b"temporary", 2 * UNIT)
-        await fs.release(handle)
-        await fs.link(ino, top.ino, b"shard")
-        await fs.unlink(ROOT, b"temporary")
-        await fs.rename(ROOT, b"new", ROOT, b"checkpoint")
-        assert not await is_marked(fs, ino)
-
-
-async def test_an_exchange_makes_both_sides_durable(directory: Path) -> None:
-    async with opened(directory) as fs:
-        inos = []
-        for name in (b"old", b"new"):
-            handle, ino = await make(fs, name, 2 * UNIT)
-            await fs.release(handle)
-            inos.append(ino)
-        await fs.rename(ROOT, b"old", ROOT, b"new", 2)
-        assert [await is_marked(fs, ino) for ino in inos] == [False, False]
+        inos.append(ino)
+    await fs.rename(ROOT, b"old", ROOT, b"new", 2)
+    assert [await is_marked(fs, ino) for ino in inos] == [False, False]
 
 
 async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(directory: Path) -> None:
@@ -205,20 +203,19 @@ async def test_two_servers_that_are_added_at_once_get_numbers_of_their_own(direc
         assert len(fs.store.servers.capacity()) == count + 2
 
 
-async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(directory: Path) -> None:
-    async with opened(directory) as fs:
-        told: list[int] = []
-        fs.kernel.drop_attributes = told.append
-        handle, ino = await make(fs, b"f", UNIT)
-        await fs.write(handle, 400 * UNIT, b"b" * UNIT)
-        for finish in (fs.fsync, fs.release):
-            for _ in range(50):
-                await fs.write(handle, 0, b"c" * UNIT)
-            guess = (await fs.getattr(ino)).blocks
-            told.clear()
-            await finish(handle)
-            assert (await fs.getattr(ino)).blocks < guess
-            assert told == [ino]
+async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(fs: Filesystem) -> None:
+    told: list[int] = []
+    fs.kernel.drop_attributes = told.append
+    handle, ino = await make(fs, b"f", UNIT)
+    await fs.write(handle, 400 * UNIT, b"b" * UNIT)
+    for finish in (fs.fsync, fs.release):
+        for _ in range(50):
+            await fs.write(handle, 0, b"c" * UNIT)
+        guess = (await fs.getattr(ino)).blocks
+        told.clear()
+        await finish(handle)
+        assert (await fs.getattr(ino)).blocks < guess
+        assert told == [ino]
 
 
 @pytest.mark.parametrize("synced", [True, False])

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.support import server_orders
 from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.powercut import PowerCut, is_crash
 from tests.support.server_orders import order
+from tests.support.stores import require_sound
 
 MIB = 1 << 20
 SETTINGS = STRIPED | {
@@ -182,6 +183,15 @@ def files(directory: Path, request: pytest.FixtureRequest) -> Files:
     return Files(directory, called.params.get("policy", "plain") if called else "plain")
 
 
+@pytest.fixture
+async def fs(files: Files) -> AsyncIterator[Filesystem]:
+    """Its filesystem; afterwards it is checked to the last byte."""
+    with trio.fail_after(LIMIT_S):
+        async with open_filesystem(files.config()) as fs:
+            yield fs
+    await require_sound(files.config())
+
+
 def spoil(paths: list[Path], how: str) -> None:
     for path in paths:
         if how == "wrong":
@@ -234,118 +244,98 @@ async def needy(files: Files, fs: Filesystem) -> set[int]:
 
 @every_policy
 @pytest.mark.parametrize("how", ["wrong", long("missing")])
-def test_a_scrub_restores_what_nothing_else_tells(files: Files, policy: str, how: str) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), how)
-        await files.compare(fs)  # they are read from their copies
-        times = [(await fs.getattr(ino)).mtime_ns for ino in files.contents]
-        status = await scrub(fs)
-        assert [(await fs.getattr(ino)).mtime_ns for ino in files.contents] == times
-        assert (status["from_copies"], status["wrong"]) == (len(SIZES), [])
-        told = json.loads(await fs.getxattr(keys.ROOT_INO, b"user.aifs.status"))
-        assert told["evict"]["restored_files"] == len(SIZES)
-        await files.settled(fs)
-        status = await scrub(fs)
-        assert (status["from_copies"], status["flaws"], status["wrong"]) == (
-            0,
-            0,
-            [],
-        )  # nor is anything left in containers
-
-    files.sound(work)
+async def test_a_scrub_restores_what_nothing_else_tells(files, fs, policy, how):
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), how)
+    await files.compare(fs)  # they are read from their copies
+    times = [(await fs.getattr(ino)).mtime_ns for ino in files.contents]
+    status = await scrub(fs)
+    assert [(await fs.getattr(ino)).mtime_ns for ino in files.contents] == times
+    assert (status["from_copies"], status["wrong"]) == (len(SIZES), [])
+    told = json.loads(await fs.getxattr(keys.ROOT_INO, b"user.aifs.status"))
+    assert told["evict"]["restored_files"] == len(SIZES)
+    await files.settled(fs)
+    status = await scrub(fs)
+    assert (status["from_copies"], status["flaws"], status["wrong"]) == (
+        0,
+        0,
+        [],
+    )  # nor is anything left in containers
 
 
 @pytest.mark.parametrize("policy", ["plain", "chunks"])
-def test_without_leave_to_repair_the_copy_stays(files: Files, policy: str) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "wrong")
-        status = await scrub(fs, repair=False)
-        assert {entry["inode"] for entry in status["wrong"]} == files.contents.keys()
-        assert all(entry["reason"].endswith("but for its burst copy") for entry in status["wrong"])
-        assert not any(entry["for_good"] for entry in status["wrong"])
-        assert await needy(files, fs) == files.contents.keys()
-        assert (await scrub(fs))["wrong"] == []
-        await files.settled(fs)
-
-    files.sound(work)
+async def test_without_leave_to_repair_the_copy_stays(files, fs, policy):
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "wrong")
+    status = await scrub(fs, repair=False)
+    assert {entry["inode"] for entry in status["wrong"]} == files.contents.keys()
+    assert all(entry["reason"].endswith("but for its burst copy") for entry in status["wrong"])
+    assert not any(entry["for_good"] for entry in status["wrong"])
+    assert await needy(files, fs) == files.contents.keys()
+    assert (await scrub(fs))["wrong"] == []
+    await files.settled(fs)
 
 
-def test_a_copy_that_is_wrong_itself_is_no_source(files: Files) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "missing")
-        ino = max(files.contents)
-        copy = (await fs.getattr(ino)).copy
-        spoil([Path(fs.store.servers[copy.server].where((0, copy.id)))], "wrong")
-        status = await scrub(fs)
-        assert {entry["inode"] for entry in status["wrong"]} == {ino}
-        assert status["from_copies"] == len(SIZES) - 1
-        await fs.wait_drained(keys.ROOT_INO)
-        assert await needy(files, fs) == {ino}  # what is left of it, nobody else has
-        del files.contents[ino]
-        await files.settled(fs)
-        await fs.unlink(keys.ROOT_INO, b"file-%d" % (len(SIZES) - 1))
-        fs.forget([ino])
-        await fs.collector.drain()
-
-    files.sound(work)
+async def test_a_copy_that_is_wrong_itself_is_no_source(files: Files, fs: Filesystem) -> None:
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "missing")
+    ino = max(files.contents)
+    copy = (await fs.getattr(ino)).copy
+    spoil([Path(fs.store.servers[copy.server].where((0, copy.id)))], "wrong")
+    status = await scrub(fs)
+    assert {entry["inode"] for entry in status["wrong"]} == {ino}
+    assert status["from_copies"] == len(SIZES) - 1
+    await fs.wait_drained(keys.ROOT_INO)
+    assert await needy(files, fs) == {ino}  # what is left of it, nobody else has
+    del files.contents[ino]
+    await files.settled(fs)
+    await fs.unlink(keys.ROOT_INO, b"file-%d" % (len(SIZES) - 1))
+    fs.forget([ino])
+    await fs.collector.drain()
 
 
 @pytest.mark.parametrize("size", [None, 10])
-def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(
-    files: Files, size: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(files, fs, size, caplog):
     caplog.set_level(logging.INFO)
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        for ino in files.contents:
-            inode = await fs.getattr(ino)
-            await fs.store.engine.transact(namespace.drop_checksums, inode.oid)
-            if size is not None:
-                os.truncate(fs.store.servers[inode.copy.server].where((0, inode.copy.id)), size)
-        paths = await files.objects_beyond_help(fs)
-        hidden = {path: path.read_bytes() for path in paths}
-        spoil(paths, "missing")
-        status = await scrub(fs)
-        if size is None:
-            assert (status["from_copies"], status["wrong"]) == (len(SIZES), [])
-            assert sum(
-                "trusted: there are no checksums" in line for line in caplog.messages
-            ) == len(SIZES)
-        else:
-            assert (status["from_copies"], len(status["wrong"])) == (0, len(SIZES))
-            for path, data in hidden.items():
-                path.write_bytes(data)
-            assert (await scrub(fs))["wrong"] == []
-        await files.settled(fs)
-
-    files.sound(work)
+    await files.write(fs)
+    for ino in files.contents:
+        inode = await fs.getattr(ino)
+        await fs.store.engine.transact(namespace.drop_checksums, inode.oid)
+        if size is not None:
+            os.truncate(fs.store.servers[inode.copy.server].where((0, inode.copy.id)), size)
+    paths = await files.objects_beyond_help(fs)
+    hidden = {path: path.read_bytes() for path in paths}
+    spoil(paths, "missing")
+    status = await scrub(fs)
+    if size is None:
+        assert (status["from_copies"], status["wrong"]) == (len(SIZES), [])
+        assert sum("trusted: there are no checksums" in line for line in caplog.messages) == len(
+            SIZES
+        )
+    else:
+        assert (status["from_copies"], len(status["wrong"])) == (0, len(SIZES))
+        for path, data in hidden.items():
+            path.write_bytes(data)
+        assert (await scrub(fs))["wrong"] == []
+    await files.settled(fs)
 
 
 @pytest.mark.parametrize("call", ["open_object", "read"])
-def test_a_copy_that_cannot_be_read_now_is_a_source_later(
-    files: Files, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "missing")
+async def test_a_copy_that_cannot_be_read_now_is_a_source_later(files, fs, call, monkeypatch):
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "missing")
 
-        def fail(*args: object) -> None:
-            raise Unavailable("not now")
+    def fail(*args: object) -> None:
+        raise Unavailable("not now")
 
-        with monkeypatch.context() as broken:
-            broken.setattr(fs.store.servers.burst()[0], call, fail)
-            status = await scrub(fs)
-        assert {entry["inode"] for entry in status["wrong"]} == files.contents.keys()
-        assert not any(entry["for_good"] for entry in status["wrong"]) or call == "read"
-        assert await needy(files, fs) == files.contents.keys()
-        assert (await scrub(fs))["wrong"] == []
-        await files.settled(fs)
-
-    files.sound(work)
+    with monkeypatch.context() as broken:
+        broken.setattr(fs.store.servers.burst()[0], call, fail)
+        status = await scrub(fs)
+    assert {entry["inode"] for entry in status["wrong"]} == files.contents.keys()
+    assert not any(entry["for_good"] for entry in status["wrong"]) or call == "read"
+    assert await needy(files, fs) == files.contents.keys()
+    assert (await scrub(fs))["wrong"] == []
+    await files.settled(fs)
 
 
 def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> None:
@@ -373,67 +363,56 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> N
     files.sound(find, stop, mend)
 
 
-def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(files, fs, monkeypatch):
     """Nobody writes to a copy before it is durable that it is the file (B6)."""
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "missing")
+    changed = max(files.contents)
+    barrier, may_go = fs.store.engine.barrier, trio.Event()
+    written = False
 
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "missing")
-        changed = max(files.contents)
-        barrier, may_go = fs.store.engine.barrier, trio.Event()
-        written = False
+    async def slow(seq: int | None = None) -> None:
+        await may_go.wait()
+        await barrier(seq)
 
-        async def slow(seq: int | None = None) -> None:
-            await may_go.wait()
-            await barrier(seq)
+    async def write() -> None:
+        nonlocal written
+        handle = (await fs.open(changed, os.O_RDWR)).handle
+        await fs.write(handle, 0, b"new")
+        written = True
+        await fs.release(handle)
 
-        async def write() -> None:
-            nonlocal written
-            handle = (await fs.open(changed, os.O_RDWR)).handle
-            await fs.write(handle, 0, b"new")
-            written = True
-            await fs.release(handle)
-
-        monkeypatch.setattr(fs.store.engine, "barrier", slow)
-        fs.scrub.start()
-        while changed not in fs.io.table.open or not fs.io.table.open[changed].inode.in_burst:
-            await trio.lowlevel.checkpoint()
-        fs.scrub.stop()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(write)
-            await trio.testing.wait_all_tasks_blocked()
-            too_early = written
-            may_go.set()
-        assert not too_early
-        await fs.scrub.wait()
-        files.contents[changed] = b"new" + files.contents[changed][3:]
-        assert (await scrub(fs))["wrong"] == []
-        await files.settled(fs)
-
-    files.sound(work)
+    monkeypatch.setattr(fs.store.engine, "barrier", slow)
+    fs.scrub.start()
+    while changed not in fs.io.table.open or not fs.io.table.open[changed].inode.in_burst:
+        await trio.lowlevel.checkpoint()
+    fs.scrub.stop()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked()
+        too_early = written
+        may_go.set()
+    assert not too_early
+    await fs.scrub.wait()
+    files.contents[changed] = b"new" + files.contents[changed][3:]
+    assert (await scrub(fs))["wrong"] == []
+    await files.settled(fs)
 
 
-def test_who_reads_or_writes_it_meanwhile_notices_nothing(files: Files) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "missing")
-        readers = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
-        changed = max(files.contents)
-        writer = (
-            await fs.open(changed, os.O_RDWR)
-        ).handle  # so it has left the data servers already
-        await fs.write(writer, 3, b"new")
-        files.contents[changed] = files.contents[changed][:3] + b"new" + files.contents[changed][6:]
-        assert (await scrub(fs))["wrong"] == []
-        for ino, handle in readers.items():
-            assert bytes(await fs.read(handle, 0, MIB * 2)) == files.contents[ino]
-        for handle in (writer, *readers.values()):
-            await fs.release(handle)
-        await files.settled(fs)
-
-    files.sound(work)
+async def test_who_reads_or_writes_it_meanwhile_notices_nothing(files, fs):
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "missing")
+    readers = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
+    changed = max(files.contents)
+    writer = (await fs.open(changed, os.O_RDWR)).handle  # so it has left the data servers already
+    await fs.write(writer, 3, b"new")
+    files.contents[changed] = files.contents[changed][:3] + b"new" + files.contents[changed][6:]
+    assert (await scrub(fs))["wrong"] == []
+    for ino, handle in readers.items():
+        assert bytes(await fs.read(handle, 0, MIB * 2)) == files.contents[ino]
+    for handle in (writer, *readers.values()):
+        await fs.release(handle)
+    await files.settled(fs)
 
 
 # --- lost servers ---------------------------------------------------------------------------------
@@ -504,19 +483,15 @@ def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
 
 
 @some_policies
-def test_a_server_with_wrong_bytes_is_left_all_the_same(files: Files, policy: str) -> None:
+async def test_a_server_with_wrong_bytes_is_left_all_the_same(files, fs, policy):
     """The rebuild finds them when it is to move them."""
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "wrong")
-        number = (await victims(files, fs))[0]
-        await order(fs, "drain", id=number)
-        assert await removed(fs, id=number) == ""
-        assert (await scrub(fs))["wrong"] == []
-        await files.settled(fs)
-
-    files.sound(work)
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "wrong")
+    number = (await victims(files, fs))[0]
+    await order(fs, "drain", id=number)
+    assert await removed(fs, id=number) == ""
+    assert (await scrub(fs))["wrong"] == []
+    await files.settled(fs)
 
 
 def test_only_files_without_copies_are_lost_with_a_server(files: Files) -> None:
@@ -577,114 +552,94 @@ def test_copies_stay_while_servers_that_files_need_are_away(files: Files, policy
     files.sound(drop)
 
 
-def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        looking = trio.Event()
+async def test_a_file_that_is_opened_while_others_are_looked_at_keeps_its_copy(
+    files, fs, monkeypatch
+):
+    await files.write(fs)
+    looking = trio.Event()
 
-        def wrong_objects() -> set[int]:
-            looking.set()
-            return {1 << 40}
+    def wrong_objects() -> set[int]:
+        looking.set()
+        return {1 << 40}
 
-        monkeypatch.setattr(fs.needs, "_wrong_objects", wrong_objects)
-        copies = [(await fs.getattr(ino)).copy.id for ino in files.contents]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.evictor.evict_copies, copies)
-            await looking.wait()
-            opened = max(files.contents)
-            reader = (await fs.open(opened, os.O_RDONLY)).handle
-        assert fs.evictor.status()["evicted_files"] == len(copies) - 1
-        writer = (await fs.open(opened, os.O_RDWR)).handle
-        await fs.write(writer, 0, b"new")
-        files.contents[opened] = b"new" + files.contents[opened][3:]
-        await fs.collector.drain()
-        for handle in (reader, writer):
-            await fs.release(handle)
-        await files.compare(fs)
-        await fs.wait_drained(keys.ROOT_INO)
-
-    files.sound(work)
+    monkeypatch.setattr(fs.needs, "_wrong_objects", wrong_objects)
+    copies = [(await fs.getattr(ino)).copy.id for ino in files.contents]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fs.evictor.evict_copies, copies)
+        await looking.wait()
+        opened = max(files.contents)
+        reader = (await fs.open(opened, os.O_RDONLY)).handle
+    assert fs.evictor.status()["evicted_files"] == len(copies) - 1
+    writer = (await fs.open(opened, os.O_RDWR)).handle
+    await fs.write(writer, 0, b"new")
+    files.contents[opened] = b"new" + files.contents[opened][3:]
+    await fs.collector.drain()
+    for handle in (reader, writer):
+        await fs.release(handle)
+    await files.compare(fs)
+    await fs.wait_drained(keys.ROOT_INO)
 
 
-def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        needed, other = max(files.contents), min(files.contents)
-        fs.scrub.state.untold = [(await fs.getattr(needed)).oid]
+async def test_a_copy_that_cannot_be_synced_is_not_given_up_if_it_is_needed(files, fs, monkeypatch):
+    await files.write(fs)
+    needed, other = max(files.contents), min(files.contents)
+    fs.scrub.state.untold = [(await fs.getattr(needed)).oid]
 
-        broken_ids, sync = (
-            {(await fs.getattr(ino)).copy.id for ino in (needed, other)},
-            BurstCopy.sync,
-        )
+    broken_ids, sync = (
+        {(await fs.getattr(ino)).copy.id for ino in (needed, other)},
+        BurstCopy.sync,
+    )
 
-        async def fail(copy: BurstCopy) -> None:
-            if copy.id in broken_ids:
-                raise Unavailable("not now")
-            await sync(copy)
+    async def fail(copy: BurstCopy) -> None:
+        if copy.id in broken_ids:
+            raise Unavailable("not now")
+        await sync(copy)
 
-        with monkeypatch.context() as broken:
-            broken.setattr(BurstCopy, "sync", fail)
-            with pytest.raises(Unavailable):
-                await fs.open(needed, os.O_RDWR)
-            await fs.release((await fs.open(other, os.O_RDWR)).handle)
-        assert (await fs.getattr(needed)).copy.id in broken_ids
-        assert (await fs.getattr(other)).copy.id not in broken_ids  # another one has been staged
-        fs.scrub.state.untold = []
-        await files.settled(fs)
-
-    files.sound(work)
+    with monkeypatch.context() as broken:
+        broken.setattr(BurstCopy, "sync", fail)
+        with pytest.raises(Unavailable):
+            await fs.open(needed, os.O_RDWR)
+        await fs.release((await fs.open(other, os.O_RDWR)).handle)
+    assert (await fs.getattr(needed)).copy.id in broken_ids
+    assert (await fs.getattr(other)).copy.id not in broken_ids  # another one has been staged
+    fs.scrub.state.untold = []
+    await files.settled(fs)
 
 
 @pytest.mark.parametrize("policy", ["plain", "coded"])
-def test_copies_stay_while_servers_fail(files: Files, policy: str) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        server = fs.store.servers[(await files.layouts(fs))[-1][2].servers[0]]
-        server.health.failed("read", OSError(errno.EIO, "broken"), "an object")
-        assert (max(files.contents) in await needy(files, fs)) == (policy == "plain")
-        server.health.succeeded("read")
-        await files.settled(fs)
-
-    files.sound(work)
+async def test_copies_stay_while_servers_fail(files: Files, fs: Filesystem, policy: str) -> None:
+    await files.write(fs)
+    server = fs.store.servers[(await files.layouts(fs))[-1][2].servers[0]]
+    server.health.failed("read", OSError(errno.EIO, "broken"), "an object")
+    assert (max(files.contents) in await needy(files, fs)) == (policy == "plain")
+    server.health.succeeded("read")
+    await files.settled(fs)
 
 
-def test_when_room_is_needed_others_are_dropped_first(files: Files) -> None:
+async def test_when_room_is_needed_others_are_dropped_first(files: Files, fs: Filesystem) -> None:
     """The automatic eviction passes over copies that are needed, wherever they are in the order."""
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        needed = min(files.contents)
-        _, oid, _ = next(item for item in await files.layouts(fs) if item[0] == needed)
-        fs.scrub.state.untold = [oid]
-        for ino in files.contents.keys() - {needed}:
-            fs.tier.touch((await fs.getattr(ino)).copy.id)
-        fs.tier.needs_eviction = lambda: {fs.store.servers.burst()[0].id: 1}
-        assert not await fs.evictor.make_room()  # the one that is needed was first
-        assert await fs.evictor.make_room()
-        assert await needy(files, fs) == {needed}
-        fs.scrub.state.untold = []
-        await files.settled(fs)
-
-    files.sound(work)
+    await files.write(fs)
+    needed = min(files.contents)
+    _, oid, _ = next(item for item in await files.layouts(fs) if item[0] == needed)
+    fs.scrub.state.untold = [oid]
+    for ino in files.contents.keys() - {needed}:
+        fs.tier.touch((await fs.getattr(ino)).copy.id)
+    fs.tier.needs_eviction = lambda: {fs.store.servers.burst()[0].id: 1}
+    assert not await fs.evictor.make_room()  # the one that is needed was first
+    assert await fs.evictor.make_room()
+    assert await needy(files, fs) == {needed}
+    fs.scrub.state.untold = []
+    await files.settled(fs)
 
 
-def test_a_burst_directory_is_left_by_draining_what_is_needed(
-    files: Files, directory: Path
-) -> None:
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        spoil(await files.objects_beyond_help(fs), "missing")
-        await scrub(fs, repair=False)
-        await order(fs, "add", path=str(directory / "burst-1"), role="burst")
-        await order(fs, "drain", id=0, role="burst")
-        assert await removed(fs, id=0, role="burst") == ""
-        await files.settled(fs)
-
-    files.sound(work)
+async def test_a_burst_directory_is_left_by_draining_what_is_needed(files, fs, directory):
+    await files.write(fs)
+    spoil(await files.objects_beyond_help(fs), "missing")
+    await scrub(fs, repair=False)
+    await order(fs, "add", path=str(directory / "burst-1"), role="burst")
+    await order(fs, "drain", id=0, role="burst")
+    assert await removed(fs, id=0, role="burst") == ""
+    await files.settled(fs)
 
 
 # --- crashes --------------------------------------------------------------------------------------

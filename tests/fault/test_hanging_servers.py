@@ -126,12 +126,7 @@ def cases() -> Iterator[object]:
     chosen = {("coded", "sync_file"), ("interleaved", "write_at"), ("plain", "open_file")}
     for mode in MODES:
         yield pytest.param(mode, ALL, id=f"{mode}-all")
-        for op in (
-            "open_file",
-            "write_at",
-            "sync_file",
-            "sync_dir",
-        ):  # nothing is cut there
+        for op in ("open_file", "write_at", "sync_file", "sync_dir"):  # nothing is cut there
             marks = [] if (mode, op) in chosen else pytest.mark.long
             yield pytest.param(mode, (op,), id=f"{mode}-{op}", marks=marks)
 

@@ -13,15 +13,7 @@ import pytest
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.making import (
-    ColumnMaking,
-    InChunks,
-    Made,
-    Making,
-    NewObjects,
-    Origin,
-    carry_out,
-)
+from aifs.burst.making import ColumnMaking, InChunks, Made, Making, NewObjects, Origin, carry_out
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import digests_of
@@ -38,6 +30,7 @@ from aifs.meta.records import Copy, Inode
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
 from tests.support.stores import drained, moved_out, opened, write_file
+from tests.support.stores import fs as fs
 
 MIB = 1 << 20
 DATA = os.urandom(5 * MIB) + bytes(4 * MIB) + os.urandom(3 * MIB + 4321)
@@ -161,24 +154,23 @@ async def test_columns(directory: Path, kind: str, where: str) -> None:
             made.unlink()
 
 
+@pytest.mark.store({"layout.inline_limit": "0"})
 @HERE_AND_ELSEWHERE
-async def test_few_bytes(directory: Path, where: str) -> None:
-    async with opened(directory, {"layout.inline_limit": "0"}) as fs:
-        ino = await write_file(fs, b"file", b"few bytes")
-        await drained(fs, ino)
-        origin, _ = await origins_of(fs, ino)
-        assert await make(fs, where, Making(origin, None, 9)) == [Made(data=b"few bytes")]
+async def test_few_bytes(fs: Filesystem, where: str) -> None:
+    ino = await write_file(fs, b"file", b"few bytes")
+    await drained(fs, ino)
+    origin, _ = await origins_of(fs, ino)
+    assert await make(fs, where, Making(origin, None, 9)) == [Made(data=b"few bytes")]
 
 
-async def test_wrong_bytes_are_refused_by_the_checksums_that_it_brings(directory: Path) -> None:
-    async with opened(directory) as fs:
-        ino = await write_file(fs, b"file", DATA)
-        await moved_out(fs, ino)
-        origin = await fs.io.capacity.describe(await fs.getattr(ino))
-        wrong = origin._replace(digests=digests_of(bytes(len(DATA))))
-        async with new_copy(fs) as copy:
-            with pytest.raises(Untold, match="do not have their checksum"):
-                await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.movers.tools)
+async def test_wrong_bytes_are_refused_by_the_checksums_that_it_brings(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"file", DATA)
+    await moved_out(fs, ino)
+    origin = await fs.io.capacity.describe(await fs.getattr(ino))
+    wrong = origin._replace(digests=digests_of(bytes(len(DATA))))
+    async with new_copy(fs) as copy:
+        with pytest.raises(Untold, match="do not have their checksum"):
+            await carry_out(Making(wrong, copy.place, len(DATA)), fs.drain.movers.tools)
 
 
 @pytest.fixture
@@ -229,49 +221,43 @@ def test_all_checksums_of_a_file_are_put_together_at_once() -> None:
         assert describe_objects(SimpleNamespace(get=stored.get), 70) == (0, b"".join(records))
 
 
+@pytest.mark.store(sound=False)
 @pytest.mark.parametrize("count", [500, 512])
-async def test_a_list_that_lacks_chunks_is_not_described(
-    directory: Path, long_list: Inode, count: int
-) -> None:
+async def test_a_list_that_lacks_chunks_is_not_described(fs, long_list, count):
     """Its last record says too little, or nothing."""
-    async with opened(directory, sound=False) as fs:
-        await fs.store.engine.transact(chunks.put_records, 70, [Extent(MIB)] * count)
-        await fs.store.engine.transact(put_list, 512, encode_list(512 * MIB, []))
-        with pytest.raises(Unavailable, match="damaged|has nothing for byte"):
-            await fs.io.capacity.describe(long_list)
+    await fs.store.engine.transact(chunks.put_records, 70, [Extent(MIB)] * count)
+    await fs.store.engine.transact(put_list, 512, encode_list(512 * MIB, []))
+    with pytest.raises(Unavailable, match="damaged|has nothing for byte"):
+        await fs.io.capacity.describe(long_list)
 
 
-async def test_a_list_whose_extents_overlap_is_not_described(
-    directory: Path, long_list: Inode
-) -> None:
+@pytest.mark.store(sound=False)
+async def test_a_list_whose_extents_overlap_is_not_described(fs, long_list):
     long_list.size = 100 * MIB
     records = [encode_list(start, [Extent(MIB)] * 64) for start in (0, 64 * MIB - 1)]
-    async with opened(directory, sound=False) as fs:
-        for number, record in enumerate(records):
-            await fs.store.engine.transact(put_list, 64 * number, record)
-        with pytest.raises(Unavailable, match="has two extents for byte"):
-            await fs.io.capacity.describe(long_list)
+    for number, record in enumerate(records):
+        await fs.store.engine.transact(put_list, 64 * number, record)
+    with pytest.raises(Unavailable, match="has two extents for byte"):
+        await fs.io.capacity.describe(long_list)
 
 
-async def test_chunks_that_have_been_moved_are_described_anew(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(directory, KINDS["interleaved"]) as fs:
-        ino = await write_file(fs, b"file", DATA)
-        await moved_out(fs, ino)
-        capacity, told = fs.io.capacity, list[Origin]()
-        right = await capacity.describe(await fs.getattr(ino))
-        gone = [e._replace(place=e.place._replace(container=1 << 40)) for e in right.extents]
-        outdated = right._replace(extents=tuple(gone))
-        answers = iter([outdated, right])
+@pytest.mark.store(KINDS["interleaved"])
+async def test_chunks_that_have_been_moved_are_described_anew(fs, monkeypatch):
+    ino = await write_file(fs, b"file", DATA)
+    await moved_out(fs, ino)
+    capacity, told = fs.io.capacity, list[Origin]()
+    right = await capacity.describe(await fs.getattr(ino))
+    gone = [e._replace(place=e.place._replace(container=1 << 40)) for e in right.extents]
+    outdated = right._replace(extents=tuple(gone))
+    answers = iter([outdated, right])
 
-        async def describe(inode: Inode) -> Origin:
-            told.append(next(answers, outdated))
-            return told[-1]
+    async def describe(inode: Inode) -> Origin:
+        told.append(next(answers, outdated))
+        return told[-1]
 
-        monkeypatch.setattr(capacity, "describe", describe)
-        assert await fs.stager.stage(ino)
-        assert told == [outdated, right]
-        await fs.evictor.evict(ino)
-        assert not await fs.stager.stage(ino)
-        assert told == [outdated, right, outdated, outdated]
+    monkeypatch.setattr(capacity, "describe", describe)
+    assert await fs.stager.stage(ino)
+    assert told == [outdated, right]
+    await fs.evictor.evict(ino)
+    assert not await fs.stager.stage(ino)
+    assert told == [outdated, right, outdated, outdated]

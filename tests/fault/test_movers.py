@@ -39,6 +39,12 @@ async def served(directory: Path, **settings: str) -> AsyncIterator[Filesystem]:
         yield fs
 
 
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with served(directory) as fs:
+        yield fs
+
+
 @pytest.fixture(autouse=True)
 def like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is busy with other tests, processes have the processor all the same."""
@@ -177,28 +183,25 @@ async def test_it_is_started_for_work_and_ends_when_it_is_idle(
     assert fs.pool.status()["running"] == 0
 
 
-async def test_it_ends_when_others_need_its_memory(directory: Path) -> None:
-    async with served(directory) as fs:
-        await fs.drain.movers.carry_out(work.pid, None)
-        budget = fs.store.servers.budget
-        needed = budget.free + 1
-        async with budget.reserve(needed):
-            assert fs.pool.status()["running"] == 0
+async def test_it_ends_when_others_need_its_memory(fs: Filesystem) -> None:
+    await fs.drain.movers.carry_out(work.pid, None)
+    budget = fs.store.servers.budget
+    needed = budget.free + 1
+    async with budget.reserve(needed):
+        assert fs.pool.status()["running"] == 0
 
 
-async def test_it_goes_on_while_nobody_needs_its_memory(directory: Path) -> None:
-    async with served(directory) as fs:
-        pid = await fs.drain.movers.carry_out(work.pid, None)
-        await fs.store.servers.budget.relax()
-        assert await fs.drain.movers.carry_out(work.pid, None) == pid
+async def test_it_goes_on_while_nobody_needs_its_memory(fs: Filesystem) -> None:
+    pid = await fs.drain.movers.carry_out(work.pid, None)
+    await fs.store.servers.budget.relax()
+    assert await fs.drain.movers.carry_out(work.pid, None) == pid
 
 
-async def test_what_needs_more_memory_than_it_has_is_done_by_the_daemon(directory: Path) -> None:
-    async with served(directory) as fs:
-        size = 100 << 20
-        assert await fs.drain.movers.carry_out(work.take, size) == (os.getpid(), size)
-        pid, taken = await fs.drain.movers.carry_out(work.take, MIB)
-        assert (pid != os.getpid(), taken) == (True, MIB)
+async def test_what_needs_more_memory_than_it_has_is_done_by_the_daemon(fs: Filesystem) -> None:
+    size = 100 << 20
+    assert await fs.drain.movers.carry_out(work.take, size) == (os.getpid(), size)
+    pid, taken = await fs.drain.movers.carry_out(work.take, MIB)
+    assert (pid != os.getpid(), taken) == (True, MIB)
 
 
 async def test_more_work_has_more_processes(directory: Path, tmp_path: Path) -> None:
@@ -213,25 +216,19 @@ async def test_more_work_has_more_processes(directory: Path, tmp_path: Path) -> 
         assert fs.pool.status()["busy"] == 0
 
 
-async def test_what_it_logs_is_in_the_log(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with served(directory) as fs:
-        await fs.drain.movers.carry_out(work.warn, "something odd")
-        await until(lambda: "something odd" in caplog.text)
-        [record] = [each for each in caplog.records if each.name == "aifs.test"]
-        assert (record.levelname, record.getMessage()) == ("WARNING", "something odd")
+async def test_what_it_logs_is_in_the_log(fs: Filesystem, caplog: pytest.LogCaptureFixture) -> None:
+    await fs.drain.movers.carry_out(work.warn, "something odd")
+    await until(lambda: "something odd" in caplog.text)
+    [record] = [each for each in caplog.records if each.name == "aifs.test"]
+    assert (record.levelname, record.getMessage()) == ("WARNING", "something odd")
 
 
-async def test_work_that_kills_them_fails(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with served(directory) as fs:
-        with pytest.raises(Unavailable, match="3 mover processes have died of it"):
-            await fs.drain.movers.carry_out(work.die, None)
-        assert fs.pool.status()["restarts"] == 3
-        assert "3 movers have died of one piece of work: die of None" in caplog.text
-        assert await fs.drain.movers.carry_out(work.echo, 7) == 7
+async def test_work_that_kills_them_fails(fs: Filesystem, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Unavailable, match="3 mover processes have died of it"):
+        await fs.drain.movers.carry_out(work.die, None)
+    assert fs.pool.status()["restarts"] == 3
+    assert "3 movers have died of one piece of work: die of None" in caplog.text
+    assert await fs.drain.movers.carry_out(work.echo, 7) == 7
 
 
 async def test_all_are_gone_when_the_store_is_taken_over(directory: Path, tmp_path: Path) -> None:
@@ -251,14 +248,13 @@ async def test_all_are_gone_when_the_store_is_taken_over(directory: Path, tmp_pa
             os.kill(pid, 0)
 
 
-async def test_work_may_stop_before_its_process_runs(directory: Path, tmp_path: Path) -> None:
+async def test_work_may_stop_before_its_process_runs(fs: Filesystem, tmp_path: Path) -> None:
     """The orders to begin and to end reach it together."""
-    async with served(directory) as fs:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.drain.movers.carry_out, work.pieces, str(tmp_path / "begun"))
-            await until(lambda: fs.pool.status()["running"])
-            nursery.cancel_scope.cancel()
-        assert fs.pool.status()["busy"] == 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fs.drain.movers.carry_out, work.pieces, str(tmp_path / "begun"))
+        await until(lambda: fs.pool.status()["running"])
+        nursery.cancel_scope.cancel()
+    assert fs.pool.status()["busy"] == 0
 
 
 async def test_what_cannot_be_started_is_not_needed(
@@ -295,9 +291,8 @@ async def test_its_modules_are_ours(
         assert await fs.drain.movers.carry_out(work.pid, None) != os.getpid()
 
 
-async def test_work_is_not_put_into_words_that_nobody_reads(directory: Path) -> None:
-    async with served(directory) as fs:
-        await fs.drain.movers.carry_out(work.echo, work.Unprintable())
+async def test_work_is_not_put_into_words_that_nobody_reads(fs: Filesystem) -> None:
+    await fs.drain.movers.carry_out(work.echo, work.Unprintable())
 
 
 async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
@@ -435,22 +430,19 @@ async def test_a_server_is_left(
 # --- servers that fail and hang ---
 
 
-async def test_a_server_that_fails_there_fails_for_all(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_fails_there_fails_for_all(fs, caplog):
     """Until it is looked at, and works."""
-    async with served(directory) as fs:
-        ino = await write_file(fs, b"file", DATA)
-        await fs.drain.movers.carry_out(work.fail_writes, None)
-        fs.drain.request([ino])
-        servers = fs.store.servers
-        await until(lambda: fs.drain.status()["last_error"])
-        assert "the device fails" in fs.drain.status()["last_error"]
-        await until(lambda: "is failing" in caplog.text)
-        await servers.look()
-        assert [server.state for server in servers.capacity()] == ["ok"] * 3
-        os.kill(await fs.drain.movers.carry_out(work.pid, None), signal.SIGKILL)
-        await drained(fs, ino)
+    ino = await write_file(fs, b"file", DATA)
+    await fs.drain.movers.carry_out(work.fail_writes, None)
+    fs.drain.request([ino])
+    servers = fs.store.servers
+    await until(lambda: fs.drain.status()["last_error"])
+    assert "the device fails" in fs.drain.status()["last_error"]
+    await until(lambda: "is failing" in caplog.text)
+    await servers.look()
+    assert [server.state for server in servers.capacity()] == ["ok"] * 3
+    os.kill(await fs.drain.movers.carry_out(work.pid, None), signal.SIGKILL)
+    await drained(fs, ino)
 
 
 async def test_a_server_that_hangs_there_hangs_for_all(
@@ -470,12 +462,11 @@ async def test_a_server_that_hangs_there_hangs_for_all(
         assert "has not ended within" in caplog.text
 
 
-async def test_the_table_of_servers_that_it_has_is_that_of_the_store(directory: Path) -> None:
+async def test_the_table_of_servers_that_it_has_is_that_of_the_store(fs, directory):
     """One that is added is known to the processes that are given work from then on."""
-    async with served(directory) as fs:
-        before = await fs.drain.movers.carry_out(work.pid, None)
-        number = await fs.store.table.add(str(directory / "data" / "new"))
-        ino = await write_file(fs, b"file", DATA)
-        await drained(fs, ino)
-        assert number in (await fs.getattr(ino)).layout.servers
-        assert await fs.drain.movers.carry_out(work.pid, None) != before
+    before = await fs.drain.movers.carry_out(work.pid, None)
+    number = await fs.store.table.add(str(directory / "data" / "new"))
+    ino = await write_file(fs, b"file", DATA)
+    await drained(fs, ino)
+    assert number in (await fs.getattr(ino)).layout.servers
+    assert await fs.drain.movers.carry_out(work.pid, None) != before

@@ -29,6 +29,7 @@ from tests.support.data_servers import failing
 from tests.support.points import crash
 from tests.support.spoil import flip
 from tests.support.stores import drained, moved_out, numbers, read_file, require_sound, served
+from tests.support.stores import fs as fs
 
 SERVERS = 7
 UNIT = 4096
@@ -59,6 +60,7 @@ mostly_long = pytest.mark.parametrize(
 )
 
 mounted = partial(stores.opened, base=SETTINGS, servers=SERVERS)
+pytestmark = pytest.mark.store(base=SETTINGS, servers=SERVERS)
 
 
 async def write_file(fs: Filesystem, name: bytes, data: bytes) -> int:
@@ -183,48 +185,46 @@ async def test_a_read_that_meets_a_missing_column_has_it_rebuilt(directory, kind
             assert noticed
 
 
-async def test_wrong_bytes_are_not_spread(directory):
+@pytest.mark.store(REDUNDANT["3+2"])
+async def test_wrong_bytes_are_not_spread(fs: Filesystem) -> None:
     """A column is told by the right ones of the others, and the wrong ones are found and mended,
     too.
     """
     files = Files()
-    async with mounted(directory, REDUNDANT["3+2"]) as fs:
-        await files.write(fs, [3 << 20])
-        [ino] = files.contents
-        before = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
-        for column in range(5):
-            (await object_path(fs, ino, column)).unlink()
-            garble(await object_path(fs, ino, (column + 2) % 5))
-            assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [column])
+    await files.write(fs, [3 << 20])
+    [ino] = files.contents
+    before = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
+    for column in range(5):
+        (await object_path(fs, ino, column)).unlink()
+        garble(await object_path(fs, ino, (column + 2) % 5))
+        assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [column])
+        await whole(fs)
+        now = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
+        assert now[column] == before[column]
+        garbled = (column + 2) % 5
+        if now[garbled] != before[garbled]:  # parity that nobody had to read
+            assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [garbled])
             await whole(fs)
-            now = [(await object_path(fs, ino, column)).read_bytes() for column in range(5)]
-            assert now[column] == before[column]
-            garbled = (column + 2) % 5
-            if now[garbled] != before[garbled]:  # parity that nobody had to read
-                assert await fs.rebuild.request((await fs.getattr(ino)).oid, ino, [garbled])
-                await whole(fs)
-            assert [
-                (await object_path(fs, ino, column)).read_bytes() for column in range(5)
-            ] == before
-        await files.check(fs)
+        assert [(await object_path(fs, ino, column)).read_bytes() for column in range(5)] == before
+    await files.check(fs)
 
 
-async def test_what_cannot_be_told_is_left_and_named(directory):
+@pytest.mark.store(REDUNDANT["2+1"], sound=False)
+async def test_what_cannot_be_told_is_left_and_named(fs: Filesystem) -> None:
     files = Files()
-    async with mounted(directory, REDUNDANT["2+1"], sound=False) as fs:
-        await files.write(fs, [10 * UNIT])
-        [ino] = files.contents
-        oid = (await fs.getattr(ino)).oid
-        for column in range(2):
-            garble(await object_path(fs, ino, column))
-        (await object_path(fs, ino, 2)).unlink()
-        assert await fs.rebuild.request(oid, ino, [0])
-        while not fs.rebuild.status()["failed"]:
-            await fs.rebuild.news()
-        [failed] = fs.rebuild.status()["failed"]
-        assert failed["path"] == "/0" and failed["oid"] == oid and failed["reason"]
-        assert not await fs.rebuild.request(oid, ino, [1]), "more than the file survives"
-        assert await fs.store.engine.view(degraded.find_unread, oid) == 1
+    await files.write(fs, [10 * UNIT])
+    [ino] = files.contents
+    oid = (await fs.getattr(ino)).oid
+    for column in range(2):
+        garble(await object_path(fs, ino, column))
+    (await object_path(fs, ino, 2)).unlink()
+    assert await fs.rebuild.request(oid, ino, [0])
+    while not fs.rebuild.status()["failed"]:
+        await fs.rebuild.news()
+    [failed] = fs.rebuild.status()["failed"]
+    assert failed["path"] == "/0" and failed["oid"] == oid and failed["reason"]
+    assert not await fs.rebuild.request(oid, ino, [1]), "more than the file survives"
+    assert await fs.store.engine.view(degraded.find_unread, oid) == 1
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -311,18 +311,18 @@ async def test_files_that_lie_on_all_servers_are_laid_out_anew_to_leave_one(dire
         await files.check(fs)
 
 
-async def test_files_that_need_all_servers_stay(directory):
+@pytest.mark.store({"layout.ec": "5+2"})
+async def test_files_that_need_all_servers_stay(fs: Filesystem) -> None:
     files = Files()
-    async with mounted(directory, {"layout.ec": "5+2"}) as fs:
-        await files.write(fs, [20 * UNIT])
-        await change(fs, 1, DRAINING)
-        while not fs.rebuild.status()["failed"]:
-            await fs.rebuild.news()
-        assert fs.rebuild.left(1)[0] == 1
-        assert "no other server" in fs.rebuild.status()["failed"][0]["reason"]
-        await fs.store.table.change(1, "active")
-        await whole(fs)
-        await files.check(fs)
+    await files.write(fs, [20 * UNIT])
+    await change(fs, 1, DRAINING)
+    while not fs.rebuild.status()["failed"]:
+        await fs.rebuild.news()
+    assert fs.rebuild.left(1)[0] == 1
+    assert "no other server" in fs.rebuild.status()["failed"][0]["reason"]
+    await fs.store.table.change(1, "active")
+    await whole(fs)
+    await files.check(fs)
 
 
 # --- meanwhile ------------------------------------------------------------------------------------
@@ -394,49 +394,47 @@ async def test_files_change_while_they_move(directory, kind, what):
         assert not await numbers(fs, b"m")
 
 
-async def test_open_files_are_read_from_their_new_places(directory):
+@pytest.mark.store(REDUNDANT["2x2"])
+async def test_open_files_are_read_from_their_new_places(fs: Filesystem) -> None:
     files = Files()
-    async with mounted(directory, REDUNDANT["2x2"]) as fs:
-        await files.write(fs, [(1 << 20) + 30 * UNIT] * 6)
-        handles = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
-        for ino, handle in handles.items():
-            assert bytes(await fs.read(handle, 0, UNIT)) == files.contents[ino][:UNIT]
-        for number in (0, 1, 2):
-            await change(fs, number, DRAINING)
-        for number in (0, 1, 2):
-            await left(fs, number)
-            shutil.rmtree(Path(fs.store.servers[number].address) / "objects", ignore_errors=True)
-        for ino, handle in handles.items():
-            data = b"".join([bytes(await fs.read(handle, at, 1 << 20)) for at in (0, 1 << 20)])
-            assert data == files.contents[ino]
-            await fs.release(handle)
+    await files.write(fs, [(1 << 20) + 30 * UNIT] * 6)
+    handles = {ino: (await fs.open(ino, os.O_RDONLY)).handle for ino in files.contents}
+    for ino, handle in handles.items():
+        assert bytes(await fs.read(handle, 0, UNIT)) == files.contents[ino][:UNIT]
+    for number in (0, 1, 2):
+        await change(fs, number, DRAINING)
+    for number in (0, 1, 2):
+        await left(fs, number)
+        shutil.rmtree(Path(fs.store.servers[number].address) / "objects", ignore_errors=True)
+    for ino, handle in handles.items():
+        data = b"".join([bytes(await fs.read(handle, at, 1 << 20)) for at in (0, 1 << 20)])
+        assert data == files.contents[ino]
+        await fs.release(handle)
 
 
-async def test_moves_are_throttled_and_make_way(directory):
+@pytest.mark.store(REDUNDANT["2x2"] | {"rebuild.bandwidth": "1MiB", "rebuild.workers": 2})
+async def test_moves_are_throttled_and_make_way(fs: Filesystem) -> None:
     files = Files()
-    async with mounted(
-        directory, REDUNDANT["2x2"] | {"rebuild.bandwidth": "1MiB", "rebuild.workers": 2}
-    ) as fs:
-        await files.write(fs, [UNIT * 3] * 4)
-        taken: list[int] = []
-        take = fs.rebuild.limiter.take
+    await files.write(fs, [UNIT * 3] * 4)
+    taken: list[int] = []
+    take = fs.rebuild.limiter.take
 
-        async def counted(size: int) -> None:
-            taken.append(size)
-            await take(0)
+    async def counted(size: int) -> None:
+        taken.append(size)
+        await take(0)
 
-        fs.rebuild.limiter.take = counted
-        assert fs.rebuild.limiter.rate == 1 << 20
-        await change(fs, 1, DRAINING)
-        await left(fs, 1)
-        await whole(fs)
-        status = fs.rebuild.status()
-        assert sum(taken) >= status["moved_bytes"] > 0
-        assert (
-            status["bandwidth"] == 1 << 20
-            and status["left_objects"] == 0
-            and status["servers"][1] == (0, 0)
-        )
+    fs.rebuild.limiter.take = counted
+    assert fs.rebuild.limiter.rate == 1 << 20
+    await change(fs, 1, DRAINING)
+    await left(fs, 1)
+    await whole(fs)
+    status = fs.rebuild.status()
+    assert sum(taken) >= status["moved_bytes"] > 0
+    assert (
+        status["bandwidth"] == 1 << 20
+        and status["left_objects"] == 0
+        and status["servers"][1] == (0, 0)
+    )
 
 
 # --- protection that is due -----------------------------------------------------------------------
@@ -491,17 +489,16 @@ async def test_a_move_that_a_crash_has_ended_is_finished_by_the_next_mount(direc
             await change(fs, number, "active")
 
 
-async def test_strays_of_servers_that_are_gone_are_forgotten(directory):
+async def test_strays_of_servers_that_are_gone_are_forgotten(fs: Filesystem) -> None:
     files = Files()
-    async with mounted(directory) as fs:
-        await files.write(fs, [10 * UNIT])
-        [ino] = files.contents
-        oid = (await fs.getattr(ino)).oid
-        for stray in (moves.Stray(ino, oid, 60), moves.Stray(0, 999_999, 61)):
-            await fs.store.engine.transact(moves.put_stray, stray)
-            fs.rebuild.strays.add(stray)
-        assert await fs.rebuild.strays.sweep() == 0
-        assert not await numbers(fs, b"m")
+    await files.write(fs, [10 * UNIT])
+    [ino] = files.contents
+    oid = (await fs.getattr(ino)).oid
+    for stray in (moves.Stray(ino, oid, 60), moves.Stray(0, 999_999, 61)):
+        await fs.store.engine.transact(moves.put_stray, stray)
+        fs.rebuild.strays.add(stray)
+    assert await fs.rebuild.strays.sweep() == 0
+    assert not await numbers(fs, b"m")
 
 
 # --- containers, burst copies, successors ---------------------------------------------------------
@@ -674,18 +671,16 @@ async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
         await files.check(fs)
 
 
-async def test_a_successor_takes_over(directory):
+@pytest.mark.store(REDUNDANT["2+1"])
+async def test_a_successor_takes_over(fs: Filesystem, directory) -> None:
     files = Files()
-    async with mounted(directory, REDUNDANT["2+1"]) as fs:
-        await files.write(fs, SIZES * 2)
-        held = {ino for ino, layout in (await files.layouts(fs)).items() if 2 in layout.servers}
-        number = await fs.store.table.add(str(directory / "data" / "new"))
-        fs.store.servers.prefer[2] = number
-        fs.store.servers.classify(2, DRAINING, "", number)
-        fs.rebuild.look()
-        await left(fs, 2)
-        after = {
-            ino for ino, layout in (await files.layouts(fs)).items() if number in layout.servers
-        }
-        assert held and held == after
-        await files.check(fs)
+    await files.write(fs, SIZES * 2)
+    held = {ino for ino, layout in (await files.layouts(fs)).items() if 2 in layout.servers}
+    number = await fs.store.table.add(str(directory / "data" / "new"))
+    fs.store.servers.prefer[2] = number
+    fs.store.servers.classify(2, DRAINING, "", number)
+    fs.rebuild.look()
+    await left(fs, 2)
+    after = {ino for ino, layout in (await files.layouts(fs)).items() if number in layout.servers}
+    assert held and held == after
+    await files.check(fs)

@@ -5,7 +5,7 @@ rest.
 import json
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from aifs.vfs import Filesystem, open_filesystem
 from tests.support.data_servers import failing
 from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.spoil import flip
-from tests.support.stores import assert_sound, overwrite, read_file, write_file
+from tests.support.stores import assert_sound, overwrite, read_file, require_sound, write_file
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOT = keys.ROOT_INO
@@ -67,9 +67,11 @@ def use(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> Any:
     return trio.run(run)
 
 
-def sound(config: Config, work: Callable[[Filesystem], Awaitable[Any]]) -> None:
-    use(config, work)
-    assert_sound(config)
+@pytest.fixture
+async def fs(store: Config) -> AsyncIterator[Filesystem]:
+    async with open_filesystem(store) as fs:
+        yield fs
+    await require_sound(store)
 
 
 class Files:
@@ -132,6 +134,11 @@ class Files:
         return find()
 
 
+@pytest.fixture
+def files() -> Files:
+    return Files()
+
+
 async def staged(fs: Filesystem, ino: int) -> None:
     """The file has a copy in the burst tier."""
     await fs.setxattr(ino, b"user.aifs.stage", b"")
@@ -151,26 +158,19 @@ async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
     return fs.scrub.status()
 
 
-def test_nothing_is_found_where_nothing_is_wrong(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        status = await scrub(fs)
-        assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
-        lengths = sum(length for _, _, length in await files.objects(fs))
-        assert lengths <= status["read_bytes"] <= 2 * lengths
-
-    sound(store, work)
+async def test_nothing_is_found_where_nothing_is_wrong(fs: Filesystem, files: Files) -> None:
+    await files.write(fs)
+    status = await scrub(fs)
+    assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
+    lengths = sum(length for _, _, length in await files.objects(fs))
+    assert lengths <= status["read_bytes"] <= 2 * lengths
 
 
-def test_what_is_wrong_only_once_is_not_wrong(
-    store: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_wrong_only_once_is_not_wrong(fs, files, monkeypatch):
     """Bytes, or lengths, that were read while something changed, which looks afterwards as it did
     before.
     """
-    files, spoilt = Files(), set()
+    spoilt = set()
     read_now = Columns.read_now
 
     def spoil(columns: Columns, column: int, buffer: memoryview, offset: int) -> int:
@@ -184,105 +184,84 @@ def test_what_is_wrong_only_once_is_not_wrong(
                 done -= 1
         return done
 
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs)
-        with monkeypatch.context() as patch:
-            patch.setattr(Columns, "read_now", spoil)
-            status = await scrub(fs)
-        assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
-
-    sound(store, work)
+    await files.write(fs)
+    with monkeypatch.context() as patch:
+        patch.setattr(Columns, "read_now", spoil)
+        status = await scrub(fs)
+    assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
 
 
-def test_every_flip_is_found_and_repaired(store: Config) -> None:
+async def test_every_flip_is_found_and_repaired(fs: Filesystem, files: Files) -> None:
     """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were
     afterwards.
     """
-    files, chance = Files(), random.Random(3)
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, PROTECTED)
-        objects = await files.objects(fs)
-        before = {path: Path(path).read_bytes()[:length] for _, path, length in objects}
-        for _ in range(3):
-            one_each = {}
-            for (
-                item
-            ) in objects:  # one object of each file or container, so that the others can tell
-                one_each.setdefault(os.path.basename(item[1]), []).append(item)
-            planted = 0
-            for candidates in one_each.values():
-                _, path, length = chance.choice(candidates)
-                for offset in {0, chance.randrange(length), length - 1}:
-                    flip(path, offset)
-                    planted += 1
-            status = await scrub(fs)
-            assert status["wrong"] == []
-            assert status["rebuilding"] == 0
-            assert len(one_each) <= status["flaws"] == status["repaired"] <= planted
-            assert {path: Path(path).read_bytes()[:length] for _, path, length in objects} == before
-        assert (await scrub(fs))["flaws"] == 0
-        await files.compare(fs)
-
-    sound(store, work)
-
-
-def test_without_leave_to_repair_files_are_named_and_left(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"mirror", b"coded"])
-        objects = await files.objects(fs)
-        hit = [
-            next(path for found, path, _ in objects if found == directory)
-            for directory in (b"mirror", b"coded")
-        ]
-        for path in hit:
-            flip(path, 100)
-        before = [Path(path).read_bytes() for path in hit]
-        status = await scrub(fs, repair=False)
-        assert (status["flaws"], status["repaired"]) == (2, 0)
-        assert sorted(item["paths"] for item in status["wrong"]) == [
-            ["/coded/file-0"],
-            ["/mirror/file-0"],
-        ]
-        assert not any(item["for_good"] for item in status["wrong"])
-        assert [Path(path).read_bytes() for path in hit] == before
-        assert (await scrub(fs))["repaired"] == 2
-
-    sound(store, work)
-
-
-def test_objects_that_are_missing_short_or_long_are_mended(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, PROTECTED)
-        objects = await files.objects(fs)
-        one_each = {
-            os.path.basename(path): (directory, path, length) for directory, path, length in objects
-        }
-        for number, (_, path, length) in enumerate(one_each.values()):
-            if number % 3 == 0:
-                os.unlink(path)
-            elif number % 3 == 1:
-                os.truncate(path, length // 2)
-            elif not os.path.basename(path).endswith(".0"):
-                os.truncate(path, length + 100)
+    chance = random.Random(3)
+    await files.write(fs, PROTECTED)
+    objects = await files.objects(fs)
+    before = {path: Path(path).read_bytes()[:length] for _, path, length in objects}
+    for _ in range(3):
+        one_each = {}
+        for item in objects:  # one object of each file or container, so that the others can tell
+            one_each.setdefault(os.path.basename(item[1]), []).append(item)
+        planted = 0
+        for candidates in one_each.values():
+            _, path, length = chance.choice(candidates)
+            for offset in {0, chance.randrange(length), length - 1}:
+                flip(path, offset)
+                planted += 1
         status = await scrub(fs)
         assert status["wrong"] == []
-        assert status["rebuilding"] >= len(one_each) // 3
-        assert (await scrub(fs))["flaws"] == 0
-        await files.compare(fs)
+        assert status["rebuilding"] == 0
+        assert len(one_each) <= status["flaws"] == status["repaired"] <= planted
+        assert {path: Path(path).read_bytes()[:length] for _, path, length in objects} == before
+    assert (await scrub(fs))["flaws"] == 0
+    await files.compare(fs)
 
-    sound(store, work)
+
+async def test_without_leave_to_repair_files_are_named_and_left(fs, files):
+    await files.write(fs, [b"mirror", b"coded"])
+    objects = await files.objects(fs)
+    hit = [
+        next(path for found, path, _ in objects if found == directory)
+        for directory in (b"mirror", b"coded")
+    ]
+    for path in hit:
+        flip(path, 100)
+    before = [Path(path).read_bytes() for path in hit]
+    status = await scrub(fs, repair=False)
+    assert (status["flaws"], status["repaired"]) == (2, 0)
+    assert sorted(item["paths"] for item in status["wrong"]) == [
+        ["/coded/file-0"],
+        ["/mirror/file-0"],
+    ]
+    assert not any(item["for_good"] for item in status["wrong"])
+    assert [Path(path).read_bytes() for path in hit] == before
+    assert (await scrub(fs))["repaired"] == 2
+
+
+async def test_objects_that_are_missing_short_or_long_are_mended(fs, files):
+    await files.write(fs, PROTECTED)
+    objects = await files.objects(fs)
+    one_each = {
+        os.path.basename(path): (directory, path, length) for directory, path, length in objects
+    }
+    for number, (_, path, length) in enumerate(one_each.values()):
+        if number % 3 == 0:
+            os.unlink(path)
+        elif number % 3 == 1:
+            os.truncate(path, length // 2)
+        elif not os.path.basename(path).endswith(".0"):
+            os.truncate(path, length + 100)
+    status = await scrub(fs)
+    assert status["wrong"] == []
+    assert status["rebuilding"] >= len(one_each) // 3
+    assert (await scrub(fs))["flaws"] == 0
+    await files.compare(fs)
 
 
 def test_what_is_lost_is_named_with_all_its_names(
-    store: Config, caplog: pytest.LogCaptureFixture
+    store: Config, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = Files()
-
     async def work(fs: Filesystem) -> None:
         await files.write(fs, [b"plain", b"chunks"])
         await fs.link(files.inos[b"plain", b"file-4"], ROOT, b"second-\xff")
@@ -318,47 +297,35 @@ def test_what_is_lost_is_named_with_all_its_names(
     assert kinds == {"wrong-checksum"}
 
 
-def test_a_flip_in_a_file_that_is_deleted_is_no_error(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"plain", b"chunks"])
-        ino = files.inos[b"chunks", b"file-3"]
-        oid = (await fs.getattr(ino)).oid
-        place = (await fs.store.engine.view(chunks.get_extents, oid, MIB, 0))[1][0].place
-        flip(fs.store.servers[place.server].where((0, place.container)), place.offset + 2000)
-        parent = await fs.lookup(ROOT, b"chunks")
-        await fs.unlink(parent.ino, b"file-3")
-        fs.forget([ino])
-        await fs.collector.drain()
-        assert (await scrub(fs))["wrong"] == []
-
-    sound(store, work)
+async def test_a_flip_in_a_file_that_is_deleted_is_no_error(fs: Filesystem, files: Files) -> None:
+    await files.write(fs, [b"plain", b"chunks"])
+    ino = files.inos[b"chunks", b"file-3"]
+    oid = (await fs.getattr(ino)).oid
+    place = (await fs.store.engine.view(chunks.get_extents, oid, MIB, 0))[1][0].place
+    flip(fs.store.servers[place.server].where((0, place.container)), place.offset + 2000)
+    parent = await fs.lookup(ROOT, b"chunks")
+    await fs.unlink(parent.ino, b"file-3")
+    fs.forget([ino])
+    await fs.collector.drain()
+    assert (await scrub(fs))["wrong"] == []
 
 
-def test_a_wrong_burst_copy_is_dropped_and_only_that(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"plain", b"chunks"])
-        copies = []
-        for place in ((b"plain", b"file-4"), (b"chunks", b"file-4"), (b"plain", b"file-3")):
-            ino = files.inos[place]
-            await staged(fs, ino)
-            copies.append((await fs.getattr(ino)).copy)
-        for copy in copies[:2]:
-            flip(fs.store.servers[copy.server].where((0, copy.id)), MIB + 9)
-        status = await scrub(fs)
-        assert (status["dropped_copies"], status["flaws"], status["wrong"]) == (2, 2, [])
-        assert (await fs.getattr(files.inos[b"plain", b"file-3"])).copy == copies[2]
-        await files.compare(fs)
-
-    sound(store, work)
+async def test_a_wrong_burst_copy_is_dropped_and_only_that(fs: Filesystem, files: Files) -> None:
+    await files.write(fs, [b"plain", b"chunks"])
+    copies = []
+    for place in ((b"plain", b"file-4"), (b"chunks", b"file-4"), (b"plain", b"file-3")):
+        ino = files.inos[place]
+        await staged(fs, ino)
+        copies.append((await fs.getattr(ino)).copy)
+    for copy in copies[:2]:
+        flip(fs.store.servers[copy.server].where((0, copy.id)), MIB + 9)
+    status = await scrub(fs)
+    assert (status["dropped_copies"], status["flaws"], status["wrong"]) == (2, 2, [])
+    assert (await fs.getattr(files.inos[b"plain", b"file-3"])).copy == copies[2]
+    await files.compare(fs)
 
 
-def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> None:
-    files = Files()
-
+def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config, files: Files) -> None:
     async def begin(fs: Filesystem) -> None:
         await files.write(fs)
         for _, path, _ in (await files.objects(fs))[-1:]:
@@ -386,68 +353,63 @@ def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config) -> No
     assert_sound(store)
 
 
-def test_scrubs_while_files_are_written_find_nothing(store: Config) -> None:
+async def test_scrubs_while_files_are_written_find_nothing(fs: Filesystem) -> None:
     """Written, rewritten, drained, deleted, compacted meanwhile."""
     chance = random.Random(9)
+    parents = []
+    for directory, policy in POLICIES.items():
+        parent = await fs.mkdir(ROOT, directory, 0o755, ME)
+        await fs.setxattr(parent.ino, b"user.aifs.layout", policy)
+        parents.append(parent.ino)
+    at_once = await fs.mkdir(ROOT, b"in-place", 0o755, ME)
+    await fs.setxattr(at_once.ino, b"user.aifs.tier", b"capacity")
+    parents.append(at_once.ino)
+    done = False
 
-    async def work(fs: Filesystem) -> None:
-        parents = []
-        for directory, policy in POLICIES.items():
-            parent = await fs.mkdir(ROOT, directory, 0o755, ME)
-            await fs.setxattr(parent.ino, b"user.aifs.layout", policy)
-            parents.append(parent.ino)
-        at_once = await fs.mkdir(ROOT, b"in-place", 0o755, ME)
-        await fs.setxattr(at_once.ino, b"user.aifs.tier", b"capacity")
-        parents.append(at_once.ino)
-        done = False
+    async def write() -> None:
+        nonlocal done
+        names: dict[tuple[int, bytes], int] = {}
+        for _ in range(100):
+            place = chance.choice(parents), b"%d" % chance.randrange(4)
+            kind = chance.random()
+            if place in names and kind < 0.3:
+                await fs.unlink(*place)
+                fs.forget([names.pop(place)])
+            elif place in names:
+                offset, data = (
+                    chance.randrange(200_000),
+                    chance.randbytes(chance.randrange(1, 150_000)),
+                )
+                await overwrite(fs, names[place], offset, data)
+            else:
+                parent, name = place
+                data = chance.randbytes(chance.randrange(1, 400_000))
+                names[place] = await write_file(fs, name, data, parent)
+            if kind > 0.8:
+                fs.drain.request(names.values())
+            if kind > 0.95:
+                await fs.compaction.compact()
+            await trio.sleep(0.002)
+        done = True
 
-        async def write() -> None:
-            nonlocal done
-            names: dict[tuple[int, bytes], int] = {}
-            for _ in range(100):
-                place = chance.choice(parents), b"%d" % chance.randrange(4)
-                kind = chance.random()
-                if place in names and kind < 0.3:
-                    await fs.unlink(*place)
-                    fs.forget([names.pop(place)])
-                elif place in names:
-                    offset, data = (
-                        chance.randrange(200_000),
-                        chance.randbytes(chance.randrange(1, 150_000)),
-                    )
-                    await overwrite(fs, names[place], offset, data)
-                else:
-                    parent, name = place
-                    data = chance.randbytes(chance.randrange(1, 400_000))
-                    names[place] = await write_file(fs, name, data, parent)
-                if kind > 0.8:
-                    fs.drain.request(names.values())
-                if kind > 0.95:
-                    await fs.compaction.compact()
-                await trio.sleep(0.002)
-            done = True
-
-        passes = 0
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(write)
-            while not done or passes < 2:
-                fs.scrub.start()
-                with trio.move_on_after(0.2):
-                    await fs.scrub.wait()
-                status = fs.scrub.status()
-                assert (status["flaws"], status["wrong"], status["dropped_copies"]) == (0, [], 0)
-                passes += 1
-                fs.scrub.stop()
+    passes = 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        while not done or passes < 2:
+            fs.scrub.start()
+            with trio.move_on_after(0.2):
                 await fs.scrub.wait()
-        await fs.wait_drained(ROOT)
-        assert (await scrub(fs))["flaws"] == 0
-
-    sound(store, work)
+            status = fs.scrub.status()
+            assert (status["flaws"], status["wrong"], status["dropped_copies"]) == (0, [], 0)
+            passes += 1
+            fs.scrub.stop()
+            await fs.scrub.wait()
+    await fs.wait_drained(ROOT)
+    assert (await scrub(fs))["flaws"] == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_with_verify_nobody_reads_wrong_bytes(store: Config, policy: bytes) -> None:
-    files = Files()
+def test_with_verify_nobody_reads_wrong_bytes(store: Config, files: Files, policy: bytes) -> None:
     verifying = store.model_copy(update={"data": store.data.model_copy(update={"verify": "read"})})
 
     async def work(fs: Filesystem) -> None:
@@ -474,46 +436,36 @@ def test_with_verify_nobody_reads_wrong_bytes(store: Config, policy: bytes) -> N
     assert_sound(store)
 
 
-def test_an_object_that_cannot_be_read_is_made_anew(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"coded"])
-        inode = await fs.getattr(files.inos[b"coded", b"file-4"])
-        path = fs.store.servers[inode.layout.servers[1]].where((inode.ino, inode.oid))
-        with failing("read_into", path):
-            fs.scrub.start()
-            await fs.scrub.wait()
-        status = fs.scrub.status()
-        assert (status["rebuilding"], status["wrong"]) == (1, [])
-        assert (await scrub(fs))["flaws"] == 0
-        await files.compare(fs)
-
-    sound(store, work)
+async def test_an_object_that_cannot_be_read_is_made_anew(fs: Filesystem, files: Files) -> None:
+    await files.write(fs, [b"coded"])
+    inode = await fs.getattr(files.inos[b"coded", b"file-4"])
+    path = fs.store.servers[inode.layout.servers[1]].where((inode.ino, inode.oid))
+    with failing("read_into", path):
+        fs.scrub.start()
+        await fs.scrub.wait()
+    status = fs.scrub.status()
+    assert (status["rebuilding"], status["wrong"]) == (1, [])
+    assert (await scrub(fs))["flaws"] == 0
+    await files.compare(fs)
 
 
-def test_a_server_that_does_not_answer_says_nothing_about_files(store: Config) -> None:
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"plain", b"chunks", b"mirror"])
-        root = fs.store.servers[0].address
-        os.rename(root, root + ".away")
-        try:
-            fs.scrub.start()
-            await fs.scrub.wait()
-        finally:
-            os.rename(root + ".away", root)
-        status = fs.scrub.status()
-        assert (status["wrong"], status["rebuilding"]) == ([], 0)
-        assert status["unverified"]
-        with trio.fail_after(60):
-            while any(server.absent for server in fs.store.servers.values()):
-                await trio.sleep(0.05)
-        status = await scrub(fs)
-        assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
-
-    sound(store, work)
+async def test_a_server_that_does_not_answer_says_nothing_about_files(fs, files):
+    await files.write(fs, [b"plain", b"chunks", b"mirror"])
+    root = fs.store.servers[0].address
+    os.rename(root, root + ".away")
+    try:
+        fs.scrub.start()
+        await fs.scrub.wait()
+    finally:
+        os.rename(root + ".away", root)
+    status = fs.scrub.status()
+    assert (status["wrong"], status["rebuilding"]) == ([], 0)
+    assert status["unverified"]
+    with trio.fail_after(60):
+        while any(server.absent for server in fs.store.servers.values()):
+            await trio.sleep(0.05)
+    status = await scrub(fs)
+    assert (status["flaws"], status["wrong"], status["unverified"]) == (0, [], 0)
 
 
 def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
@@ -537,21 +489,16 @@ def test_what_is_lost_below_long_paths_fits_the_record(store: Config) -> None:
     use(store, work)
 
 
-def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(store: Config) -> None:
+async def test_a_copy_is_kept_where_nobody_can_tell_whether_it_is_right(fs, files):
     """The list of the file's chunks is damaged: the copy may be all that is whole."""
-    files = Files()
-
-    async def work(fs: Filesystem) -> None:
-        await files.write(fs, [b"chunks"])
-        ino = files.inos[b"chunks", b"file-4"]
-        await staged(fs, ino)
-        inode = await fs.getattr(ino)
-        key = keys.chunk_list(inode.oid, 0)
-        record = await fs.store.engine.view(lambda tx: tx.get(key))
-        await fs.store.engine.transact(lambda tx: tx.put(key, record[:-1]))
-        assert (await scrub(fs))["dropped_copies"] == 0
-        assert (await fs.getattr(ino)).copy == inode.copy
-        await files.compare(fs)
-        await fs.store.engine.transact(lambda tx: tx.put(key, record))
-
-    sound(store, work)
+    await files.write(fs, [b"chunks"])
+    ino = files.inos[b"chunks", b"file-4"]
+    await staged(fs, ino)
+    inode = await fs.getattr(ino)
+    key = keys.chunk_list(inode.oid, 0)
+    record = await fs.store.engine.view(lambda tx: tx.get(key))
+    await fs.store.engine.transact(lambda tx: tx.put(key, record[:-1]))
+    assert (await scrub(fs))["dropped_copies"] == 0
+    assert (await fs.getattr(ino)).copy == inode.copy
+    await files.compare(fs)
+    await fs.store.engine.transact(lambda tx: tx.put(key, record))

@@ -37,7 +37,8 @@ from tests.support.data_servers import failing, hooked
 from tests.support.hanging import hanging, until
 from tests.support.points import crash
 from tests.support.server_orders import described, order, removed, row, until_empty
-from tests.support.stores import moved_out, read_file, require_sound, served
+from tests.support.stores import by_kind, moved_out, read_file, require_sound, served
+from tests.support.stores import fs as fs
 
 UNIT = 4096
 SETTINGS = modes.STRIPED | {
@@ -58,8 +59,16 @@ KINDS = {
 }
 SIZES = (UNIT, 9 * UNIT + 17, 200_000)
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
-protected = pytest.mark.parametrize("kind", ["replicas", "coded", "coded containers"])
+pytestmark = pytest.mark.store(base=SETTINGS | {"burst.directories": ["burst/0"]}, servers=5)
+
+
+every_kind = by_kind(KINDS)
+protected = by_kind(KINDS, "replicas", "coded", "coded containers")
+
+
+@pytest.fixture
+def config(directory: Path, fs: Filesystem) -> Config:
+    return modes.config_of(directory)
 
 
 async def make(
@@ -156,19 +165,17 @@ async def test_a_server_is_drained_and_removed(scratch: Path, kind: str) -> None
         await require_all(fs, sizes)
 
 
-async def test_what_still_has_objects_is_not_removed(scratch: Path) -> None:
-    config = await make(scratch, {})
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        with failing("open_file", config.servers[4]):  # where it is to be moved to, and from
-            with failing(("open_file", "read_into"), config.servers[2]):
-                await order(fs, "drain", id=2)
-                outcome = await removed(fs, id=2)
-        assert outcome["passing"] and "of data server 2 have to be moved first" in outcome["reason"]
-        await order(fs, "drain", id=2, undo=True)
-        assert (await row(fs, 2))["standing"] == "active"
-        await fs.collector.drain(urgent=True)
-        await require_all(fs, sizes)
+async def test_what_still_has_objects_is_not_removed(fs: Filesystem, config: Config) -> None:
+    sizes = await write_files(fs)
+    with failing("open_file", config.servers[4]):  # where it is to be moved to, and from
+        with failing(("open_file", "read_into"), config.servers[2]):
+            await order(fs, "drain", id=2)
+            outcome = await removed(fs, id=2)
+    assert outcome["passing"] and "of data server 2 have to be moved first" in outcome["reason"]
+    await order(fs, "drain", id=2, undo=True)
+    assert (await row(fs, 2))["standing"] == "active"
+    await fs.collector.drain(urgent=True)
+    await require_all(fs, sizes)
 
 
 async def test_draining_goes_on_after_a_restart(scratch: Path) -> None:
@@ -184,50 +191,40 @@ async def test_draining_goes_on_after_a_restart(scratch: Path) -> None:
     await require_sound(config)
 
 
-async def test_the_last_server_in_use_stays(scratch: Path) -> None:
-    config = await make(scratch, {}, servers=2)
-    async with served(config) as fs:
-        await order(fs, "drain", id=0)
-        with pytest.raises(
-            Invalid, match="^there is no other data server in use than 1: add one first"
-        ):
-            await order(fs, "drain", id=1)
+@pytest.mark.store(servers=2)
+async def test_the_last_server_in_use_stays(fs: Filesystem) -> None:
+    await order(fs, "drain", id=0)
+    with pytest.raises(
+        Invalid, match="^there is no other data server in use than 1: add one first"
+    ):
+        await order(fs, "drain", id=1)
 
 
 @every_kind
-async def test_a_server_that_works_is_replaced_by_moving_what_it_has(
-    scratch: Path, kind: str
-) -> None:
-    config = await make(scratch, KINDS[kind])
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        await order(fs, "replace", id=3, path=f"{scratch}/new")
-        old, new = await row(fs, 3), await row(fs, 5)
-        assert (old["standing"], old["successor"], new["standing"]) == ("draining", 5, "active")
-        await until_empty(fs, 3)
-        await require_all(fs, sizes)
-        assert not (await removed(fs, id=3))["reason"]
-        with pytest.raises(Invalid, match="there is no data server 3"):
-            await order(fs, "replace", id=3, path=f"{scratch}/other")
-    await require_sound(config)
+async def test_a_server_that_works_is_replaced_by_moving_what_it_has(fs, scratch, kind):
+    sizes = await write_files(fs)
+    await order(fs, "replace", id=3, path=f"{scratch}/new")
+    old, new = await row(fs, 3), await row(fs, 5)
+    assert (old["standing"], old["successor"], new["standing"]) == ("draining", 5, "active")
+    await until_empty(fs, 3)
+    await require_all(fs, sizes)
+    assert not (await removed(fs, id=3))["reason"]
+    with pytest.raises(Invalid, match="there is no data server 3"):
+        await order(fs, "replace", id=3, path=f"{scratch}/other")
 
 
+@pytest.mark.store(KINDS["coded"])
 async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced(
-    scratch: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = await make(scratch, KINDS["coded"])
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        await fs.store.engine.transact(
-            mark_unprotected, range(5)
-        )  # there have been plain files once
-        os.rename(config.servers[3], scratch / "gone")
-        await order(fs, "replace", id=3, path=f"{scratch}/new")
-        assert (await row(fs, 3))["standing"] == "lost"
-        await until_empty(fs, 3)
-        await require_all(fs, sizes)
-        assert not (await removed(fs, id=3))["reason"]
-    await require_sound(config)
+    fs, config, scratch, caplog
+):
+    sizes = await write_files(fs)
+    await fs.store.engine.transact(mark_unprotected, range(5))  # there have been plain files once
+    os.rename(config.servers[3], scratch / "gone")
+    await order(fs, "replace", id=3, path=f"{scratch}/new")
+    assert (await row(fs, 3))["standing"] == "lost"
+    await until_empty(fs, 3)
+    await require_all(fs, sizes)
+    assert not (await removed(fs, id=3))["reason"]
 
 
 @protected
@@ -375,30 +372,26 @@ async def test_a_stale_directory_is_not_taken_for_the_new_one(scratch: Path) -> 
 # --- burst directories ----------------------------------------------------------------------------
 
 
-async def test_a_burst_directory_is_emptied_and_removed(scratch: Path) -> None:
-    config = await make(scratch, {"burst.drain_delay": "1h"}, burst=2)
-    async with served(config) as fs:
-        sizes = {f"f{number}": 50_000 for number in range(12)}
-        inos = [await write_file(fs, name, size) for name, size in sizes.items()]
-        await fs.setxattr(inos[0], b"user.aifs.tier", b"pinned")
-        devices = {(await fs.getattr(ino)).copy.server for ino in inos}
-        assert devices == {BURST_FIRST, BURST_FIRST + 1}
-        with pytest.raises(Busy, match="^burst directory 0 is in use: drain it first"):
-            await order(fs, "remove", id=0, role="burst")
-        await order(fs, "drain", id=0, role="burst")
-        sizes["later"] = 50_000
-        assert (
-            await fs.getattr(await write_file(fs, "later", 50_000))
-        ).copy.server == BURST_FIRST + 1
-        await until_empty(fs, 0, "burst")
-        while (outcome := await removed(fs, id=0, role="burst"))["passing"]:
-            await trio.sleep(0.01)
-        assert not outcome["reason"]
-        await require_all(fs, sizes)
-        assert os.listdir(config.burst.directories[0]) in ([], ["objects"])
-        await order(fs, "add", path=f"{scratch}/b2", role="burst")
-        assert (await row(fs, 2, "burst"))["standing"] == "active"
-    await require_sound(config)
+@pytest.mark.store({"burst.drain_delay": "1h", "burst.directories": ["burst/0", "burst/1"]})
+async def test_a_burst_directory_is_emptied_and_removed(fs, config, scratch):
+    sizes = {f"f{number}": 50_000 for number in range(12)}
+    inos = [await write_file(fs, name, size) for name, size in sizes.items()]
+    await fs.setxattr(inos[0], b"user.aifs.tier", b"pinned")
+    devices = {(await fs.getattr(ino)).copy.server for ino in inos}
+    assert devices == {BURST_FIRST, BURST_FIRST + 1}
+    with pytest.raises(Busy, match="^burst directory 0 is in use: drain it first"):
+        await order(fs, "remove", id=0, role="burst")
+    await order(fs, "drain", id=0, role="burst")
+    sizes["later"] = 50_000
+    assert (await fs.getattr(await write_file(fs, "later", 50_000))).copy.server == BURST_FIRST + 1
+    await until_empty(fs, 0, "burst")
+    while (outcome := await removed(fs, id=0, role="burst"))["passing"]:
+        await trio.sleep(0.01)
+    assert not outcome["reason"]
+    await require_all(fs, sizes)
+    assert os.listdir(config.burst.directories[0]) in ([], ["objects"])
+    await order(fs, "add", path=f"{scratch}/b2", role="burst")
+    assert (await row(fs, 2, "burst"))["standing"] == "active"
 
 
 # --- crashes, races, nonsense ---------------------------------------------------------------------
@@ -425,34 +418,32 @@ async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(scratch: Path, 
     await require_sound(config)
 
 
-async def test_orders_that_make_no_sense_are_refused(scratch: Path) -> None:
-    config = await make(scratch, {})
-    async with served(config) as fs:
-        for what, fields in [
-            ("drain", {"id": 77}),
-            ("drain", {"id": -1}),
-            ("drain", {"id": "1"}),
-            ("drain", {}),
-            ("drain", {"id": 1, "role": "x"}),
-            ("drain", {"id": BURST_FIRST}),
-            ("replace", {"id": 1, "path": "relative"}),
-            ("remove", {"id": 9}),
-            ("replace", {"id": 1, "path": config.servers[2]}),
-            ("add", {"path": "/x", "domain": "a\nb"}),
-            ("add", {"path": config.servers[0]}),
-            ("remove", {"id": 0, "role": "burst", "lost": True}),
-            ("replace", {"id": 1, "path": config.meta.directory}),
-        ]:
-            with pytest.raises(Invalid):
-                await order(fs, what, **fields)
-        for value in (b"", b"[]", b"{", b"\xff", b"null"):
-            with pytest.raises(Invalid):
-                await fs.setxattr(ROOT_INO, b"user.aifs.server-drain", value)
-        with pytest.raises(NotPermitted):
-            await order(fs, "drain", caller=Caller(1000, 1000), id=1)
-        with pytest.raises(FsError):
-            await fs.setxattr(5, b"user.aifs.server-drain", b"{}")
-        assert [server["standing"] for server in (await described(fs))["servers"]] == ["active"] * 6
+async def test_orders_that_make_no_sense_are_refused(fs: Filesystem, config: Config) -> None:
+    for what, fields in [
+        ("drain", {"id": 77}),
+        ("drain", {"id": -1}),
+        ("drain", {"id": "1"}),
+        ("drain", {}),
+        ("drain", {"id": 1, "role": "x"}),
+        ("drain", {"id": BURST_FIRST}),
+        ("replace", {"id": 1, "path": "relative"}),
+        ("remove", {"id": 9}),
+        ("replace", {"id": 1, "path": config.servers[2]}),
+        ("add", {"path": "/x", "domain": "a\nb"}),
+        ("add", {"path": config.servers[0]}),
+        ("remove", {"id": 0, "role": "burst", "lost": True}),
+        ("replace", {"id": 1, "path": config.meta.directory}),
+    ]:
+        with pytest.raises(Invalid):
+            await order(fs, what, **fields)
+    for value in (b"", b"[]", b"{", b"\xff", b"null"):
+        with pytest.raises(Invalid):
+            await fs.setxattr(ROOT_INO, b"user.aifs.server-drain", value)
+    with pytest.raises(NotPermitted):
+        await order(fs, "drain", caller=Caller(1000, 1000), id=1)
+    with pytest.raises(FsError):
+        await fs.setxattr(5, b"user.aifs.server-drain", b"{}")
+    assert [server["standing"] for server in (await described(fs))["servers"]] == ["active"] * 6
 
 
 def test_domains_of_the_configuration_are_those_of_the_table(tmp_path: Path) -> None:
@@ -508,57 +499,45 @@ async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgo
         assert (await row(fs, 0))["standing"] == "lost"
 
 
-async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(scratch: Path) -> None:
-    config = await make(scratch, {})
+async def test_a_directory_that_takes_its_time_does_not_hold_up_the_mount(fs, config, scratch):
     new, thread = scratch / "new", []
-    async with served(config) as fs:
-        with hooked(
-            lambda op, path: (
-                thread.append(threading.get_ident()) if path.startswith(str(new)) else None
-            )
-        ):
-            await order(fs, "add", path=str(new))
-        assert thread and threading.get_ident() not in thread
-        with pytest.raises(Invalid, match="below: is not a directory"):
-            await order(fs, "add", path=f"{config.source}/{DIRECTORY_FILE}/below")
-        assert len(fs.store.servers.capacity()) == 6
+    with hooked(
+        lambda op, path: thread.append(threading.get_ident()) if path.startswith(str(new)) else None
+    ):
+        await order(fs, "add", path=str(new))
+    assert thread and threading.get_ident() not in thread
+    with pytest.raises(Invalid, match="below: is not a directory"):
+        await order(fs, "add", path=f"{config.source}/{DIRECTORY_FILE}/below")
+    assert len(fs.store.servers.capacity()) == 6
 
 
-async def test_a_directory_that_does_not_answer_is_not_added(scratch: Path) -> None:
+@pytest.mark.store({"data.timeout": "200ms"})
+async def test_a_directory_that_does_not_answer_is_not_added(fs: Filesystem, scratch: Path) -> None:
     """What is written there late is nobody's: its number is not used again."""
-    config = await make(scratch, {"data.timeout": "200ms"})
-    async with served(config) as fs:
-        with hanging(str(scratch / "new"), ("rename",)) as hang:
-            with pytest.raises(
-                Invalid, match=r"new: has not answered within 0.2 s; it is not added"
-            ):
-                await order(fs, "add", path=str(scratch / "new"))
-            await order(fs, "add", path=str(scratch / "other"))
-            hang.release()
-            await until(lambda: (scratch / "new" / ".aifs").exists())
-        assert [server.id for server in fs.store.servers.capacity()] == [0, 1, 2, 3, 4, 6]
-
-
-async def test_a_server_is_added_beside_one_that_hangs(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody looks at what hangs."""
-    config = await make(scratch, {"data.timeout": "200ms"})
-    async with served(config) as fs:
-        hung = fs.store.servers[1]
-        with hanging(hung.address, ("read_file",)) as hang:
-            with patience.giving_up(), pytest.raises(Unavailable):
-                await fs.store.servers.run(hung, hung.identify, False)
-            real = os.path.realpath
-            monkeypatch.setattr(
-                os.path,
-                "realpath",
-                lambda path: real(path) if path != hung.address else pytest.fail(),
-            )
+    with hanging(str(scratch / "new"), ("rename",)) as hang:
+        with pytest.raises(Invalid, match=r"new: has not answered within 0.2 s; it is not added"):
             await order(fs, "add", path=str(scratch / "new"))
-            monkeypatch.undo()
-            hang.release()
-        assert len(fs.store.servers.capacity()) == 6
+        await order(fs, "add", path=str(scratch / "other"))
+        hang.release()
+        await until(lambda: (scratch / "new" / ".aifs").exists())
+    assert [server.id for server in fs.store.servers.capacity()] == [0, 1, 2, 3, 4, 6]
+
+
+@pytest.mark.store({"data.timeout": "200ms"})
+async def test_a_server_is_added_beside_one_that_hangs(fs, scratch, monkeypatch):
+    """Nobody looks at what hangs."""
+    hung = fs.store.servers[1]
+    with hanging(hung.address, ("read_file",)) as hang:
+        with patience.giving_up(), pytest.raises(Unavailable):
+            await fs.store.servers.run(hung, hung.identify, False)
+        real = os.path.realpath
+        monkeypatch.setattr(
+            os.path, "realpath", lambda path: real(path) if path != hung.address else pytest.fail()
+        )
+        await order(fs, "add", path=str(scratch / "new"))
+        monkeypatch.undo()
+        hang.release()
+    assert len(fs.store.servers.capacity()) == 6
 
 
 def test_symlinks_are_followed_only_where_paths_are_written_otherwise(
@@ -610,117 +589,94 @@ async def test_what_is_protected_is_rebuilt_when_a_server_stays_away(
     await require_sound(config)
 
 
+@pytest.mark.store({"layout.count": 2, "data.lost_after": "100ms"})
+@pytest.mark.parametrize("is_drained", [False, True], ids=["in use", "drained"])
 async def test_what_is_not_protected_waits_for_a_server_that_is_gone(
-    scratch: Path, soon: None
-) -> None:
-    config = await make(scratch, {"layout.count": 2, "data.lost_after": "100ms"})
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        os.rename(config.servers[1], scratch / "away")
-        await until(lambda: fs.store.servers[1].given_up)
+    fs, config, scratch, soon, is_drained
+):
+    """If the server was drained meanwhile, it is emptied when it is back."""
+    sizes = await write_files(fs)
+    os.rename(config.servers[1], scratch / "away")
+    await until(lambda: fs.store.servers[1].given_up)
+    if is_drained:
+        await order(fs, "drain", id=1)
+    else:
         await until(lambda: fs.rebuild.idle)
         assert not fs.rebuild.status()["failing_objects"]
-        os.rename(scratch / "away", config.servers[1])
-        await until(lambda: fs.store.servers[1].state == "ok")
-        await require_all(fs, sizes)
-    await require_sound(config)
-
-
-async def test_a_server_that_is_drained_while_it_is_gone_is_emptied_when_it_is_back(
-    scratch: Path, soon: None
-) -> None:
-    config = await make(scratch, {"layout.count": 2, "data.lost_after": "100ms"})
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        os.rename(config.servers[1], scratch / "away")
-        await until(lambda: fs.store.servers[1].given_up)
-        await order(fs, "drain", id=1)
-        os.rename(scratch / "away", config.servers[1])
-        await until(lambda: fs.store.servers[1].state == "ok")
+    os.rename(scratch / "away", config.servers[1])
+    await until(lambda: fs.store.servers[1].state == "ok")
+    if is_drained:
         fs.damage.due()
         await until_empty(fs, 1)
-        await require_all(fs, sizes)
-    await require_sound(config)
+    await require_all(fs, sizes)
 
 
-async def test_a_server_that_vanished_can_be_given_up(scratch: Path, soon: None) -> None:
-    config = await make(scratch, KINDS["coded"])
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        with pytest.raises(Busy, match="is there: drain it instead"):
-            await order(fs, "remove", id=1, lost=True)
-        os.rename(config.servers[1], scratch / "away")
-        outcome = await removed(fs, id=1, lost=True)
-        while outcome["passing"]:
-            await until_empty(fs, 1)
-            outcome = await removed(fs, id=1)
-        assert not outcome["reason"]
-        await require_all(fs, sizes)
-    await require_sound(config)
-
-
-async def test_servers_are_watched_as_in_use_until_who_opens_a_file_says_so_again(
-    scratch: Path,
-) -> None:
-    config = await make(scratch, {"meta.commit_interval": "1h"}, burst=0)
-    async with served(config) as fs:
-        busy_s, idle_s = map(fs.store.servers.watch_again_s, (True, False))
-        await trio.testing.wait_all_tasks_blocked()  # write-back has begun, and found nothing
-        await write_file(fs, "f", UNIT)
-        assert not fs.io.table.open and not fs.io.inodes.is_resting
-        assert await fs.server_admin.watch() == busy_s
-        await fs.writeback.work()
-        assert await fs.server_admin.watch() == idle_s
-    await require_sound(config)
-
-
-async def test_a_server_works_again_as_soon_as_a_probe_does(scratch: Path, soon: None) -> None:
-    config = await make(scratch, {"layout.count": 2})
-    async with served(config) as fs:
-        server = fs.store.servers[1]
-        with failing(("open_file", "write_at"), server.address):
-            with pytest.raises(Unavailable):
-                await fs.store.servers.run(server, server.create_object, (5, 1 << 40))
-            assert server.state == "failing"
-        await until(lambda: server.state == "ok" and server.health.usable)
-    await require_sound(config)
-
-
-async def test_who_waits_for_a_server_that_is_gone_is_told_what_cannot_be_moved(
-    scratch: Path, soon: None
-) -> None:
-    """And of a removal, that what lies there is in the way until the server is back or lost."""
-    config = await make(scratch, {"layout.count": 2})
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        os.rename(config.servers[1], scratch / "away")
-        await order(fs, "replace", id=1, path=f"{scratch}/new")
-        which = {"role": "data", "id": 1}
-        with pytest.raises(StoreError, match=r"\d+ objects cannot be moved for now.*; /f\d+-\d: "):
-            await cli_server.wait_for_order(OpenDoor(fs, "store"), which, None)
-        os.rename(scratch / "away", config.servers[1])
-        await until_empty(fs, 1)
-        await require_all(fs, sizes)
-        assert not (await removed(fs, id=1))["reason"]
-    await require_sound(config)
-
-
-async def test_nobody_waits_for_a_server_that_is_gone_with_nothing_that_is_needed(
-    scratch: Path, soon: None
-) -> None:
-    config = await make(scratch, KINDS["coded"])
-    async with served(config) as fs:
-        sizes = await write_files(fs)
-        await fs.store.engine.transact(mark_unprotected, range(5))
-        await order(fs, "drain", id=1)
-        os.rename(config.servers[1], scratch / "away")
-        await until(lambda: fs.store.servers[1].state == "gone")
+@pytest.mark.store(KINDS["coded"])
+async def test_a_server_that_vanished_can_be_given_up(fs, config, scratch, soon):
+    sizes = await write_files(fs)
+    with pytest.raises(Busy, match="is there: drain it instead"):
+        await order(fs, "remove", id=1, lost=True)
+    os.rename(config.servers[1], scratch / "away")
+    outcome = await removed(fs, id=1, lost=True)
+    while outcome["passing"]:
         await until_empty(fs, 1)
         outcome = await removed(fs, id=1)
-        while outcome["passing"]:
-            outcome = await removed(fs, id=1)
-        assert not outcome["reason"] or "remove it with --lost" in outcome["reason"]
-        if outcome["reason"]:
-            assert not (await removed(fs, id=1, lost=True))["reason"]
-        await require_all(fs, sizes)
-    await require_sound(config)
+    assert not outcome["reason"]
+    await require_all(fs, sizes)
+
+
+@pytest.mark.store({"meta.commit_interval": "1h", "burst.directories": []})
+async def test_servers_are_watched_as_in_use_until_who_opens_a_file_says_so_again(fs):
+    busy_s, idle_s = map(fs.store.servers.watch_again_s, (True, False))
+    await trio.testing.wait_all_tasks_blocked()  # write-back has begun, and found nothing
+    await write_file(fs, "f", UNIT)
+    assert not fs.io.table.open and not fs.io.inodes.is_resting
+    assert await fs.server_admin.watch() == busy_s
+    await fs.writeback.work()
+    assert await fs.server_admin.watch() == idle_s
+
+
+@pytest.mark.store({"layout.count": 2})
+async def test_a_server_works_again_as_soon_as_a_probe_does(fs: Filesystem, soon: None) -> None:
+    server = fs.store.servers[1]
+    with failing(("open_file", "write_at"), server.address):
+        with pytest.raises(Unavailable):
+            await fs.store.servers.run(server, server.create_object, (5, 1 << 40))
+        assert server.state == "failing"
+    await until(lambda: server.state == "ok" and server.health.usable)
+
+
+@pytest.mark.store({"layout.count": 2})
+async def test_who_waits_for_a_server_that_is_gone_is_told_what_cannot_be_moved(
+    fs, config, scratch, soon
+):
+    """And of a removal, that what lies there is in the way until the server is back or lost."""
+    sizes = await write_files(fs)
+    os.rename(config.servers[1], scratch / "away")
+    await order(fs, "replace", id=1, path=f"{scratch}/new")
+    which = {"role": "data", "id": 1}
+    with pytest.raises(StoreError, match=r"\d+ objects cannot be moved for now.*; /f\d+-\d: "):
+        await cli_server.wait_for_order(OpenDoor(fs, "store"), which, None)
+    os.rename(scratch / "away", config.servers[1])
+    await until_empty(fs, 1)
+    await require_all(fs, sizes)
+    assert not (await removed(fs, id=1))["reason"]
+
+
+@pytest.mark.store(KINDS["coded"])
+async def test_nobody_waits_for_a_server_that_is_gone_with_nothing_that_is_needed(
+    fs, config, scratch, soon
+):
+    sizes = await write_files(fs)
+    await fs.store.engine.transact(mark_unprotected, range(5))
+    await order(fs, "drain", id=1)
+    os.rename(config.servers[1], scratch / "away")
+    await until(lambda: fs.store.servers[1].state == "gone")
+    await until_empty(fs, 1)
+    outcome = await removed(fs, id=1)
+    while outcome["passing"]:
+        outcome = await removed(fs, id=1)
+    assert not outcome["reason"] or "remove it with --lost" in outcome["reason"]
+    if outcome["reason"]:
+        assert not (await removed(fs, id=1, lost=True))["reason"]
+    await require_all(fs, sizes)

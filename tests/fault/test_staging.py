@@ -15,6 +15,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support.data_servers import hooked
 from tests.support.stores import OWNER, moved_out, opened, read_file, write_file
+from tests.support.stores import fs as fs
 
 SIZE = (9 << 20) + 4321
 KINDS = {
@@ -63,17 +64,14 @@ WAYS = {"read": by_reading, "asked": by_asking, "now": by_opening}
 
 
 @pytest.mark.parametrize("tier", ["", "burst", "pinned"])
-async def test_reading_stages_a_file_only_if_a_hint_wants_it_in_the_burst_tier(
-    directory: Path, tier: str
-) -> None:
-    async with opened(directory) as fs:
-        ino = await write_file(fs, b"file", os.urandom(SIZE))
-        await moved_out(fs, ino)
-        if tier:
-            await fs.setxattr(ino, b"user.aifs.tier", tier.encode())
-        await read_file(fs, ino)
-        await idle(fs)
-        assert ((await fs.getattr(ino)).copy is not None) == bool(tier)
+async def test_reading_stages_a_file_only_if_a_hint_wants_it_in_the_burst_tier(fs, tier):
+    ino = await write_file(fs, b"file", os.urandom(SIZE))
+    await moved_out(fs, ino)
+    if tier:
+        await fs.setxattr(ino, b"user.aifs.tier", tier.encode())
+    await read_file(fs, ino)
+    await idle(fs)
+    assert ((await fs.getattr(ino)).copy is not None) == bool(tier)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,10 +79,7 @@ async def beside_a_reader(kernel: Kernel, parent: int, flags: int) -> None:
 )
 def test_it_survives(store: Path, scratch: Path, how, flags: int) -> None:
     async def live() -> None:
-        async with (
-            open_filesystem(modes.config_of(store)) as fs,
-            Kernel(fs) as kernel,
-        ):
+        async with open_filesystem(modes.config_of(store)) as fs, Kernel(fs) as kernel:
             directory = await kernel.mkdir(ROOT_INO, b"directory", 0o755, ME)
             await how(kernel, directory.ino, os.O_WRONLY | flags)
             for number in range(CUTS):

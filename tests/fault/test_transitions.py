@@ -17,6 +17,7 @@ from aifs.store import store
 from aifs.vfs.filesystem import Filesystem
 from tests.support import engines, modes
 from tests.support.stores import OWNER, drained, moved_out, opened, overwrite, read_file, write_file
+from tests.support.stores import fs as fs
 
 WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
 SIZE = 300_000
@@ -111,10 +112,7 @@ async def test_a_write_while_a_copy_is_evicted_or_staged_is_not_lost(
         await drained(fs, ino)
         async with held(fs, "put_evicted", when) as hold:
             await meanwhile(
-                fs,
-                hold,
-                lambda: fs.evictor.evict(ino),
-                lambda: overwrite(fs, ino, 0, b"one"),
+                fs, hold, lambda: fs.evictor.evict(ino), lambda: overwrite(fs, ino, 0, b"one")
             )
         assert await read_file(fs, ino) == b"one" + data[3:]
         await moved_out(fs, ino)
@@ -148,110 +146,96 @@ async def test_attributes_that_are_set_while_a_file_flips_stay(
         assert (inode.mode & 0o777, inode.mtime_ns, inode.nlink) == (0o600, 10**18, 2)
 
 
+@pytest.mark.store(base=WAITING)
 @WHEN
-async def test_a_close_that_puts_bytes_into_the_record_loses_no_write(
-    directory: Path, when: str
-) -> None:
-    async with opened(directory, base=WAITING) as fs:
-        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, b"some bytes")
-        async with held(fs, "grow_forms", when) as hold:
-            await meanwhile(
-                fs,
-                hold,
-                lambda: fs.release(handle),
-                lambda: overwrite(fs, inode.ino, 5, b"BYTES"),
-            )
-        assert await read_file(fs, inode.ino) == b"some BYTES"
+async def test_a_close_that_puts_bytes_into_the_record_loses_no_write(fs, when):
+    (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, b"some bytes")
+    async with held(fs, "grow_forms", when) as hold:
+        await meanwhile(
+            fs, hold, lambda: fs.release(handle), lambda: overwrite(fs, inode.ino, 5, b"BYTES")
+        )
+    assert await read_file(fs, inode.ino) == b"some BYTES"
 
 
+@pytest.mark.store(base=modes.OFF)
 @WHEN
-async def test_writes_of_inline_bytes_at_a_time_both_count(directory: Path, when: str) -> None:
-    async with opened(directory, base=modes.OFF) as fs:
-        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
-        async with held(fs, "put_inline", when) as hold:
-            await meanwhile(
-                fs,
-                hold,
-                lambda: fs.write(handle, 0, b"ab"),
-                lambda: fs.write(handle, 2, b"cd"),
-            )
-        assert await read_file(fs, inode.ino) == b"abcd"
-        await fs.release(handle)
+async def test_writes_of_inline_bytes_at_a_time_both_count(fs: Filesystem, when: str) -> None:
+    (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+    async with held(fs, "put_inline", when) as hold:
+        await meanwhile(
+            fs, hold, lambda: fs.write(handle, 0, b"ab"), lambda: fs.write(handle, 2, b"cd")
+        )
+    assert await read_file(fs, inode.ino) == b"abcd"
+    await fs.release(handle)
 
 
-async def test_a_write_below_a_size_that_is_not_on_record_waits_for_that(directory: Path) -> None:
-    async with opened(directory, base=modes.OFF) as fs:
-        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, bytes(SIZE))
-        done: list[int] = []
+@pytest.mark.store(base=modes.OFF)
+async def test_a_write_below_a_size_that_is_not_on_record_waits_for_that(fs: Filesystem) -> None:
+    (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, bytes(SIZE))
+    done: list[int] = []
 
-        async def write(offset: int) -> None:
-            await fs.write(handle, offset, b"x" * 10)
-            done.append(offset)
+    async def write(offset: int) -> None:
+        await fs.write(handle, offset, b"x" * 10)
+        done.append(offset)
 
-        async with held(fs, "put_size", "before") as hold, trio.open_nursery() as nursery:
-            nursery.start_soon(write, SIZE + 100)
-            await hold.arrived.wait()
-            nursery.start_soon(write, SIZE + 50)
-            for _ in range(50):
-                await trio.lowlevel.checkpoint()
-            assert not done
-            hold.release.set()
-        assert len(done) == 2 and (await fs.getattr(inode.ino)).size == SIZE + 110
-        await fs.release(handle)
-
-
-async def test_the_time_of_a_write_below_a_size_that_is_being_recorded_is_recorded(
-    directory: Path,
-) -> None:
-    async with opened(directory, base=modes.OFF) as fs:
-        (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
-        await fs.write(handle, 0, bytes(SIZE))
-        file = fs.io.table.open[inode.ino]
-        async with held(fs, "put_size", "after") as hold, trio.open_nursery() as nursery:
-            nursery.start_soon(fs.write, handle, SIZE + 100, b"x" * 10)
-            await hold.arrived.wait()
-            nursery.start_soon(fs.write, handle, SIZE + 50, b"x" * 10)
-            while not file.unsaved:  # until it has been written
-                await trio.lowlevel.checkpoint()
-            hold.release.set()
-        await fs.io.inodes.save_all()
-        recorded = await fs.store.engine.view(namespace.get_inode, inode.ino)
-        assert (recorded.mtime_ns, recorded.size) == (file.inode.mtime_ns, SIZE + 110)
-        await fs.release(handle)
+    async with held(fs, "put_size", "before") as hold, trio.open_nursery() as nursery:
+        nursery.start_soon(write, SIZE + 100)
+        await hold.arrived.wait()
+        nursery.start_soon(write, SIZE + 50)
+        for _ in range(50):
+            await trio.lowlevel.checkpoint()
+        assert not done
+        hold.release.set()
+    assert len(done) == 2 and (await fs.getattr(inode.ino)).size == SIZE + 110
+    await fs.release(handle)
 
 
+@pytest.mark.store(base=modes.OFF)
+async def test_the_time_of_a_write_below_a_size_that_is_being_recorded_is_recorded(fs):
+    (handle, *_), inode = await fs.create(1, b"f", 0o644, os.O_RDWR, OWNER)
+    await fs.write(handle, 0, bytes(SIZE))
+    file = fs.io.table.open[inode.ino]
+    async with held(fs, "put_size", "after") as hold, trio.open_nursery() as nursery:
+        nursery.start_soon(fs.write, handle, SIZE + 100, b"x" * 10)
+        await hold.arrived.wait()
+        nursery.start_soon(fs.write, handle, SIZE + 50, b"x" * 10)
+        while not file.unsaved:  # until it has been written
+            await trio.lowlevel.checkpoint()
+        hold.release.set()
+    await fs.io.inodes.save_all()
+    recorded = await fs.store.engine.view(namespace.get_inode, inode.ino)
+    assert (recorded.mtime_ns, recorded.size) == (file.inode.mtime_ns, SIZE + 110)
+    await fs.release(handle)
+
+
+@pytest.mark.store(base=WAITING)
 @WHEN
-async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again(
-    directory: Path, when: str
-) -> None:
-    async with opened(directory, base=WAITING) as fs:
-        ino = await write_file(fs, b"f", bytes(SIZE))
-        handle, *_ = await fs.open(ino, os.O_RDONLY)
-        async with held(fs, "remove_marks", when) as hold:
-            await meanwhile(
-                fs, hold, lambda: fs.fsync(handle), lambda: overwrite(fs, ino, 0, b"new")
-            )
-        file = fs.io.table.open[ino]
-        assert file.marked and not file.opening
-        await fs.release(handle)
-        assert (await read_file(fs, ino))[:4] == b"new\0"
+async def test_a_mark_that_goes_while_the_file_is_opened_for_writing_comes_again(fs, when):
+    ino = await write_file(fs, b"f", bytes(SIZE))
+    handle, *_ = await fs.open(ino, os.O_RDONLY)
+    async with held(fs, "remove_marks", when) as hold:
+        await meanwhile(fs, hold, lambda: fs.fsync(handle), lambda: overwrite(fs, ino, 0, b"new"))
+    file = fs.io.table.open[ino]
+    assert file.marked and not file.opening
+    await fs.release(handle)
+    assert (await read_file(fs, ino))[:4] == b"new\0"
 
 
-async def test_a_close_that_was_cancelled_is_done_later(directory: Path) -> None:
-    async with opened(directory, base=WAITING) as fs:
-        ino = await write_file(fs, b"f", bytes(SIZE))
-        file = await fs.io.inodes.acquire(ino)
-        await file.gate.enter_alone()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fs.io.inodes.release, file)
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-        file.gate.leave_alone()
-        assert ino in fs.io.table.open
-        await fs.io.inodes.save_all()
-        assert ino not in fs.io.table.open
+@pytest.mark.store(base=WAITING)
+async def test_a_close_that_was_cancelled_is_done_later(fs: Filesystem) -> None:
+    ino = await write_file(fs, b"f", bytes(SIZE))
+    file = await fs.io.inodes.acquire(ino)
+    await file.gate.enter_alone()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fs.io.inodes.release, file)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    file.gate.leave_alone()
+    assert ino in fs.io.table.open
+    await fs.io.inodes.save_all()
+    assert ino not in fs.io.table.open
 
 
 @WHEN

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import trio
 
 from aifs.core.config import Config
@@ -51,6 +52,14 @@ async def opened(config: Config, cold: int = 3) -> AsyncIterator[Filesystem]:
         yield fs
         await fs.collector.drain(urgent=True)
     await require_sound(config)
+
+
+@pytest.fixture
+async def fs(request: pytest.FixtureRequest, scratch: Path) -> AsyncIterator[Filesystem]:
+    """A mark ``store`` has the settings, and the number of servers for old files."""
+    (settings,), options = stores.marked(request)
+    async with opened(await make(scratch, settings), **options) as fs:
+        yield fs
 
 
 async def old_file(

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import trio
 
 from aifs.core.config import Config
@@ -278,3 +279,24 @@ async def two_hosts(
     async with cluster_of(directory, settings) as cluster:
         async with cluster.mounted(NAMES[0]) as north, cluster.mounted(NAMES[1]) as south:
             yield north, south, cluster
+
+
+@pytest.fixture
+async def cluster(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[Cluster]:
+    """The test's store, not mounted; a mark ``store`` has its settings."""
+    async with cluster_of(directory, *stores.marked(request)[0]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def north(cluster: Cluster) -> AsyncIterator[Filesystem]:
+    """The first host of ``cluster``, which has the role."""
+    async with cluster.mounted(NAMES[0]) as fs:
+        yield fs
+
+
+@pytest.fixture
+async def south(cluster: Cluster, north: Filesystem) -> AsyncIterator[Filesystem]:
+    """The second host of ``cluster``."""
+    async with cluster.mounted(NAMES[1]) as fs:
+        yield fs

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.vfs import Caller, Filesystem, SetAttr
 from tests.support import modes, stores
@@ -26,6 +28,12 @@ async def opened(directory: Path, sound: bool = True) -> AsyncIterator[Filesyste
         directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound
     ) as fs:
         await fs.setattr(ROOT, SetAttr(mode=0o777), ROOT_USER)
+        yield fs
+
+
+@pytest.fixture
+async def fs(directory: Path) -> AsyncIterator[Filesystem]:
+    async with opened(directory) as fs:
         yield fs
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
 import trio
 
 from aifs.check.fsck import check
@@ -54,6 +55,29 @@ async def opened(
         await fs.collector.drain()
     if sound:
         await require_sound(config)
+
+
+def marked(request: pytest.FixtureRequest) -> tuple[tuple, dict]:
+    """The arguments that the marks ``store`` of a test and of its module give to the fixture that
+    makes its store."""
+    args, options = (), {}
+    for mark in request.node.iter_markers("store"):
+        args, options = args or mark.args, {**mark.kwargs, **options}
+    return args, options
+
+
+def by_kind(kinds: Mapping[str, Mapping[str, object]], *names: str) -> pytest.MarkDecorator:
+    """A parameter ``kind``: these (without names: all), each with its settings of the store."""
+    cases = [pytest.param(name, marks=pytest.mark.store(kinds[name])) for name in names or kinds]
+    return pytest.mark.parametrize("kind", cases)
+
+
+@pytest.fixture
+async def fs(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[Filesystem]:
+    """The filesystem of the test's store; marks ``store`` have the arguments of ``opened``."""
+    args, options = marked(request)
+    async with opened(directory, *args, **options) as fs:
+        yield fs
 
 
 async def require_sound(config: Config) -> None:
