@@ -1,10 +1,11 @@
-"""Draining in the background: the files that wait for it, the tasks that wait for them, and its
-status.
+"""Draining in the background: the files that wait for it, the tasks that wait for them, or for all
+files of a tree, on any host, and its status.
 """
 
 import math
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
@@ -14,14 +15,18 @@ from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import Busy, FsError, NoSpace
 from aifs.core.log import logger
+from aifs.core.tasks import run_all
 from aifs.core.upkeep import Work
 from aifs.core.waiting import DRAIN, Ended, doing, waits_for
-from aifs.files.containers import Containers
 from aifs.files.draining import Drainer, Draining, DrainOutcome
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.services import Services
-from aifs.meta.records import Inode
+from aifs.meta import keys, namespace
+from aifs.meta.below import is_below
+from aifs.meta.kv import ReadTransaction
+from aifs.meta.records import Inode, decode_burst
+from aifs.meta.slices import read_slice
 
 _log = logger(__name__)
 
@@ -36,12 +41,19 @@ GRACE_S = 5.0
 reach us late."""
 
 
+_RECORDS = 64  # looked at in one transaction: about 0.3 ms
+_REQUESTED_AT_ONCE = 100
+
+
 class Undrained(NamedTuple):
-    """A file that has to be drained: inode number, since when, size."""
+    """A file that has to be drained."""
 
     ino: int
     since_ns: int
     size: int
+    writers: int = 0
+    home: int = 0
+    """The host in whose burst tier it is; 0: this one."""
 
 
 class Waiter:
@@ -102,13 +114,14 @@ class Drain:
         services: Services,
         tier: BurstTier,
         io: FileIO,
-        containers: Containers,
         handles: Handles,
         ended: Ended,
     ) -> None:
         """``ended`` is told of drains."""
         burst = services.config.burst
         self._servers = services.servers
+        self._engine = services.engine
+        self._io = io
         self._ended = ended
         self._tier = tier
         self._handles = handles
@@ -127,15 +140,7 @@ class Drain:
             )
         )
         """Processes that carry drains out."""
-        self.drainer = Drainer(
-            services.config,
-            io,
-            services.ids,
-            services.collector,
-            containers,
-            self.movers,
-            self._give_way,
-        )
+        self.drainer = Drainer(services, io, self.movers, self._give_way)
         self._wanted: list[int] = []
         """Withheld files that somebody waits for, until ``take_wanted``."""
         self._queue = Queue(burst.drain_delay_s, burst.drain_deadline_s)
@@ -189,8 +194,8 @@ class Drain:
     def load(self, undrained: Sequence[Undrained]) -> None:
         """What an earlier mount has left."""
         now, now_ns = trio.current_time(), time.time_ns()
-        for ino, since_ns, size in sorted(undrained, key=lambda file: file.since_ns):
-            self._queue.add(ino, size, now - (now_ns - since_ns) / 1e9, now)
+        for file in sorted(undrained, key=lambda file: file.since_ns):
+            self._queue.add(file.ino, file.size, now - (now_ns - file.since_ns) / 1e9, now)
         self._upkeep.wake(Work.DRAIN)
 
     def closed(self, inode: Inode) -> None:
@@ -271,6 +276,66 @@ class Drain:
                 await waiter.wait()
         finally:
             self._waiters.remove(waiter)
+
+    # --- files of a tree, on all hosts ---
+
+    async def undrained_below(self, top: Inode) -> list[Undrained]:
+        """Files with names whose newest bytes are in the burst tier alone: ``top``, as it is now,
+        or all below the directory.
+
+        The cost is that of all files that have burst copies, not of the tree.
+        """
+        if not top.is_dir:
+            if not top.in_burst or not top.nlink:
+                return []
+            return [self._undrained(top, await self._engine.view(_since_ns, top))]
+        found: list[Undrained] = []
+        start, end = keys.all_of(b"b")
+        while start:
+            some, start = await self._engine.view(_read_undrained, start, end, top.ino)
+            for inode, since_ns in some:
+                file = self._io.table.open.get(inode.ino)
+                current = inode if file is None else self._io.inodes.attributes(file)
+                found.append(self._undrained(current, since_ns))
+            await trio.lowlevel.checkpoint()
+        return found
+
+    def _undrained(self, inode: Inode, since_ns: int) -> Undrained:
+        file = self._io.table.open.get(inode.ino)
+        assert inode.copy is not None  # it is the file
+        home, writers = self._io.homes.of(inode.copy.server), 0 if file is None else file.writers
+        return Undrained(inode.ino, since_ns, inode.size, writers, home)
+
+    async def request_below(self, top: Inode) -> dict[int, list[int]]:
+        """Drain what is undrained of ``top`` or below ahead of all else. Returns the inode numbers
+        by the host in whose burst tier they are; 0: this one."""
+        found: dict[int, list[int]] = {0: []}
+        for file in await self.undrained_below(top):
+            found.setdefault(file.home, []).append(file.ino)
+        for host, inos in found.items():
+            if host:
+                await self._io.homes.request_drain(host, inos)
+                continue
+            for first in range(0, len(inos), _REQUESTED_AT_ONCE):
+                self.request(inos[first : first + _REQUESTED_AT_ONCE])
+                await trio.lowlevel.checkpoint()
+        return found
+
+    async def wait_below(self, top: Inode, strict: bool) -> None:
+        """What is undrained now of ``top`` or below is on the capacity tier, or gone, on return.
+        ``strict``: raises what a drain fails with, and Busy where a file stays open for writing.
+
+        Ending the wait does not end the drain.
+        """
+
+        async def wait(host: int, inos: list[int]) -> None:
+            if host:
+                await self._io.homes.drain(host, inos, strict)
+            else:
+                await self.wait(inos, strict)
+
+        found = await self.request_below(top)
+        await run_all(*(partial(wait, host, inos) for host, inos in found.items()))
 
     # --- in the background ---
 
@@ -368,3 +433,30 @@ class Drain:
             "drained_bytes": self._drained_bytes,
             "last_error": self._last_error,
         }
+
+
+def _since_ns(tx: ReadTransaction, inode: Inode) -> int:
+    """Since when a file in the burst tier is undrained; 0: it is not on record."""
+    assert inode.copy is not None
+    record = tx.get(keys.burst_copy(inode.copy.id))
+    return 0 if record is None else decode_burst(record).since_ns
+
+
+def _read_undrained(
+    tx: ReadTransaction, start: bytes, end: bytes, top: int
+) -> tuple[list[tuple[Inode, int]], bytes]:
+    """The undrained files in one slice of the burst records, each with since when it is, and where
+    the next slice starts (b"": nowhere)."""
+    records, following = read_slice(tx, start, end, _RECORDS)
+    found = []
+    known: dict[int, bool] = {}
+    for key, value in records:
+        record = decode_burst(value)
+        if not record.undrained:
+            continue
+        inode = namespace.find_inode(tx, record.ino)
+        if inode is None or not inode.nlink or not inode.in_burst or inode.copy is None:
+            continue
+        if inode.copy.id == keys.number(key) and is_below(tx, inode.ino, top, known):
+            found.append((inode, record.since_ns))
+    return found, following

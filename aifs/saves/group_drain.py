@@ -16,24 +16,15 @@ from typing import Any
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.making import Making, carry_out
-from aifs.burst.movers import Movers
 from aifs.core import files
-from aifs.core.config import Config
-from aifs.data.servers import Servers
 from aifs.data.workers import gather
-from aifs.files.collector import Collector
-from aifs.files.containers import Containers
-from aifs.files.file_io import FileIO
-from aifs.files.flips import DrainOutcome, Flips, errors_of
+from aifs.files.draining import Drainer, DrainOutcome, errors_of
+from aifs.files.services import Services
 from aifs.layout import borders
-from aifs.layout.redundancy import Redundancy
-from aifs.meta.kv import Engine
 from aifs.saves.hashing import Hasher, Prepared
 from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Chunks, Cut
 from aifs.saves.storing import MemberKind, Storing
-from aifs.store.ids import IdAllocator
 
 __all__ = ["DrainOutcome", "GroupDrain", "GroupReport", "Prepared"]
 
@@ -47,32 +38,18 @@ class GroupDrain:
     group at a time.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
-        io: FileIO,
-        ids: IdAllocator,
-        collector: Collector,
-        containers: Containers,
-        movers: Movers,
-    ) -> None:
-        self._layout = config.layout
-        self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
+    def __init__(self, services: Services, drainer: Drainer) -> None:
+        config = services.config
         self._io_priority = config.burst.ioprio
-        self._movers = movers
-        self._flips = Flips(io, collector)
+        self._drainer = drainer
         lanes = min(len(os.sched_getaffinity(0)), max(config.data.threads // 2, 1))
-        self._hasher = Hasher(lanes, movers)
-        self._collector = collector
+        self._hasher = Hasher(lanes, drainer.movers)
+        self._collector = services.collector
         self._kept: dict[int, list[int]] = {}
         """By id of a group: the lists of what is kept of it for other hosts."""
         self._keeping: list[int] | None = None
         """Those that are being added to."""
-        self.storing = Storing(
-            config, engine, servers, ids, collector, containers, movers, self._flips
-        )
+        self.storing = Storing(services, drainer)
         self._one_group = trio.Lock()
         """Held while a group is stored."""
         self._stored_files = 0
@@ -94,7 +71,7 @@ class GroupDrain:
         done = False
         async with member.busy:
             try:
-                await self._flips.begin(member)
+                await self._drainer.begin(member)
                 if member.outcome is None:
                     with errors_of(member):
                         await self._cut(member, chunk)
@@ -120,12 +97,11 @@ class GroupDrain:
         member.on_cancel = None
         member.cut, member.hashed = Cut((), ()), {}
         with trio.CancelScope(shield=True):
-            await self._flips.end(member)
+            await self._drainer.end(member)
 
     async def _cut(self, member: Prepared, chunk: int) -> None:
-        asked = member.policy.compress
-        member.level = self._layout.compress if asked is None else asked
-        if member.size <= self._layout.inline_limit:
+        member.level = self._drainer.level_of(member)
+        if self._drainer.is_tiny(member):
             return
         if member.size > _CHUNKS_MAX * chunk:
             member.outcome = DrainOutcome.UNFIT
@@ -224,9 +200,8 @@ class GroupDrain:
         """Those that can be stored, but for tiny ones, by what they ask for."""
         kinds: dict[Asked, list[Prepared]] = {}
         for member in members:
-            is_tiny = member.outcome is None and member.size <= self._layout.inline_limit
-            if member.outcome is None and member.is_hashed and not is_tiny:
-                kinds.setdefault(self._asked(member), []).append(member)
+            if member.outcome is None and member.is_hashed and not self._drainer.is_tiny(member):
+                kinds.setdefault(Asked(*self._drainer.place_of(member)), []).append(member)
         return kinds
 
     async def store(
@@ -252,9 +227,7 @@ class GroupDrain:
             alive = [member for member in members if member.outcome is None]
             before = replace(report)
             report.bytes += sum(member.size for member in alive)
-            await self._store_tiny(
-                [m for m in alive if m.size <= self._layout.inline_limit], report
-            )
+            await self._store_tiny(list(filter(self._drainer.is_tiny, alive)), report)
             kinds = self._kinds(alive)
             async with self._one_group:
                 # The safest first: others can lean on their chunks.
@@ -272,19 +245,12 @@ class GroupDrain:
             for member in members:
                 await self._release(member)
 
-    def _asked(self, member: Prepared) -> Asked:
-        return Asked(member.policy.servers, member.policy.redundancy(self._redundancy))
-
     async def _store_tiny(self, members: list[Prepared], report: GroupReport) -> None:
         for member in members:
             with errors_of(member):
-                making = Making(member.copy.place, None, member.size)
-                made = await self._movers.carry_out(carry_out, making)
-                assert made is not None  # nobody cancels it
-                member.data = made.data
-                member.blocks = (member.size + 511) // 512
+                await self._drainer.take_bytes(member)
                 report.inline_bytes += member.size
-        await self._flips.flip([member for member in members if member.outcome is None])
+        await self._drainer.flip([member for member in members if member.outcome is None])
 
     def status(self) -> dict[str, Any]:
         """What ``aifs status`` shows, since the mount. ``saved_bytes``: zeros, duplicates, and what

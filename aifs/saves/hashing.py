@@ -9,7 +9,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.burst.movers import Movers
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.files.flips import Draining
+from aifs.files.draining import Draining
 from aifs.saves.digests import TOGETHER, CopyToHash, Hashing, hash_chunks
 from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Chunk, Cut

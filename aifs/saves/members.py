@@ -17,8 +17,8 @@ from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.patience import giving_up
 from aifs.files.drain import Drain
+from aifs.files.draining import DrainOutcome
 from aifs.files.file_io import FileIO
-from aifs.files.flips import DrainOutcome
 from aifs.files.writeback import WriteBack
 from aifs.meta import groups
 from aifs.meta.kv import Engine

@@ -33,10 +33,8 @@ class RankGroups:
         ended: Ended,
     ) -> None:
         config, engine, servers = services.config, services.engine, services.servers
-        ids, collector, peers = services.ids, services.collector, services.peers
-        self.drain = GroupDrain(
-            config, engine, servers, io, ids, collector, io.containers, drain.movers
-        )
+        peers = services.peers
+        self.drain = GroupDrain(services, drain.drainer)
         """How the files of a group get to the data servers."""
         members = Members(engine, tier, io, writeback, drain, self.drain)
         parts = Parts(engine, barrier, role, servers, peers)
@@ -53,7 +51,9 @@ class RankGroups:
         self.naming = Naming(engine, io, self.table)
         """Names that wait for a group."""
         living = Living(engine, self.table, parts, self.course)
-        self.groups = Groups(engine, io, barrier, ids, self.table, parts, self.course, living)
+        self.groups = Groups(
+            engine, io, barrier, services.ids, self.table, parts, self.course, living
+        )
         """Requests of programs."""
         self.life = Life(services, drain, self.table, members, parts, self.course, living, role)
         """Loading, background work and closing."""

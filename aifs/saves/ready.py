@@ -15,9 +15,9 @@ from aifs.core.role import Role
 from aifs.core.tasks import run_all
 from aifs.core.waiting import HOST, waits_for
 from aifs.data.patience import giving_up
+from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.services import Services
-from aifs.files.tree_drain import TreeDrain
 from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import below, groups, hosts, keys, namespace, paths
@@ -259,14 +259,14 @@ class Readiness:
     """Used from one trio thread."""
 
     def __init__(
-        self, services: Services, io: FileIO, barrier: Barrier, naming: Naming, trees: TreeDrain
+        self, services: Services, io: FileIO, barrier: Barrier, naming: Naming, drain: Drain
     ) -> None:
         self._engine = services.engine
         self._heirlooms = services.heirlooms
         self._io = io
         self._barrier = barrier
         self.naming = naming
-        self._trees = trees
+        self._drain = drain
 
     async def make_durable(
         self, dentry: Dentry, new_parent: int, strict: bool = False
@@ -282,7 +282,7 @@ class Readiness:
         lacking = self._io.mirrors.lacking and await self._io.mirrors.find_lacking()
         if policy.publish == "capacity" or lacking:  # a file without a mirror has to be elsewhere
             inode = await self._engine.view(namespace.get_inode, dentry.ino)
-            await self._trees.wait(self._io.inodes.current(inode), strict=True)
+            await self._drain.wait_below(self._io.inodes.current(inode), strict=True)
         if is_directory:
             await self.naming.check_files(dentry.ino)
         return synced

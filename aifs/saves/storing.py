@@ -13,30 +13,24 @@ from typing import Any
 
 import trio
 
-from aifs.burst.movers import Movers
 from aifs.core import faults
-from aifs.core.config import Config
 from aifs.core.errors import FsError, NoSpace, Stale
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import HashedPiece, Piece
 from aifs.data.containers.writer import Stored
-from aifs.data.servers import Servers
 from aifs.data.workers import gather
-from aifs.files.collector import Collector
-from aifs.files.containers import LISTED_AT_ONCE, Containers
-from aifs.files.flips import DrainOutcome, Flips
+from aifs.files.draining import Drainer, DrainOutcome
+from aifs.files.services import Services
 from aifs.group import planner
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, shared
-from aifs.meta.kv import Engine
 from aifs.saves import sharing
 from aifs.saves.hashing import Prepared
 from aifs.saves.lookups import Bandwidths, look_up
 from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Assigned, Holder, Need
-from aifs.store.ids import IdAllocator
 
 _log = logger(__name__)
 
@@ -104,7 +98,7 @@ class MemberKind:
     def fail(self, members: Sequence[Prepared], error: FsError) -> None:
         """These have not been stored, unless they have an outcome already."""
         for member in members:
-            member.outcome = member.outcome or (DrainOutcome.CHANGED if member.cancelled else error)
+            member.fail(error)
 
     def holding(self) -> set[int]:
         """The numbers of members whose bytes can still be had."""
@@ -228,26 +222,14 @@ class MemberKind:
 class Storing:
     """Stores members of groups, one kind at a time. There is one for each mount."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        servers: Servers,
-        ids: IdAllocator,
-        collector: Collector,
-        containers: Containers,
-        movers: Movers,
-        flips: Flips,
-    ) -> None:
-        self._engine = engine
-        self._budget = servers.budget
-        self._ids = ids
-        self._collector = collector
-        self._containers = containers
-        self._movers = movers
-        self._flips = flips
-        self._servers = servers
-        self.bandwidths = Bandwidths(config, servers)
+    def __init__(self, services: Services, drainer: Drainer) -> None:
+        self._engine = services.engine
+        self._servers = services.servers
+        self._ids = services.ids
+        self._collector = services.collector
+        self._containers = drainer.containers
+        self._drainer = drainer
+        self.bandwidths = Bandwidths(services.config, services.servers)
 
     async def store(self, kind: MemberKind) -> None:
         """Each member has its outcome on return."""
@@ -263,7 +245,7 @@ class Storing:
         cuts = [member.cut for member in kind.members]
         kind.needs, amounts = await _work(kind.members[0], sharing.distinct, cuts)
         looked_up = await look_up(
-            self._engine, self._budget, self._containers, kind.asked, kind.needs, kind.kept
+            self._engine, self._servers.budget, self._containers, kind.asked, kind.needs, kind.kept
         )
         kind.known, kind.own = looked_up.known, looked_up.own
         found = sum(kind.needs[digest].length for digest in kind.known)
@@ -409,7 +391,7 @@ class Storing:
         """
         work, holding = _Work(kind.slots), kind.holding()
         for member in alive:
-            self._flips.drop_made(member)  # the list of the last round
+            self._drainer.drop_made(member)  # the list of the last round
             member.oid = await self._ids.take()
             await _work(member, kind.add_all, work, member, holding)
         async with self._appended(kind, work):
@@ -440,7 +422,7 @@ class Storing:
         async def append(number: int) -> None:
             stored = [piece for _, piece in work.pieces[number]]
             appended: Stored = await stack.enter_async_context(
-                self._containers.append_pieces(stored, (kind.slots[number],), self._movers)
+                self._containers.append_pieces(stored, (kind.slots[number],), self._drainer.movers)
             )
             work.places |= zip(
                 (key for key, _ in work.pieces[number]), appended.places, strict=True
@@ -460,8 +442,8 @@ class Storing:
         while ready:
             try:
                 for member in ready:
-                    await self._list(member, new, work.lost)
-                await self._flips.flip(ready, work.lost, new)
+                    await self._drainer.list_extents(member, new, work.lost)
+                await self._drainer.flip(ready, work.lost, new)
                 break
             except Stale:
                 leaned = {
@@ -479,13 +461,6 @@ class Storing:
         if drained:
             faults.reach(_FLIPPED)
             await _work(drained[0], kind.count, drained, work)
-
-    async def _list(self, member: Prepared, new: set[bytes], lost: Mapping[int, int]) -> None:
-        """Have a long list on record before the flip. Raises Stale, NoSpace, Unavailable."""
-        if len(member.extents) > LISTED_AT_ONCE:
-            member.loose = True
-            await self._containers.list_extents(member.oid, member.extents, new, lost)
-            member.extents = ()
 
 
 def _batches(digests: list[bytes], needs: Mapping[bytes, Need]) -> Iterator[list[bytes]]:

@@ -22,7 +22,6 @@ from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
-from aifs.files.tree_drain import TreeDrain
 from aifs.files.types import CallerLike
 from aifs.meta import keys, sharing
 from aifs.meta.kv import ReadTransaction
@@ -69,7 +68,6 @@ class BurstHints:
         needs: Needs,
         evictor: Evictor,
         attributes: Attributes,
-        trees: TreeDrain,
     ) -> None:
         self._engine = services.engine
         self._tier = tier
@@ -80,7 +78,6 @@ class BurstHints:
         self._evictor = evictor
         self._attributes = attributes
         self._homes = io.homes
-        self._trees = trees
         if services.peers:
             services.peers.serve(EVICT, self._serve_evict)
 
@@ -168,7 +165,7 @@ class BurstHints:
         (their drain has to wait), and since when the oldest is (epoch, ns; null): a request need
         not wait for younger ones. ``error``: why draining has to wait, anywhere in the store,
         at present. ``hosts``: which other hosts have how many of these bytes."""
-        undrained = await self._trees.undrained_below(await self._attributes.getattr(ino))
+        undrained = await self._drain.undrained_below(await self._attributes.getattr(ino))
         elsewhere = Counter[int]()
         for file in undrained:
             elsewhere[file.home] += file.size if file.home else 0
@@ -184,7 +181,7 @@ class BurstHints:
 
     async def request_drain(self, ino: int) -> None:
         """Drain the undrained files of ``ino`` or below ahead of all else."""
-        await self._trees.request(await self._attributes.getattr(ino))
+        await self._drain.request_below(await self._attributes.getattr(ino))
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
         """Wait until the files of ``ino`` or below that are undrained now are on the capacity tier,
@@ -193,7 +190,7 @@ class BurstHints:
         Ending the wait, by time-out or cancellation, does not end the drain.
         """
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
-            await self._trees.wait(await self._attributes.getattr(ino), strict=False)
+            await self._drain.wait_below(await self._attributes.getattr(ino), strict=False)
         if scope.cancelled_caught:
             raise TimedOut(f"inode {ino}: not all is drained after {timeout_s} s")
 

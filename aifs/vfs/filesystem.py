@@ -32,7 +32,6 @@ from aifs.files.refusals import Refusals
 from aifs.files.serve_options import ServeOptions
 from aifs.files.services import Services
 from aifs.files.stage import WORKERS as STAGERS
-from aifs.files.tree_drain import TreeDrain
 from aifs.files.writeback import WriteBack
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
@@ -168,7 +167,7 @@ class Filesystem:
         self.writeback = WriteBack(services, tier, io)
         self.stager = io.stager
         ended = self.operation_log.ended
-        self.drain = drain = Drain(services, tier, io, containers, handles, ended)
+        self.drain = drain = Drain(services, tier, io, handles, ended)
 
         # Groups of ranks.
         barrier = Barrier(services, io, self.writeback, self.role)
@@ -245,8 +244,7 @@ class Filesystem:
         services, io, tier, drain = self.services, self.io, self.tier, self.drain
         engine, doomed, files, ranks = services.engine, self.doomed, self.files, self.ranks
         self.names = names = Names(services, tier, io, drain, ranks.closing, doomed, files)
-        self.trees = TreeDrain(services, io, drain)
-        ready = Readiness(services, io, barrier, ranks.naming, self.trees)
+        ready = Readiness(services, io, barrier, ranks.naming, drain)
         self.publishing = publishing = Publishing(
             services, io, ready, drain, doomed, self.retention, names.unlinked, names.forget
         )
@@ -276,7 +274,7 @@ class Filesystem:
         services, store, io, tier, drain = self.services, self.store, self.io, self.tier, self.drain
         engine, ranks, publishing = services.engine, self.ranks, self.publishing
         self.burst_hints = BurstHints(
-            services, tier, io, drain, self.needs, self.evictor, self.attributes, self.trees
+            services, tier, io, drain, self.needs, self.evictor, self.attributes
         )
         cluster = Cluster(engine, store.hosts, drain.status, tier)
         reports = {

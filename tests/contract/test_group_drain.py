@@ -48,17 +48,7 @@ pytestmark = pytest.mark.store(base=WAITING)
 
 
 def group_drain(fs: Filesystem) -> GroupDrain:
-    store = fs.store
-    return GroupDrain(
-        store.config,
-        store.engine,
-        store.servers,
-        fs.io,
-        fs.ids,
-        fs.collector,
-        fs.containers,
-        fs.drain.movers,
-    )
+    return GroupDrain(fs.services, fs.drain.drainer)
 
 
 async def write_file(fs: Filesystem, name: bytes, data: bytes, policy: Policy | None = None) -> int:

@@ -12,7 +12,7 @@ from aifs.core import clock
 from aifs.core.errors import Busy, Stale, Unavailable
 from aifs.data.reading.blocks import FilledSource
 from aifs.files import drain as drain_module
-from aifs.files.flips import Draining, DrainOutcome
+from aifs.files.draining import Draining, DrainOutcome
 from aifs.meta import forms
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem, SetAttr

@@ -20,7 +20,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.check.fsck import check
 from aifs.core.errors import NoSpace, NotFound, StoreBusy, StoreError, Unavailable
 from aifs.data.health import ObjectFails
-from aifs.files.flips import Draining, DrainOutcome
+from aifs.files.draining import Draining, DrainOutcome
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import forms, keys, namespace
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem

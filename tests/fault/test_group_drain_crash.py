@@ -63,17 +63,7 @@ async def work(
     protection; some files are deleted. ``durable``: what must be there, whatever happens."""
     pool = [rng.randbytes(CHUNK) for _ in range(6)] + [bytes(CHUNK)]
     async with open_filesystem(config_of(directory)) as fs:
-        store = fs.store
-        drain = GroupDrain(
-            store.config,
-            store.engine,
-            store.servers,
-            fs.io,
-            fs.ids,
-            fs.collector,
-            fs.containers,
-            fs.drain.movers,
-        )
+        drain = GroupDrain(fs.services, fs.drain.drainer)
         for number in range(rounds):
             members = []
             if number % 2 == 0:

@@ -22,7 +22,6 @@ from tests.support.reach import ROOT
 HOT = (
     "aifs/burst/tier.py",
     "aifs/files/draining.py",
-    "aifs/files/flips.py",
     "aifs/files/transitions.py",
     "aifs/layout/striped.py",
     "aifs/meta/journal.py",
