@@ -6,7 +6,9 @@ under the file's gate. Only these modules, ``writeback``, ``drain``, ``stage`` a
 a file's form.
 """
 
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
 
 import trio
 
@@ -220,81 +222,80 @@ class FileIO:
         end = offset + len(data)
         self._require_room(file, end)
         async with self.growing(file, end):
-            await self._write(file, offset, data)
+            if data:
+                await self._until_done(file, self._write, offset, data)
 
-    async def _write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
-        end, was_full = offset + len(data), False
-        while data:
-            if not await self.enter_to_change(file, end):
-                if await self.by_home.at_home(file, Operation.WRITE, offset, body=data):
-                    return
-                continue
-            try:
-                if file.inode.in_burst:
-                    await self.burst.write(file, offset, data)
-                elif file.inode.layout is None:
-                    await self.capacity.write_inline(file, offset, data)
-                else:
-                    await self.capacity.write_objects(file, offset, data)
-                return
-            except forms.ChangedElsewhere:
-                pass
-            except NoSpace:
-                if was_full:
-                    raise
-                was_full = True
-            finally:
-                file.gate.leave_shared()
-            await self._follow(file, was_full)
+    async def _write(
+        self, file: OpenInode, offset: int, data: bytes | memoryview
+    ) -> bool | NoSpace:
+        if not await self.enter_to_change(file, offset + len(data)):
+            return bool(await self.by_home.at_home(file, Operation.WRITE, offset, body=data))
+        try:
+            if file.inode.in_burst:
+                await self.burst.write(file, offset, data)
+            elif file.inode.layout is None:
+                await self.capacity.write_inline(file, offset, data)
+            else:
+                await self.capacity.write_objects(file, offset, data)
+            return True
+        except NoSpace as error:
+            return error
+        finally:
+            file.gate.leave_shared()
 
     async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
         """As ``write``, at the end of the file, wherever that is: nobody else's bytes get there
         meanwhile. Where the store has one host, the kernel sees to that.
         """
         async with self.growing(file, file.inode.size + len(data)):
-            await self._append(file, data)
+            if data:
+                await self._until_done(file, self._append, data)
 
-    async def _append(self, file: OpenInode, data: bytes | memoryview) -> None:
-        was_full = False
-        while data:
+    async def _append(self, file: OpenInode, data: bytes | memoryview) -> bool | NoSpace:
+        end = file.inode.size + len(data)
+        self._require_room(file, end)
+        if not await self.enter_to_change(file, end):
+            return bool(await self.by_home.at_home(file, Operation.APPEND, body=data))
+        file.gate.leave_shared()
+        await file.gate.enter_alone()
+        try:
             end = file.inode.size + len(data)
-            self._require_room(file, end)
-            if not await self.enter_to_change(file, end):
-                if await self.by_home.at_home(file, Operation.APPEND, body=data):
-                    return
-                continue
-            file.gate.leave_shared()
-            await file.gate.enter_alone()
-            try:
-                end = file.inode.size + len(data)
-                if not self._ready(file, end):
-                    continue
-                file.changes += 1
-                if file.inode.in_burst:
-                    await self.burst.append(file, data)
-                elif file.inode.layout is None:
-                    await self.capacity.append_inline(file, data)
-                else:
-                    await self.capacity.write_objects(file, end - len(data), data)
-                return
-            except forms.ChangedElsewhere:
-                pass
-            except NoSpace:
-                if was_full:
-                    raise
-                was_full = True
-            finally:
-                file.gate.leave_alone()
-            await self._follow(file, was_full)
+            if not self._ready(file, end):
+                return False
+            file.changes += 1
+            if file.inode.in_burst:
+                await self.burst.append(file, data)
+            elif file.inode.layout is None:
+                await self.capacity.append_inline(file, data)
+            else:
+                await self.capacity.write_objects(file, end - len(data), data)
+            return True
+        except NoSpace as error:
+            return error
+        finally:
+            file.gate.leave_alone()
 
-    async def _follow(self, file: OpenInode, was_full: bool) -> None:
-        """Before a change is tried again: another host has changed the file; or there was no room,
-        and the trash gives way if there is anything in it."""
-        if was_full:
-            self._servers.is_refused_room = True
-            await self._upkeep.have_done(Work.TRASH)
-        else:
-            await self.by_home.follow_bytes(file.inode.ino)
+    async def _until_done(
+        self, file: OpenInode, change: Callable[..., Awaitable[bool | NoSpace]], *args: Any
+    ) -> None:
+        """Try a change until it says that it is done. It is tried again if another host has changed
+        the file meanwhile, and once if it says that there was no room: then the trash gives way if
+        there is anything in it.
+        """
+        done: bool | NoSpace = False
+        was_full = False
+        while done is not True:
+            try:
+                done = await change(file, *args)
+            except forms.ChangedElsewhere:
+                done = False
+                await self.by_home.follow_bytes(file.inode.ino)
+            if isinstance(done, NoSpace):
+                if was_full:
+                    raise done
+                was_full = True
+                self._servers.is_refused_room = True
+                await self._upkeep.have_done(Work.TRASH)
 
     def _require_room(self, file: OpenInode, end: int) -> None:
         """Raises FileTooLarge, NoSpace if the file cannot get so large."""
@@ -390,18 +391,12 @@ class FileIO:
         """A handle that can write is about to be made: the file goes to the burst tier if that
         admits it. Until the caller has made the handle, or not, ``opening`` counts it.
         """
-        while True:
-            if await self.by_home.take_from_home(file):
-                file.opening += 1
-                return
-            try:
-                if await self._begin_writing(file):
-                    return
-            except forms.ChangedElsewhere:
-                await self.by_home.follow_bytes(file.inode.ino)
+        await self._until_done(file, self._begin_writing)
 
     async def _begin_writing(self, file: OpenInode) -> bool:
-        """Whether it could be done; else it is to be tried once more."""
+        if await self.by_home.take_from_home(file):
+            file.opening += 1
+            return True
         end = file.inode.size
         await self.stager.bring(file, self._must_be_in_burst(file, end), opened=True)
         await file.gate.enter_alone()
@@ -435,23 +430,13 @@ class FileIO:
         if size > SIZE_MAX:
             raise FileTooLarge()
         async with self.growing(file, size):
-            await self._truncate(file, size)
+            await self._until_done(file, self._truncate, size)
         if file.unsaved:
             await self.transitions.save(file)
 
-    async def _truncate(self, file: OpenInode, size: int) -> None:
-        done = False
-        while not done:
-            if await self.by_home.take_from_home(file, is_emptied=size == 0):
-                done = bool(await self.by_home.at_home(file, Operation.TRUNCATE, size))
-                continue
-            try:
-                done = await self._truncate_here(file, size)
-            except forms.ChangedElsewhere:
-                await self.by_home.follow_bytes(file.inode.ino)
-
-    async def _truncate_here(self, file: OpenInode, size: int) -> bool:
-        """Whether it could be done; else it is to be tried once more."""
+    async def _truncate(self, file: OpenInode, size: int) -> bool:
+        if await self.by_home.take_from_home(file, is_emptied=size == 0):
+            return bool(await self.by_home.at_home(file, Operation.TRUNCATE, size))
         must = size > 0 and await self._bring(file, size)
         await file.gate.enter_alone()
         try:
