@@ -16,7 +16,7 @@ from aifs.meta.records import Copy, Inode, MirrorOf
 from aifs.peers.peers import CALL_S, Peers
 
 KEEP = "burst.keep"
-"""Service of a host that keeps mirrors: see files/mirror_host.py."""
+"""Service of a host that keeps mirrors: see files/home.py."""
 
 _log = logger(__name__)
 

@@ -43,8 +43,7 @@ from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
 from aifs.files.collector import Collector
 from aifs.files.damage import Damage
-from aifs.files.gate import Gate
-from aifs.files.open_inode import OpenInode
+from aifs.files.open_inode import Gate, OpenInode
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves, namespace
 from aifs.meta.chunks import NOTHING_LOST

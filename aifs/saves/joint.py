@@ -147,13 +147,6 @@ class Joint:
         }
         return HostOffer(offers, self._storing.bandwidths.of_burst(devices), self._link)
 
-    async def keep(
-        self, group: DirectoryGroup, asked: Asked, wanted: Mapping[bytes, tuple[int, ...]]
-    ) -> set[bytes]:
-        """Store these chunks, each in a container on the servers that it names; those that the
-        store has from here."""
-        return await self._members.keep(group, asked, wanted)
-
     # --- what the host does that sees to the group ---
 
     async def spread(self, group: DirectoryGroup) -> dict[int, set[bytes]]:
@@ -275,7 +268,7 @@ class Joint:
     ) -> set[bytes]:
         try:
             if host == self._engine.host:
-                return await self.keep(group, asked, wanted)
+                return await self._members.keep(group, asked, wanted)
             said, body = encode_wanted(asked, wanted)
             answer = await self._parts.call(group, host, KEEP, _WORK_S, said, body)
             return decode_digests(_bytes(answer.body))
@@ -354,7 +347,7 @@ class PartHost:
         kept: set[bytes] = set()
         if group is not None:
             with giving_up():
-                kept = await self._joint.keep(group, *decode_wanted(arguments[2:], body))
+                kept = await self._members.keep(group, *decode_wanted(arguments[2:], body))
         return Answer(None, encode_digests(kept))
 
     async def _serve_files(self, asker: Peer, arguments: Any, body: Body) -> Answer:

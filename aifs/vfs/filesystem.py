@@ -18,19 +18,16 @@ from aifs.files.damage import Damage
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
-from aifs.files.heirlooms import Heirlooms
-from aifs.files.home import Home
+from aifs.files.home import Home, MirrorHost
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
 from aifs.files.locks import Locks
 from aifs.files.looked_up import LookedUp
-from aifs.files.mirror_host import MirrorHost
 from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.quotas import Quotas
 from aifs.files.refusals import Refusals
-from aifs.files.serve_options import ServeOptions
-from aifs.files.services import Services
+from aifs.files.services import Heirlooms, ServeOptions, Services
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE

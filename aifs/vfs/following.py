@@ -15,8 +15,8 @@ import trio
 from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.files.file_io import FileIO
+from aifs.files.open_table import Hold
 from aifs.files.services import Services
-from aifs.files.told_sizes import Hold
 from aifs.meta import keys, namespace
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part

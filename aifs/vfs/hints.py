@@ -18,7 +18,7 @@ from aifs.core.json_text import parse_object
 from aifs.files import rights
 from aifs.files.asks import ANY, Ask, Hint, HintCall
 from aifs.files.refusals import Refusals
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import ServeOptions
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.kv import Engine

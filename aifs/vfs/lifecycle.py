@@ -15,7 +15,7 @@ from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import LockHosts
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import ServeOptions
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.recovery import load_copies, recover, take_over

@@ -14,7 +14,7 @@ from aifs.core.kinds import parse_domain
 from aifs.data.marker import ROLES
 from aifs.files import rights
 from aifs.files.asks import ROOT, Ask, Hint
-from aifs.files.serve_options import ServeOptions
+from aifs.files.services import ServeOptions
 from aifs.store.backup import Backup
 from aifs.store.server_table import id_of
 from aifs.upkeep.scrub import Scrub

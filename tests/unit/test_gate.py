@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import trio
 import trio.testing
 
-from aifs.files.gate import Gate
+from aifs.files.open_inode import Gate
 
 
 async def begun(

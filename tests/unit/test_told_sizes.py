@@ -6,7 +6,7 @@ import trio
 from trio.testing import Sequencer
 
 from aifs.files.kernel import Kernel
-from aifs.files.told_sizes import ToldSizes
+from aifs.files.open_table import ToldSizes
 from aifs.meta.records import Inode
 
 
