@@ -30,7 +30,6 @@ from aifs.core.errors import (
 )
 from aifs.core.tasks import run_all
 from aifs.data.containers.pieces import FileSource
-from aifs.files.containers import LISTED_AT_ONCE
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import Lease, OpenInode
 from aifs.files.services import Services
@@ -98,8 +97,6 @@ class Draining(Lease):
         self.is_at_rest = False
         """Its last close has proved that nobody has the copy mapped; so there is no lease of the
         kernel, since whoever writes to it has to open it first."""
-        self.loose = False
-        """A list of its chunks is on record, which is garbage unless the file is flipped."""
 
     @property
     def is_whole(self) -> bool:
@@ -184,7 +181,6 @@ class Drainer:
         self._redundancy = Redundancy(config.layout.replicas, *config.layout.ec)
         self._spare = config.data.min_spare
         self._io = io
-        self._collector = services.collector
         self._ids = services.ids
         self.containers = io.containers
         self.movers = movers
@@ -277,9 +273,6 @@ class Drainer:
 
     def drop_made(self, draining: Draining) -> None:
         """What has been made for it is garbage, unless it has been flipped."""
-        if draining.loose:
-            self._collector.add_garbage(draining.oid)
-            draining.loose = False
         self._io.transitions.end_making(draining.oid)
 
     async def flip(
@@ -308,7 +301,6 @@ class Drainer:
                     draining.outcome = draining.outcome or error
                 return
             for draining in unchanged:
-                draining.loose = False
                 draining.outcome = DrainOutcome.DRAINED
                 if draining.file is not None and draining.file.lease is draining:
                     draining.file.end_lease()
@@ -452,12 +444,9 @@ class Drainer:
     async def list_extents(
         self, draining: Draining, new: Collection[bytes], lost: Mapping[int, int]
     ) -> None:
-        """Have a long list of extents on record before the flip, because no transaction should take
-        long. Raises Stale, NoSpace, Unavailable."""
-        if len(draining.extents) > LISTED_AT_ONCE:
-            draining.loose = True
-            await self.containers.list_extents(draining.oid, draining.extents, new, lost)
-            draining.extents = ()
+        """Before the flip: see Transitions.list_extents."""
+        oid, extents = draining.oid, draining.extents
+        draining.extents = await self._io.transitions.list_extents(oid, extents, new, lost)
 
     async def _flip_all(
         self, files: Sequence[Draining], lost: Mapping[int, int] = NOTHING_LOST

@@ -88,7 +88,7 @@ class FileIO:
         )
         """What holds bytes on the capacity tier."""
         self.transitions = Transitions(
-            engine, tier, services.collector, damage, self.sets.objects_of, homes
+            engine, tier, services.collector, damage, containers, self.sets.objects_of, homes
         )
         """Changes of forms."""
         urgent = Mover(servers.budget, Limiter(0), "none", is_urgent=_always)

@@ -42,8 +42,10 @@ from aifs.core import clock
 from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import Bytes
 from aifs.files.collector import Collector
+from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.damage import Damage
 from aifs.files.open_inode import Gate, OpenInode
+from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves, namespace
 from aifs.meta.chunks import NOTHING_LOST
@@ -88,6 +90,7 @@ class Transitions:
         tier: BurstTier,
         collector: Collector,
         damage: Damage,
+        containers: Containers,
         objects_of: Callable[[Inode, int], Bytes | None],
         homes: Homes,
     ) -> None:
@@ -98,6 +101,7 @@ class Transitions:
         self._tier = tier
         self._collector = collector
         self._damage = damage
+        self._containers = containers
         self._objects_of = objects_of
         self._being_made: set[int] = set()
 
@@ -171,6 +175,23 @@ class Transitions:
         garbage = [_objects_of(target) for target in targets]
         await self._engine.transact(forms.put_garbage, garbage)
         self._being_made.update(oid for _, oid, _ in garbage)
+
+    async def list_extents(
+        self,
+        oid: int,
+        extents: Sequence[Extent],
+        new: Collection[bytes],
+        lost: Mapping[int, int],
+    ) -> Sequence[Extent]:
+        """Return what the flip has to record of the chunk list ``oid``: no transaction should take
+        long, so nothing is left to it of a long one, which is on record on return, and made until
+        ``end_making``. ``new``, ``lost`` and errors: see Containers.list_extents.
+        """
+        if len(extents) <= LISTED_AT_ONCE:
+            return extents
+        self._being_made.add(oid)
+        await self._containers.list_extents(oid, extents, new, lost)
+        return ()
 
     def end_making(self, oid: int) -> None:
         """What has been made is garbage, unless a flip has made it a file's. Does not block; may be

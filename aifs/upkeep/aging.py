@@ -66,7 +66,7 @@ class Aging:
         containers: Containers,
     ) -> None:
         config, engine, servers = services.config, services.engine, services.servers
-        upkeep, ids, collector = services.upkeep, services.ids, services.collector
+        upkeep, ids = services.upkeep, services.ids
         self._engine = engine
         self._servers = servers
         self._io = io
@@ -77,7 +77,7 @@ class Aging:
         self._mover = Mover(servers.budget, self.limiter, config.burst.ioprio)
         movers = io.sets.movers(self._mover)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
-        self._compressing = Compressing(io, ids, containers, collector, movers)
+        self._compressing = Compressing(io, ids, movers)
         self._last = Results("some old files stay where they are for now")
         """Of the last pass: files that are old enough, and stay where they are."""
 

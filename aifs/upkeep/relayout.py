@@ -15,8 +15,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.data.containers.pieces import FileSource
 from aifs.data.objects.settled import InObjects
-from aifs.files.collector import Collector
-from aifs.files.containers import LISTED_AT_ONCE, Containers, StoredFiles
+from aifs.files.containers import StoredFiles
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode
 from aifs.files.transitions import Flip, alone
@@ -123,19 +122,10 @@ class Relayout:
 class Compressing:
     """Lays files out anew as compressed chunks. Used from one trio thread."""
 
-    def __init__(
-        self,
-        io: FileIO,
-        ids: IdAllocator,
-        containers: Containers,
-        collector: Collector,
-        movers: Movers,
-    ) -> None:
+    def __init__(self, io: FileIO, ids: IdAllocator, movers: Movers) -> None:
         self.files = 0
         self._io = io
         self._ids = ids
-        self._containers = containers
-        self._collector = collector
         self._movers = movers
 
     async def compress(self, subject: FileSubject, slots: Sequence[Striped], level: int) -> bool:
@@ -152,7 +142,7 @@ class Compressing:
         assert isinstance(origin, InObjects)  # it is striped
         source = FileSource(inode.ino, oid, inode.size, origin, Interleaved(CHUNK), level)
         try:
-            async with self._containers.append([source], slots, self._movers) as stored:
+            async with self._io.containers.append([source], slots, self._movers) as stored:
                 faults.reach(_COMPRESSED)
                 done = await self._become(subject, source, stored)
         except FsError:
@@ -167,17 +157,15 @@ class Compressing:
     async def _become(self, subject: FileSubject, source: FileSource, stored: StoredFiles) -> bool:
         """Have the file consist of what is stored, unless it has been changed."""
         [extents] = stored.lists
-        is_long, done = len(extents) > LISTED_AT_ONCE, False
+        transitions = self._io.transitions
         try:
-            if is_long:  # no transaction should take long
-                await self._containers.list_extents(source.oid, extents, (), stored.lost)
+            extents = await transitions.list_extents(source.oid, extents, (), stored.lost)
             async with alone([subject.file]):
-                if subject.is_unchanged():
-                    form = {"layout": source.layout, "oid": source.oid}
-                    flip = Flip(subject.file, form, {"extents": () if is_long else extents})
-                    await self._io.transitions.flip([flip], stored.lost)
-                    done = True
+                if not subject.is_unchanged():
+                    return False
+                form = {"layout": source.layout, "oid": source.oid}
+                flip = Flip(subject.file, form, {"extents": extents})
+                await transitions.flip([flip], stored.lost)
+                return True
         finally:
-            if is_long and not done:
-                self._collector.add_garbage(source.oid)
-        return done
+            transitions.end_making(source.oid)

@@ -15,7 +15,7 @@ import trio.testing
 
 from aifs.core import faults
 from aifs.core.errors import NoSpace, Unavailable
-from aifs.files import containers
+from aifs.files import containers, transitions
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.hint import Policy
 from aifs.layout.interleaved import Interleaved, redundancy_of
@@ -163,7 +163,7 @@ async def test_what_the_store_has_is_not_stored_again(fs: Filesystem) -> None:
 
 async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
     """Also where the flip has to wait for another round, so that the first list is dropped."""
-    for module in (storing, containers):
+    for module in (transitions, containers):
         monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     async with mounted(directory) as fs:
         drain, pool = group_drain(fs), rng.randbytes(256 * KIB)

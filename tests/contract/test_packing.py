@@ -15,7 +15,7 @@ import trio.testing
 from aifs.core.errors import NoSpace
 from aifs.data import storages
 from aifs.data.storage import Space
-from aifs.files import draining
+from aifs.files import transitions
 from aifs.layout.hint import Policy, parse_layout_hint
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
@@ -174,7 +174,7 @@ async def test_a_list_that_there_was_no_room_to_flip_to_is_dropped(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of a batch that lacks room get objects of their own; the lists of their chunks go."""
-    monkeypatch.setattr(draining, "LISTED_AT_ONCE", 0)
+    monkeypatch.setattr(transitions, "LISTED_AT_ONCE", 0)
     async with opened(directory, modes.WAITING) as fs:
         listed, list_extents = list[int](), fs.containers.list_extents
 

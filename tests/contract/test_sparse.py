@@ -12,7 +12,7 @@ import pytest
 from aifs.core import files
 from aifs.core.errors import NoSuchAddress, NotSupported
 from aifs.data.server import DataServer
-from aifs.files import containers, draining
+from aifs.files import containers, transitions
 from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.interleaved import Interleaved
@@ -318,7 +318,7 @@ async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, ch
     """No transaction takes long; a file that changes meanwhile gives up what is on record of its
     list.
     """
-    for module in (containers, draining):
+    for module in (containers, transitions):
         monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     spots = {number * (40 << 20): b"%d" % number * 1000 for number in range(8)}
     async with opened(directory, WAITING | modes.INTERLEAVED, servers=2) as fs:

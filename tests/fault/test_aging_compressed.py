@@ -10,11 +10,11 @@ import trio
 
 from aifs.core import faults
 from aifs.core.faults import SimulatedCrash
+from aifs.files import transitions
 from aifs.files.types import ROOT
 from aifs.layout import interleaved
 from aifs.layout.interleaved import CHUNK
 from aifs.meta.keys import ROOT_INO
-from aifs.upkeep import relayout
 from aifs.vfs.filesystem import Filesystem
 from tests.support import stores
 from tests.support.aged import COLD, KINDS, aged, make, old_file, opened, passed, rule, servers_of
@@ -184,7 +184,7 @@ async def test_protection_is_never_less_than_before(fs: Filesystem) -> None:
 
 
 async def test_a_long_list_is_recorded_beforehand(fs, monkeypatch):
-    monkeypatch.setattr(relayout, "LISTED_AT_ONCE", 1)
+    monkeypatch.setattr(transitions, "LISTED_AT_ONCE", 1)
     changed = await old_file(fs, "changed", data=DATA)
 
     async def change() -> None:
