@@ -406,7 +406,12 @@ def _require_not_in_database(source: str, servers: Servers, copying: str) -> Non
 
 
 def require_current(superblock: Mapping[str, Any], where: str) -> None:
-    """These metadata are the store's still. ``where`` they are. Raises StoreError."""
+    """These metadata are of the format that is known here, and the store's still. ``where`` they
+    are. Raises StoreError."""
+    if (form := superblock.get("format", FORMAT)) != FORMAT:
+        raise StoreError(
+            f"{where}: the store has format {form!r}; this version knows {FORMAT!r} alone"
+        )
     if moved := superblock.get("moved"):
         raise StoreError(
             f"{where}: the metadata of this store are in {moved} now (aifs meta copy); these are "
@@ -431,7 +436,7 @@ async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool,
 
     try:
         superblock, clean, boot = await engine.view(read)
-        identity, form = superblock["uuid"], superblock["format"]
+        identity, _ = superblock["uuid"], superblock["format"]
     except (ValueError, TypeError, KeyError, Unavailable) as error:
         raise StoreError(
             f"{metadata.where}: the store's own records are damaged ({error}). {metadata.remedy}"
@@ -440,10 +445,6 @@ async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool,
         raise StoreError(
             f"{metadata.where}: the metadata belongs to another store than the directory's marker "
             "says"
-        )
-    if form != FORMAT:
-        raise StoreError(
-            f"{metadata.where}: the store has format {form!r}; this version knows {FORMAT!r} alone"
         )
     require_current(superblock, metadata.where)
     return identity, clean, boot, superblock.get("copying", "")

@@ -10,6 +10,7 @@ import trio
 from aifs.check.fsck import check
 from aifs.core import faults
 from aifs.core.errors import StoreBusy, StoreError
+from aifs.data.marker import FORMAT
 from aifs.layout.striped import Striped
 from aifs.meta import groups, keys
 from aifs.meta.askers import Asker
@@ -41,6 +42,28 @@ def test_a_format_that_dies_is_made_good_by_force(places: Places, many: bool) ->
         format_store(config, force=False)
     format_store(config, force=True)
     assert not check(config, repair=False).findings
+
+
+def test_a_store_of_an_earlier_format_is_refused_before_anything_is_written(
+    places: Places, database: TestDatabase
+) -> None:
+    format_store(places.host(), force=False)
+    for marker in (Path(server, ".aifs") for server in places.servers):
+        marker.write_text(marker.read_text().replace(FORMAT, "aifs 1"))
+    with psycopg.connect(database.conninfo) as connection:
+        change = "update aifs.map set value = convert_to(replace(convert_from(value, 'utf8'), %s, "
+        change += "'aifs 1'), 'utf8') where key = %s"
+        assert connection.execute(change, (FORMAT, keys.SUPERBLOCK)).rowcount == 1
+
+    def rows() -> list[tuple]:
+        with psycopg.connect(database.conninfo) as connection:
+            found = connection.execute("select key, value from aifs.map order by key").fetchall()
+            return found + connection.execute("select id from aifs.session").fetchall()
+
+    before, other = rows(), places.host("other", burst={"directories": []})
+    with pytest.raises(StoreError, match="has format 'aifs 1'; this version knows"):
+        trio.run(open_store, other)
+    assert rows() == before and not Path(other.meta.directory).exists()
 
 
 def test_hosts_that_fsck_knows(places: Places) -> None:
