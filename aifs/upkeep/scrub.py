@@ -61,7 +61,10 @@ _REST_S = 0.03  # for each window of so many bytes, while somebody writes
 _IO_PRIORITY = "best-effort"
 
 
-Find = Callable[[ReadTransaction, bytes, bytes], tuple[list[list[Item]], bytes]]
+Batch = tuple[list[Item], int]
+"""Object sets that are looked at together, and the number of the last record of their slice."""
+
+Find = Callable[[ReadTransaction, bytes, bytes], tuple[list[Batch], bytes]]
 
 
 class Scrub:
@@ -204,10 +207,10 @@ class Scrub:
         self._ids = max(1, await self._engine.view(ReadTransaction.counter, keys.COUNTER_IDS))
         state = self.state
         if state.phase == FILES:
-            await self._walk(b"i", _find_files, keys.inode)
+            await self._walk(b"i", find_files, keys.inode)
             state.phase, state.cursor = CONTAINERS, 0
         if state.phase == CONTAINERS:
-            await self._walk(b"t", _find_containers, keys.container)
+            await self._walk(b"t", find_containers, keys.container)
             state.phase, state.cursor = PUT_OFF, 0
         for number in range(_ROUNDS):
             items = [(ino, oid) for ino, oid in state.put_off]
@@ -227,9 +230,9 @@ class Scrub:
     async def _walk(self, kind: bytes, find: Find, key_of: Callable[[int], bytes]) -> None:
         state, saved_s = self.state, time.monotonic()
         start, share = key_of(state.cursor), self._upkeep.share
-        async for batch in Walk(self._engine, kind, find, start=start, share=share):
-            await self._scrub_all(batch)
-            state.cursor = (batch[-1][0] or batch[-1][1]) + 1
+        async for items, last in Walk(self._engine, kind, find, start=start, share=share):
+            await self._scrub_all(items)
+            state.cursor = last + 1
             if time.monotonic() - saved_s > _SAVE_S:
                 await self._save()
                 saved_s = time.monotonic()
@@ -382,9 +385,9 @@ def _first(entries: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 # --- transaction functions ------------------------------------------------------------------------
 
 
-def _find_files(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[list[Item]], bytes]:
-    """A batch of the files in a slice of inodes that have something to be verified, and where the
-    next slice starts."""
+def find_files(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[Batch], bytes]:
+    """The files in a slice of inodes that have something to be verified, if there are some, and
+    where the next slice starts."""
     items: list[Item] = []
     records, following = read_slice(tx, start, end, _SLICE)
     for key, value in records:
@@ -398,12 +401,11 @@ def _find_files(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[lis
         has_own_item = inode.objects is not None and not inode.named  # its copy goes with that
         if inode.layout is not None and inode.copy is not None and not has_own_item:
             items.append((inode.ino, 0))
-    return [items] if items else [], following
+    # Not by its item: objects of clones may be named by a later inode.
+    return [(items, keys.number(records[-1][0]))] if items else [], following
 
 
-def _find_containers(
-    tx: ReadTransaction, start: bytes, end: bytes
-) -> tuple[list[list[Item]], bytes]:
+def find_containers(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[Batch], bytes]:
     records, following = read_slice(tx, start, end, _SLICE)
     items = [(0, keys.number(key)) for key, _ in records]
-    return [items] if items else [], following
+    return [(items, items[-1][1])] if items else [], following

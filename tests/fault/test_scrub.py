@@ -5,6 +5,7 @@ rest.
 import json
 import os
 import random
+import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from aifs.data.objects.columns import Columns
 from aifs.files.types import Caller
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
+from aifs.meta.kv import Transaction
+from aifs.meta.records import Inode
 from aifs.upkeep import scrub as scrub_module
 from aifs.upkeep import scrub_state
 from aifs.vfs import Filesystem, open_filesystem
 from tests.support.data_servers import failing
+from tests.support.memory_engine import MemoryEngine
 from tests.support.modes import STRIPED, config_of, make_store
 from tests.support.spoil import flip
 from tests.support.stores import assert_sound, overwrite, read_file, require_sound, write_file
@@ -351,6 +355,25 @@ def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config, files
     status = use(store, go_on)
     assert not status["running"] and status["flaws"] == status["repaired"] == 1
     assert_sound(store)
+
+
+async def test_no_file_is_passed_over_for_a_clone_whose_objects_a_later_file_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hosts take their numbers from windows of ids, so a clone may have a lower one."""
+    monkeypatch.setattr(scrub_module, "_SLICE", 1)
+    engine = MemoryEngine()
+
+    def fill(tx: Transaction) -> None:
+        for ino in (5, 900):
+            inode = Inode(ino, stat.S_IFREG, 0, 0, 1, 0, 0, 0, 0, 0, 0, parent=1)
+            inode.layout, inode.oid, inode.named = Striped(4096, (0,)), 77, 900
+            tx.put(keys.inode(ino), inode.encode())
+            tx.put(keys.clone(77, ino), b"")
+
+    await engine.transact(fill)
+    found, _ = await engine.view(scrub_module.find_files, *keys.all_of(b"i"))
+    assert found == [([(900, 77)], 5)]
 
 
 async def test_scrubs_while_files_are_written_find_nothing(fs: Filesystem) -> None:
