@@ -30,8 +30,7 @@ _TICK_S = 0.01
 class Mirrors:
     """Those of the files that have their home here. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, peers: Peers | None) -> None:
-        """``peers``: None where the store has one host."""
+    def __init__(self, engine: Engine, peers: Peers) -> None:
         self._engine = engine
         self._peers = peers
         self.lacking: set[int] = set()
@@ -43,14 +42,14 @@ class Mirrors:
     def wants(self, inode: Inode) -> bool:
         """Whether the file is to have a mirror while it is undrained."""
         policy = inode.policy or DEFAULT_POLICY
-        return policy.mirror > 0 and self._peers is not None and inode.in_burst
+        return policy.mirror > 0 and self._peers.is_shared and inode.in_burst
 
     async def keep(self, inode: Inode, copy: BurstCopy) -> None:
         """A copy that has been synced has a mirror on return, durably, of all that was written to
         it before; or the file has left it meanwhile; or it is in ``lacking``, as no other host
         takes it, which is logged once. Raises Unavailable where the copy fails.
         """
-        if not self.wants(inode) or self._peers is None:
+        if not self.wants(inode):
             return
         await copy.ensure_open()
         rest_s = _TICK_S - (time.time_ns() - copy.stat().st_ctime_ns) / 1e9
@@ -71,7 +70,7 @@ class Mirrors:
         why = "no other host has the store mounted"
         for name in there:
             try:
-                if await self._is_kept(self._peers, name, inode.ino, copy.place, now):
+                if await self._is_kept(name, inode.ino, copy.place, now):
                     self.lacking.discard(inode.ino)
                 return
             except FsError as error:
@@ -89,14 +88,15 @@ class Mirrors:
         self.lacking -= known - (await self._engine.view(forms.find_burst_files, known)).keys()
         return self.lacking
 
-    async def _is_kept(self, peers: Peers, name: str, ino: int, place: Copy, now: MirrorOf) -> bool:
+    async def _is_kept(self, name: str, ino: int, place: Copy, now: MirrorOf) -> bool:
         """Whether a host has a mirror of this on return; False: it is not the file any more."""
         is_late = False
         while True:
             # A host that cannot be reached may be there for the others, for as long as it lives.
-            timeout_s = _KEEP_S if name in peers.connected else CALL_S
+            timeout_s = _KEEP_S if name in self._peers.connected else CALL_S
             try:
-                await peers.call(name, KEEP, [place.server, ino, *now], timeout_s=timeout_s)
+                asked = [place.server, ino, *now]
+                await self._peers.call(name, KEEP, asked, timeout_s=timeout_s)
                 return True
             except Stale:
                 if not await self._engine.view(_has_copy, ino, place):

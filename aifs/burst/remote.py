@@ -67,11 +67,8 @@ _CALL_S = 600.0
 class Homes:
     """Requests to other hosts about burst copies that lie there. Used from one trio thread."""
 
-    def __init__(
-        self, engine: Engine, servers: Servers, peers: Peers | None, wait_s: float
-    ) -> None:
-        """``peers``: None where the store has one host. ``wait_s``: how long a home that does not
-        answer is waited for."""
+    def __init__(self, engine: Engine, servers: Servers, peers: Peers, wait_s: float) -> None:
+        """``wait_s``: how long a home that does not answer is waited for."""
         self._engine = engine
         self._servers = servers
         self._peers = peers
@@ -94,8 +91,8 @@ class Homes:
         """
         wanted = [*copy.place, copy.ino, offset, len(memory)]
 
-        async def call(peers: Peers, name: str) -> int:
-            answer = await peers.call(name, READ, wanted, into=memory)
+        async def call(name: str) -> int:
+            answer = await self._peers.call(name, READ, wanted, into=memory)
             assert isinstance(answer.body, bytes | bytearray | memoryview)
             got = memoryview(answer.body)
             if got.obj is not memory.obj:
@@ -120,9 +117,9 @@ class Homes:
         Raises Stale if the host is not its home any more; Unavailable, which names it.
         """
 
-        async def call(peers: Peers, name: str) -> int:
+        async def call(name: str) -> int:
             asked = [ino, is_emptied]
-            number: int = (await peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
+            number: int = (await self._peers.call(name, GIVE_UP, asked, timeout_s=_CALL_S)).value
             return number
 
         return await self._ask(host, ino, call, waits=waits, place=place)
@@ -131,8 +128,8 @@ class Homes:
         """Whether ``host`` has no clean copy of the file on return, which is on record here. It
         keeps one that its programs use. Raises Unavailable."""
 
-        async def call(peers: Peers, name: str) -> bool:
-            dropped: bool = (await peers.call(name, DROP, ino)).value
+        async def call(name: str) -> bool:
+            dropped: bool = (await self._peers.call(name, DROP, ino)).value
             return dropped
 
         return await self._ask(host, ino, call, waits=False)
@@ -141,8 +138,8 @@ class Homes:
         """Have ``host`` evict the clean copy of a file, which is on record here on return. Raises
         Busy where it has to stay, Unavailable."""
 
-        async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, EVICT, ino)
+        async def call(name: str) -> None:
+            await self._peers.call(name, EVICT, ino)
 
         await self._ask(host, ino, call, waits=False)
 
@@ -150,8 +147,8 @@ class Homes:
         """On return all bytes that programs of ``host`` wrote to the file are on record here.
         Raises Unavailable."""
 
-        async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, SHOW, ino)
+        async def call(name: str) -> None:
+            await self._peers.call(name, SHOW, ino)
 
         await self._ask(host, ino, call, waits=False)
 
@@ -162,8 +159,7 @@ class Homes:
         """Have ``host`` drain these files, which are in its burst tier alone, before all others, if
         it can be reached just now."""
         name = await self.name_of(host)
-        for first in range(0, len(inos) if self._peers else 0, _DRAINED_AT_ONCE):
-            assert self._peers is not None
+        for first in range(0, len(inos), _DRAINED_AT_ONCE):
             self._peers.tell(name, REQUEST_DRAIN, list(inos[first : first + _DRAINED_AT_ONCE]))
 
     async def drain(self, host: int, inos: Sequence[int], strict: bool) -> None:
@@ -172,8 +168,8 @@ class Homes:
         for first in range(0, len(inos), _DRAINED_AT_ONCE):
             asked = [inos[first : first + _DRAINED_AT_ONCE], strict]
 
-            async def call(peers: Peers, name: str, asked: list[Any] = asked) -> None:
-                await peers.call(name, DRAIN, asked, timeout_s=math.inf)
+            async def call(name: str, asked: list[Any] = asked) -> None:
+                await self._peers.call(name, DRAIN, asked, timeout_s=math.inf)
 
             await self._ask(host, inos[first], call)
 
@@ -195,9 +191,9 @@ class Homes:
         operation there.
         """
 
-        async def call(peers: Peers, name: str) -> Answer:
+        async def call(name: str) -> Answer:
             asked = [ino, operation, *args]
-            return await peers.call(name, CARRY_OUT, asked, body, timeout_s=_CALL_S)
+            return await self._peers.call(name, CARRY_OUT, asked, body, timeout_s=_CALL_S)
 
         is_repeated, waits = operation != Operation.APPEND, operation != Operation.SHOW
         return await self._ask(host, ino, call, is_repeated, waits, place)
@@ -206,8 +202,8 @@ class Homes:
         """This host, which has joined by this ``number``, writes to the file no more; nothing
         happens if it has joined once more since. Raises Stale, Unavailable."""
 
-        async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, CARRY_OUT, [ino, Operation.LEAVE, number])
+        async def call(name: str) -> None:
+            await self._peers.call(name, CARRY_OUT, [ino, Operation.LEAVE, number])
 
         await self._ask(host, ino, call, waits=False)
 
@@ -215,8 +211,8 @@ class Homes:
         """Have ``host`` sync these files, or all files below these directories: durable on return,
         and on record here. Raises Unavailable, and other errors of a sync."""
 
-        async def call(peers: Peers, name: str) -> None:
-            await peers.call(name, SYNC, list(inos), timeout_s=_CALL_S)
+        async def call(name: str) -> None:
+            await self._peers.call(name, SYNC, list(inos), timeout_s=_CALL_S)
 
         await self._ask(host, inos[0], call)
 
@@ -224,7 +220,7 @@ class Homes:
         self,
         host: int,
         ino: int,
-        call: Callable[[Peers, str], Awaitable[Result]],
+        call: Callable[[str], Awaitable[Result]],
         is_repeated: bool = True,
         waits: bool = True,
         place: Copy | None = None,
@@ -233,8 +229,6 @@ class Homes:
         asked at present. ``place``: raises Stale if the host does not answer, and the file has
         another copy than this one by now: the host that had a mirror is its home then."""
         name = await self.name_of(host)
-        if self._peers is None:
-            raise Unavailable(f"inode {ino}: its newest bytes are on host {name}")
         now = trio.current_time()
         # A caller that has waited in vain does not wait again at once: the kernel asks once more
         # for a page that it has not got from its read-ahead.
@@ -248,7 +242,7 @@ class Homes:
                 try:
                     if not is_asked:
                         raise Unavailable(f"host {name} is not connected")
-                    answer = await call(self._peers, name)
+                    answer = await call(name)
                     self._away.pop(name, None)
                     return answer
                 except Overloaded:

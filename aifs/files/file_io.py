@@ -80,8 +80,8 @@ class FileIO:
         """The copies of undrained files on other hosts."""
         self.table = OpenTable(engine, handles, services.collector)
         """Which files are open."""
-        self.together = None if peers is None else Together(servers.cache, peers)
-        """Reads that hosts share; None: the store has one host."""
+        self.together = Together(servers.cache, peers)
+        """Reads that hosts share."""
         verify = config.data.verify == "read"
         self.sets = ObjectSets(
             engine, servers, containers, self.table, damage, pool, verify, self.together

@@ -42,7 +42,6 @@ from aifs.meta import keys, mirrors, namespace
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.mirrors import Mirrored
 from aifs.meta.records import Copy, Inode, MirrorOf
-from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, FilePart, Peer
 
 _CLOSING_S = 0.1
@@ -78,7 +77,6 @@ class Home:
         writeback: WriteBack,
         drain: Drain,
         close: Callable[[OpenInode, bool], Awaitable[None]],
-        peers: Peers,
     ) -> None:
         """``close``: what follows when a file that was acquired is needed no more, and whether it
         may have been changed.
@@ -91,7 +89,7 @@ class Home:
         self._drain = drain
         self._close = close
         self._kernel = services.kernel
-        self._peers = peers
+        self._peers = peers = services.peers
         self._joined: dict[tuple[int, int], _Joined] = {}
         """By session and inode number, what other hosts write to by way of this one."""
         self._joins = 0
@@ -349,7 +347,6 @@ class MirrorHost:
         io: FileIO,
         drain: Drain,
         role: Role,
-        peers: Peers,
     ) -> None:
         self._engine = services.engine
         self._servers = services.servers
@@ -360,7 +357,7 @@ class MirrorHost:
         self._drain = drain
         self._kernel = services.kernel
         self._role = role
-        peers.serve(KEEP, self._keep)
+        services.peers.serve(KEEP, self._keep)
 
     # --- keeping ---
 

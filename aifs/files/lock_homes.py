@@ -82,18 +82,6 @@ class PeerHosts:
         return answer.value
 
 
-class Alone:
-    """There is no other host."""
-
-    session = 1
-
-    def live(self) -> Set[int]:
-        return {self.session}
-
-    async def ask(self, session: int, request: Sequence[Any]) -> Any:
-        raise Unavailable(f"there is no session {session}")
-
-
 class InodeLocks:
     """What is known of the locks of one inode."""
 

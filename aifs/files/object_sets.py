@@ -32,10 +32,9 @@ class ObjectSets:
         damage: Damage,
         pool: Pool,
         verify: bool,
-        together: Together | None,
+        together: Together,
     ) -> None:
-        """``verify``: what is read through the caches is compared with checksums. ``together``:
-        None where the store has one host."""
+        """``verify``: what is read through the caches is compared with checksums."""
         self._engine = engine
         self._servers = servers
         self._containers = containers
@@ -43,7 +42,7 @@ class ObjectSets:
         self._damage = damage
         self._pool = pool
         self._verify = verify
-        self._join = None if together is None else together.join
+        self._join = together.join if together.is_shared else None
         """Tells other hosts what large files are read here; None: there are none."""
 
     def objects_of(self, inode: Inode, unread: int = 0) -> Bytes | None:

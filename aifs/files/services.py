@@ -112,5 +112,4 @@ class Services:
     looked_up: LookedUp
     refusals: Refusals
     table: ServerTable
-    peers: Peers | None
-    """None where the store has one host."""
+    peers: Peers

@@ -58,6 +58,11 @@ class Together:
         peers.hear(_MET, self._hear_met)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may read, too."""
+        return self._peers.is_shared
+
+    @property
     def own(self) -> str:
         """This host's name."""
         return self._peers.sessions[self._peers.session]

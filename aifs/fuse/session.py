@@ -26,7 +26,6 @@ from aifs.core.errors import AccessDenied, MountError
 from aifs.core.log import dump_stacks
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
-from aifs.files.lock_homes import LockHosts
 from aifs.files.rights import sees_all
 from aifs.files.types import Caller
 from aifs.fuse import requests
@@ -82,7 +81,7 @@ def serve(
     options: MountOptions,
     on_ready: Callable[[], None],
     force: bool = False,
-    lock_hosts: LockHosts | None = None,
+    has_locks: bool = False,
 ) -> None:
     """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT
     arrives.
@@ -90,13 +89,13 @@ def serve(
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
     everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
     nothing was mounted, or another host has taken the store over. ``force``: the owner of the store
-    is dead. ``lock_hosts``: see ``open_filesystem``.
+    is dead. ``has_locks``: see ``open_filesystem``.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        trio.run(_serve, config, mountpoint, options, on_ready, force, lock_hosts)
+        trio.run(_serve, config, mountpoint, options, on_ready, force, has_locks)
     except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
         raise first_error(error) from error.__cause__
 
@@ -107,7 +106,7 @@ async def _serve(
     options: MountOptions,
     on_ready: Callable[[], None],
     force: bool,
-    lock_hosts: LockHosts | None,
+    has_locks: bool,
 ) -> None:
     scheduler = requests.install()
     kernel = KernelCache()
@@ -119,7 +118,7 @@ async def _serve(
         force=force,
         kernel=kernel,
         share=scheduler.share,
-        lock_hosts=lock_hosts,
+        has_locks=has_locks,
     ) as fs:
         kept = kept_for(config.kernel, fs.store.engine.host)
         handed_over = HandedOver(fs, scheduler, reply, kept)

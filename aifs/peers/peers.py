@@ -60,9 +60,14 @@ class Peers:
     when all are made. Sessions tell by ``update`` who is there.
     """
 
-    def __init__(self, store: str, name: str, secret: bytes, listen: tuple[str, int]) -> None:
-        """Listens at ``listen`` (address and port; 0 is a free one) at once, and answers when
-        ``run`` does. Raises ConfigError if it cannot."""
+    is_shared = True
+    """Whether the store may have other hosts."""
+
+    def __init__(
+        self, store: str, name: str, secret: bytes, listen: tuple[str, int] | None
+    ) -> None:
+        """Listens at ``listen`` (address and port; 0 is a free one; None: nowhere) at once, and
+        answers when ``run`` does. Raises ConfigError if it cannot."""
         self._own = Peer(store, name, 0)
         self._secret = secret
         self._services: dict[str, Service] = {}
@@ -80,9 +85,9 @@ class Peers:
         self._proved: dict[str, str] = {}
         """By host, the address from which it has dialed us."""
         self._known, self._unknown = Strangers(_STRANGERS), Strangers(_STRANGERS)
-        self._socket = _bound(listen)
+        self._socket = None if listen is None else _bound(listen)
         """Which listens."""
-        self.port: int = self._socket.getsockname()[1]
+        self.port: int = 0 if self._socket is None else self._socket.getsockname()[1]
         """Where it listens."""
 
     def serve(self, name: str, service: Service) -> None:
@@ -167,6 +172,7 @@ class Peers:
 
     async def run(self) -> None:
         """Answer, dial and serve until cancelled; then nothing listens any more."""
+        assert self._socket is not None
         with trio.socket.from_stdlib_socket(self._socket) as listening:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._accept, listening, nursery)
@@ -174,7 +180,8 @@ class Peers:
 
     def close(self) -> None:
         """Listen no more, if ``run`` has never begun."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
     async def _link(self, host: str, session: int) -> PeerLink:
         while True:
@@ -309,6 +316,17 @@ class Peers:
         if now - self._said.get(of, -_SAID_AGAIN_S) >= _SAID_AGAIN_S:
             self._said[of] = now
             log.warning("peers: %s", fault)
+
+
+class Alone(Peers):
+    """The other hosts of a store that has one: none. Nothing listens, and nobody asks or hears.
+    Calls raise Unavailable, and ``run`` is not called."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        super().__init__("", "", b"", None)
+        self.update(1, [])
 
 
 def _bound(listen: tuple[str, int]) -> socket.socket:

@@ -289,20 +289,18 @@ class PartHost:
         drain: Drain,
         parts: Parts,
         joint: Joint,
-        peers: Peers | None,
+        peers: Peers,
     ) -> None:
-        """``peers``: None where the store has one host; then nobody asks."""
         self._engine = engine
         self._table = table
         self._members = members
         self._drain = drain
         self._parts = parts
         self._joint = joint
-        if peers is not None:
-            peers.serve(STORE, self._serve_store)
-            peers.serve(FILES, self._serve_files)
-            peers.serve(OFFER, self._serve_offer)
-            peers.serve(KEEP, self._serve_keep)
+        peers.serve(STORE, self._serve_store)
+        peers.serve(FILES, self._serve_files)
+        peers.serve(OFFER, self._serve_offer)
+        peers.serve(KEEP, self._serve_keep)
 
     async def store(self, group: DirectoryGroup) -> None:
         """What this host has of a group that is committed is on the data servers on return."""

@@ -40,9 +40,8 @@ class Parts:
     """Those of all groups. Used from one trio thread."""
 
     def __init__(
-        self, engine: Engine, barrier: Barrier, role: Role, servers: Servers, peers: Peers | None
+        self, engine: Engine, barrier: Barrier, role: Role, servers: Servers, peers: Peers
     ) -> None:
-        """``peers``: None where the store has one host; then nothing is asked of this."""
         self._engine = engine
         self._barrier = barrier
         self._role = role
@@ -158,11 +157,9 @@ class Parts:
     ) -> Answer:
         """What a host answers of its part of a group. Raises Unavailable, what the service does."""
         name = await self._engine.view(hosts.name_of, host)
-        if self._peers is None:
-            raise Unavailable(f"host {name} cannot be asked")
         asked = [group.ino, group.record.id, *said]
         return await self._peers.call(name, service, asked, body, timeout_s=timeout_s)
 
     def hears(self, name: str) -> bool:
         """Whether there is a connection to a host of this name."""
-        return self._peers is not None and name in self._peers.connected
+        return name in self._peers.connected

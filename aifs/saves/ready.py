@@ -51,8 +51,7 @@ class Barrier:
         self._writeback = writeback
         self._homes = io.homes
         self._role = role
-        if services.peers is not None:
-            services.peers.serve(SYNC, self._serve)
+        services.peers.serve(SYNC, self._serve)
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
         """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it; those

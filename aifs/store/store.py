@@ -37,7 +37,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.namespace import put_inode
 from aifs.meta.records import Inode
 from aifs.meta.servers import ServerRecord, put_servers, read_table
-from aifs.peers.peers import Peers
+from aifs.peers.peers import Alone, Peers
 from aifs.store import directories
 from aifs.store.owner import OwnerLock
 from aifs.store.ownership import Ownership, require_unused
@@ -81,8 +81,8 @@ class Store:
     ownership: StoreRight
     role: Role = field(default_factory=Role)
     """Whether this host does the work of the whole store."""
-    peers: Peers | None = None
-    """The connections to other hosts; None: the store has one."""
+    peers: Peers = field(default_factory=Alone)
+    """The connections to other hosts."""
     hosts: "Hosts | None" = None
     """All hosts that have it mounted; None: it has one."""
 
@@ -96,7 +96,7 @@ class Store:
         if orderly:
             self.ownership.give_back()
         self.tell()
-        self._leave_hosts()
+        self.peers.close()
         stuck, waits_for = self.servers.close()
         try:
             self.engine.close()
@@ -106,10 +106,6 @@ class Store:
         finally:
             self.owner.release(orderly, stuck, waits_for)
 
-    def _leave_hosts(self) -> None:
-        if self.hosts is not None:
-            self.hosts.peers.close()
-
     def tell(self) -> None:
         """Say in the owner's file what is waited for, for who unmounts."""
         with suppress(OSError):
@@ -117,7 +113,7 @@ class Store:
 
     def abandon(self) -> None:
         """Let go without writing anything, as the death of the process would."""
-        self._leave_hosts()
+        self.peers.close()
         stuck, waits_for = self.servers.close()
         self.engine.abandon()
         self.owner.release(orderly=False, stuck=stuck, waits_for=waits_for)

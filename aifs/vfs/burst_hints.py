@@ -78,8 +78,7 @@ class BurstHints:
         self._evictor = evictor
         self._attributes = attributes
         self._homes = io.homes
-        if services.peers:
-            services.peers.serve(EVICT, self._serve_evict)
+        services.peers.serve(EVICT, self._serve_evict)
 
     # --- where the bytes are ---
 

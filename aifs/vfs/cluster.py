@@ -10,6 +10,7 @@ from aifs.files import rights
 from aifs.files.asks import ROOT, Hint
 from aifs.meta import delegations
 from aifs.meta.kv import Engine
+from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 
 if TYPE_CHECKING:  # it needs packages that a store of one host does not
@@ -27,17 +28,18 @@ class Cluster:
     def __init__(
         self,
         engine: Engine,
+        peers: Peers,
         hosts: "Hosts | None",
         drain: Callable[[], dict[str, Any]],
         tier: BurstTier,
     ) -> None:
         """``hosts``: None where the store has one. ``drain``: what Drain.status says."""
         self._engine = engine
+        self._peers = peers
         self._hosts = hosts
         self._drain = drain
         self._tier = tier
-        if hosts is not None:
-            hosts.peers.serve(_SERVICE, self._serve)
+        peers.serve(_SERVICE, self._serve)
 
     async def _serve(self, peer: Peer, arguments: Any, body: Body) -> Answer:
         return Answer(self._undrained())
@@ -57,7 +59,7 @@ class Cluster:
             "hosts": len(hosts.live()),
             "name": own.name if own is not None else None,
             "session": hosts.session,
-            "connected": len(hosts.peers.connected),
+            "connected": len(self._peers.connected),
             "has_role": hosts.role.held,
             **hosts.own_status(),
         }
@@ -73,7 +75,7 @@ class Cluster:
 
         async def ask(name: str, session: int) -> None:
             try:
-                answer = await hosts.peers.call(name, _SERVICE, timeout_s=_ANSWER_S)
+                answer = await self._peers.call(name, _SERVICE, timeout_s=_ANSWER_S)
                 said[session] = answer.value
             except FsError:
                 pass  # it is not known

@@ -20,7 +20,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.home import Home, MirrorHost
 from aifs.files.kernel import Kernel
-from aifs.files.lock_homes import SERVICE, Alone, LockHosts, PeerHosts
+from aifs.files.lock_homes import SERVICE, PeerHosts
 from aifs.files.locks import Locks
 from aifs.files.looked_up import LookedUp
 from aifs.files.needs import Needs
@@ -101,9 +101,9 @@ class Filesystem:
         kernel: Kernel,
         options: ServeOptions,
         share: LoopShare,
-        hosts: LockHosts | None = None,
+        has_locks: bool = False,
     ) -> None:
-        """``hosts``: whom to share locks with, if not with those that the store has."""
+        """``has_locks``: see ``open_filesystem``."""
         config, engine, servers = store.config, store.engine, store.servers
         self.store, self.kernel, self.options, self._share = store, kernel, options, share
         self.role: Role = store.role
@@ -180,7 +180,9 @@ class Filesystem:
             services, tier, handles, io, self.writeback, drain, ranks.closing, virtual
         )
         self.attributes = Attributes(services, io, self.files)
-        self._serve_hosts(hosts)
+        self.has_locks = has_locks or services.peers.is_shared
+        """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
+        self._serve_hosts()
         self._make_names(barrier)
         self._make_hints()
         self._set_operations()
@@ -217,24 +219,15 @@ class Filesystem:
             services, tier, io, drain, self.backup, self.evictor, self.rebuild, copies
         )
 
-    def _serve_hosts(self, hosts: LockHosts | None) -> None:
+    def _serve_hosts(self) -> None:
         """What is done here for other hosts, and the locks that they share."""
         services, tier, io, drain = self.services, self.tier, self.io, self.drain
-        self.home: Home | None = None
+        self.home = Home(services, tier, io, self.writeback, drain, self.files.give_up)
         """What is done here for other hosts."""
-        self.mirror_host: MirrorHost | None = None
+        self.mirror_host = MirrorHost(services, tier, io, drain, self.role)
         """The same, with mirrors."""
-        peers = services.peers
-        if peers is not None:
-            close = self.files.give_up
-            self.home = Home(services, tier, io, self.writeback, drain, close, peers)
-            self.mirror_host = MirrorHost(services, tier, io, drain, self.role, peers)
-            hosts = PeerHosts(peers)
-        self.has_locks = hosts is not None
-        """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
-        self.locks = Locks(services.engine, hosts or Alone())
-        if peers is not None:
-            peers.serve(SERVICE, self.locks.answer)
+        self.locks = Locks(services.engine, PeerHosts(services.peers))
+        services.peers.serve(SERVICE, self.locks.answer)
 
     def _make_names(self, barrier: Barrier) -> None:
         """What programs do with names, and what follows from them."""
@@ -273,7 +266,7 @@ class Filesystem:
         self.burst_hints = BurstHints(
             services, tier, io, drain, self.needs, self.evictor, self.attributes
         )
-        cluster = Cluster(engine, store.hosts, drain.status, tier)
+        cluster = Cluster(engine, services.peers, store.hosts, drain.status, tier)
         reports = {
             "recovered": lambda: str(self.recovered),
             "requests": self.served.status,
@@ -293,9 +286,8 @@ class Filesystem:
             "locks": self.locks.status,
             "cluster": cluster.status,
             "evict": lambda: {**self.evictor.status(), **self.from_copies.status()},
+            "together": io.together.status,
         }
-        if io.together is not None:
-            reports["together"] = io.together.status
         self.status = MountStatus(
             services, store, io, self.attributes, self.scrub, self.rebuild, self.trash, reports
         )

@@ -14,7 +14,6 @@ from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
-from aifs.files.lock_homes import LockHosts
 from aifs.files.services import ServeOptions
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
@@ -36,15 +35,15 @@ async def open_filesystem(
     force: bool = False,
     kernel: Kernel | None = None,
     share: LoopShare | None = None,
-    lock_hosts: LockHosts | None = None,
+    has_locks: bool = False,
 ) -> AsyncIterator[Filesystem]:
     """Own the store, recover it, and serve until the block ends; then everything is made durable.
 
     Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
     over meanwhile: then nothing is written any more (store/ownership.py). ``force``: see
-    ``open_store``. ``share``: between background work and requests. ``lock_hosts``: whom locks are
-    shared with, for tests. A store that is opened read-only is recovered all the same, as ext4
-    does.
+    ``open_store``. ``share``: between background work and requests. ``has_locks``: flock(2) and
+    fcntl(2) locks are ours also where the store has one host, for tests. A store that is opened
+    read-only is recovered all the same, as ext4 does.
     """
     store = await open_store(
         config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
@@ -56,9 +55,8 @@ async def open_filesystem(
             nursery.start_soon(_keep_running, store.ownership.run)
             options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
             shared = share or LoopShare()
-            fs = Filesystem(store, kernel or Kernel(), options, shared, lock_hosts)
-            if store.engine.host:
-                nursery.start_soon(_keep_running, fs.following.run)
+            fs = Filesystem(store, kernel or Kernel(), options, shared, has_locks)
+            nursery.start_soon(_keep_running, fs.following.run)
             nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
             await fs.pool.ready.wait()
             with giving_up():
@@ -74,17 +72,16 @@ async def open_filesystem(
                         _keep_running, partial(fs.group_life.run, fs.group_publishing.publish)
                     )
                 jobs = fs.jobs()
-                if fs.mirror_host is not None and not read_only:
-                    background.start_soon(_keep_running, fs.mirror_host.run)
                 if fs.role.is_shared:
+                    background.start_soon(_keep_running, fs.home.run)
+                    if not read_only:
+                        background.start_soon(_keep_running, fs.mirror_host.run)
                     background.start_soon(_keep_running, partial(_serve_role, fs))
                 else:
                     jobs |= fs.jobs_of_role()
                 background.start_soon(_keep_running, partial(fs.upkeep.run, jobs))
                 if fs.has_locks:
                     background.start_soon(_keep_running, fs.locks.run)
-                if fs.home is not None:
-                    background.start_soon(_keep_running, fs.home.run)
                 try:
                     yield fs
                 except BaseException as raised:  # noqa: BLE001 (raised again, outside the nurseries that would wrap it)

@@ -154,7 +154,7 @@ cluster if cluster.hosts:
   > : {hosts:host}, {connected} connected
   > : this is {name}, session {session}{has_role:?, with the role of the store's background work|}
   > : aifs host ls shows all
-together:
+together if cluster.hosts:
   > : {files:file} that other hosts read, too
   > : since the mount {received_bytes:size} came from these and {given_bytes:size} went to them
 aging:

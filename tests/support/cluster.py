@@ -67,11 +67,16 @@ def _put_all(tx: Transaction, writes: Writes) -> None:
 class Calls:
     """The peers of a host, without a network."""
 
+    is_shared = True
+
     def __init__(self, cluster: "Cluster", name: str) -> None:
         self._cluster = cluster
         self._name = name
         self.services: dict[str, Any] = {}
         self.listeners: dict[str, Any] = {}
+
+    def close(self) -> None:
+        pass
 
     def hear(self, name: str, listener: Any) -> None:
         self.listeners[name] = listener

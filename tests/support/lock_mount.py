@@ -7,9 +7,8 @@ import sys
 from functools import partial
 
 from aifs.cli.main import main
-from aifs.files.lock_homes import Alone
 from aifs.fuse import session
 
 if __name__ == "__main__":
-    session.serve = partial(session.serve, lock_hosts=Alone())  # type: ignore[assignment]
+    session.serve = partial(session.serve, has_locks=True)  # type: ignore[assignment]
     sys.exit(main())

@@ -172,7 +172,6 @@ class _Calls:
 
 def _main(source: str, mountpoint: str) -> None:
     from aifs.core.config import load
-    from aifs.files.lock_homes import Alone
     from aifs.fuse import session
     from aifs.fuse.options import MountOptions
     from aifs.store import store
@@ -191,7 +190,7 @@ def _main(source: str, mountpoint: str) -> None:
     config = load(source, {})
     log.setup(None, config.log.level)
     ready = partial(print, '"ready"', flush=True)
-    session.serve(config, mountpoint, MountOptions(), ready, lock_hosts=Alone())
+    session.serve(config, mountpoint, MountOptions(), ready, has_locks=True)
 
 
 if __name__ == "__main__":
