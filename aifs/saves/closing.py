@@ -11,7 +11,6 @@ from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.writeback import WriteBack
 from aifs.meta import groups
-from aifs.meta.groups import GroupPart
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.saves.course import Course
@@ -68,7 +67,7 @@ class Closing:
             this = self._closing[inode.ino] = object()
             try:
                 top = await self._engine.view(groups.directory_of, inode.ino, self._table.open)
-                if top is not None and self._engine.host:
+                if top is not None:
                     await self._take_part(top)
             finally:
                 is_last = self._closing.get(inode.ino) is this
@@ -85,7 +84,7 @@ class Closing:
         if group is not None and group.ino != top:
             self._members.moved(group, inode.ino)
         group = None if top is None else self._table.by_directory.get(top)
-        if group is None or not group.is_open or not self._takes_part(group):
+        if group is None or not group.is_open or not group.own_part.has_files:
             return False
         withheld = self._members.closed(group, inode)
         if withheld and not self._members.is_watched:
@@ -101,11 +100,6 @@ class Closing:
                 await self._parts.take(group, has_files=True)
             except FsError as error:
                 _log.info("group %d: a file is drained as usual: %s", group.record.id, error)
-
-    def _takes_part(self, group: DirectoryGroup) -> bool:
-        """Whether others know that files of the group are here, where there are others."""
-        host = self._engine.host
-        return not host or group.parts.get(host, GroupPart()).has_files
 
     async def commit_file(self, inode: Inode) -> None:
         """A file counts as closed, though the caller has it open: it is durable in the burst tier
@@ -135,7 +129,7 @@ class Closing:
         """Somebody has opened it for writing."""
         group = self._members.group_of.get(ino)
         self._members.opened(ino)
-        if self._engine.host:
+        if self._table.host:
             group = group or next((one for one in self._table.live if ino in one.elsewhere), None)
             if group is not None and not group.record.options.explicit:
                 group.elsewhere.pop(ino, None)

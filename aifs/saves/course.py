@@ -98,7 +98,7 @@ class Course:
     def resume(self, group: DirectoryGroup) -> None:
         """Go on with a group where an earlier run, or another host, has left it."""
         group.settling = False
-        if group.is_live and not group.is_open and not group.is_of(self._engine.host):
+        if group.is_live and not group.is_open and not group.is_ours:
             self.start(self._part_host.store_unasked, group)
             return
         if group.is_open:
@@ -110,7 +110,7 @@ class Course:
 
     def complete(self, group: DirectoryGroup) -> None:
         """If all have committed, its end begins."""
-        if not group.is_of(self._engine.host):
+        if not group.is_ours:
             return
         if group.is_open and group.shares and group.is_complete and not group.settling:
             group.settling = True
@@ -145,11 +145,7 @@ class Course:
                 await self._members.sync(
                     group, [file for file in group.files.values() if file.counted]
                 )
-            if (
-                self._engine.host
-                and group.record.options.explicit
-                and group.record.options.same_size
-            ):
+            if group.record.options.explicit and group.record.options.same_size:
                 group.elsewhere = await self._parts.files(group)
             error = await find_unequal(self._engine, group)
             faults.reach(_BUFFERED)
@@ -187,12 +183,8 @@ class Course:
 
     async def _store(self, group: DirectoryGroup) -> None:
         """Returns when it is durable."""
-        lost: list[str] = []
         with doing(self._ended, "drain", [group.ino]):
-            if self._engine.host:
-                lost = await self._store_all(group)
-            else:
-                await self._part_host.store(group)
+            lost = await self._store_all(group)
             while not group.is_settled:
                 with waits_for(PUBLISH):
                     await group.event.wait()
@@ -222,9 +214,9 @@ class Course:
         await self._engine.shown()  # they know that it is committed
         lost: list[str] = []
         kept: dict[int, set[bytes]] = {}
-        if self._parts.others(group):
+        if group.others:
             kept = await self._joint.spread(group)
-            group.kept = kept.get(self._engine.host, set())
+            group.kept = kept.get(group.host, set())
 
         async def others() -> None:
             lost.extend(await self._parts.store(group, kept))
@@ -262,7 +254,7 @@ class Course:
         """The group is as ``record`` says, in core and on record; ``then`` is called when it is so
         in core. False, with nothing done: another host was first.
         """
-        if self._engine.host:
+        if group.host:
             if not await self._put_first(group, record):
                 return False
             then()
@@ -343,7 +335,7 @@ class Course:
         record = group.record
         if record.state != "committed":
             return
-        if not group.is_of(self._engine.host):
+        if not group.is_ours:
             is_settled = is_settled or not record.options.publish or record.published
             if record.publish_error:
                 group.publish_failure, is_settled = Busy(record.publish_error), True

@@ -54,8 +54,12 @@ class DirectoryGroup:
     """The group of a directory. It may be asked to store what its ranks write as one (``shares``),
     to keep the directory pending until all of them have committed (``pending``), or both."""
 
-    def __init__(self, ino: int, record: GroupRecord, report: Any, now: float, now_ns: int) -> None:
+    def __init__(
+        self, ino: int, record: GroupRecord, report: Any, now: float, now_ns: int, host: int = 0
+    ) -> None:
         self.ino = ino
+        self.host = host
+        """The number of this host; 0 where the store has one."""
         self.record = record
         """What is on record of it, or about to be."""
         self.report = report
@@ -125,9 +129,20 @@ class DirectoryGroup:
     def pending(self) -> Pending | None:
         return self.record.pending
 
-    def is_of(self, host: int) -> bool:
-        """Whether it is seen to there; elsewhere it is only known, and its ranks may commit."""
-        return self.record.host == host
+    @property
+    def is_ours(self) -> bool:
+        """Whether this host sees to it; elsewhere it is only known, and its ranks may commit."""
+        return self.record.host == self.host
+
+    @property
+    def own_part(self) -> GroupPart:
+        """This host's part: what is on record of it, or all files where the store has one host."""
+        return self.parts.get(self.host, GroupPart(has_files=not self.host))
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts that have files of it."""
+        return [host for host, part in self.parts.items() if part.has_files and host != self.host]
 
     @property
     def is_held(self) -> bool:

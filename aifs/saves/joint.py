@@ -156,7 +156,7 @@ class Joint:
 
         async def ask(host: int) -> None:
             try:
-                if host == self._engine.host:
+                if host == group.host:
                     offered[host] = await self.offer(group)
                 else:
                     answer = await self._parts.call(group, host, OFFER, _WORK_S)
@@ -164,7 +164,7 @@ class Joint:
             except FsError as error:
                 _log.info("group %d: host %d offers nothing: %s", group.record.id, host, error)
 
-        hosts = [self._engine.host, *self._parts.others(group)]
+        hosts = [group.host, *group.others]
         await run_all(*(partial(ask, host) for host in hosts))
         asked = {offer.asked for its in offered.values() for offer in its.offers}
         kept: set[bytes] = set()
@@ -267,7 +267,7 @@ class Joint:
         wanted: Mapping[bytes, tuple[int, ...]],
     ) -> set[bytes]:
         try:
-            if host == self._engine.host:
+            if host == group.host:
                 return await self._members.keep(group, asked, wanted)
             said, body = encode_wanted(asked, wanted)
             answer = await self._parts.call(group, host, KEEP, _WORK_S, said, body)
@@ -311,7 +311,7 @@ class PartHost:
     async def store_unasked(self, group: DirectoryGroup) -> None:
         """The host that sees to a group that is committed may hang, or be cut off: the files here
         do not wait for it longer than a lease lasts."""
-        while group.is_live and not group.is_of(self._engine.host):
+        while group.is_live and not group.is_ours:
             group.asked = trio.Event()
             with trio.move_on_after(_ASKED_S):
                 await group.asked.wait()

@@ -22,7 +22,7 @@ from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import groups, hosts, namespace
 from aifs.meta.groups import GroupMember
-from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 from aifs.saves.course import Course, Publish
 from aifs.saves.group import DirectoryGroup, File
@@ -81,8 +81,7 @@ class Living:
     """Which processes go on with a group until they end: those that have joined as ranks, and those
     that have marked its directory. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, table: GroupTable, parts: Parts, course: Course) -> None:
-        self._engine = engine
+    def __init__(self, table: GroupTable, parts: Parts, course: Course) -> None:
         self._table = table
         self._parts = parts
         self._course = course
@@ -121,7 +120,7 @@ class Living:
         if pidfd is not None:
             await wait_for_end(pidfd)
         group.left(rank, process, trio.current_time())
-        if rank is not None and self._engine.host and group.is_open:
+        if rank is not None and group.is_open:
             with suppress(FsError):  # the mount ends, or the group has
                 await self._parts.left(group, rank)
         group.wake()
@@ -165,9 +164,8 @@ class Life:
             )
         for ino, (record, members) in found.items():
             group = self._table.add(ino, record)
-            if self._engine.host:
-                await self._parts.load(group)
-                self._course.adopt_state(group)
+            await self._parts.load(group)
+            self._course.adopt_state(group)
             if record.options.explicit:
                 group.committed.update(members)
                 sized = sorted(
@@ -243,8 +241,7 @@ class Life:
     def _timed(self) -> list[DirectoryGroup]:
         """The groups that may end here because of time: of one to which all have committed that is
         for who sees to it."""
-        host = self._engine.host
-        return [g for g in self._table.by_directory.values() if g.is_of(host) or not g.is_complete]
+        return [g for g in self._table.by_directory.values() if g.is_ours or not g.is_complete]
 
     def _give_back_wanted(self) -> None:
         """What somebody waits for on the capacity tier: a group that is still open cannot be waited
@@ -282,12 +279,11 @@ class Life:
     async def _look_after(self, group: DirectoryGroup, live: frozenset[int]) -> None:
         """The host that has the role takes over what dead hosts have seen to; the host that sees to
         a group deals with the parts of dead hosts."""
-        host = self._engine.host
         if group.record.host not in live and self._role.held and group.is_held:
-            record = group.record._replace(host=host, state=group.recorded_state)
+            record = group.record._replace(host=group.host, state=group.recorded_state)
             if await self._course.become(group, record):
                 self._resume(group)
-        if not group.is_of(host) or not group.is_open:
+        if not group.is_ours or not group.is_open:
             return
         for gone in group.parts.keys() - live:
             part = group.parts[gone]

@@ -55,30 +55,31 @@ class Parts:
     ) -> bool:
         """This host has this of the group besides what it has. False: all have committed, or the
         group has ended. Raises Invalid if a rank lives on another host."""
-        own = group.parts.get(self._engine.host, GroupPart())
+        own = group.own_part
         part = GroupPart(tuple(sorted(ranks.union(own.ranks))), has_files or own.has_files)
         return part == own or await self._put(group, part)
 
     async def left(self, group: DirectoryGroup, rank: int) -> None:
         """The process that has joined as this rank, here, has ended."""
-        own = group.parts.get(self._engine.host)
-        if own is not None and rank in own.ranks and rank not in group.processes:
+        own = group.own_part
+        if rank in own.ranks and rank not in group.processes:
             ranks = tuple(other for other in own.ranks if other != rank)
             await self._put(group, own._replace(ranks=ranks))
 
     async def _put(self, group: DirectoryGroup, part: GroupPart) -> bool:
+        if not group.host:
+            return True  # no other host has to know
         group_id = group.record.id
         if not await self._engine.transact(groups.put_part, group.ino, group_id, part):
             return False
-        group.parts[self._engine.host] = part
+        group.parts[group.host] = part
         return True
 
     async def load(self, group: DirectoryGroup) -> None:
         """What is on record, after a mount; our ranks have to join again."""
         group.parts = await self._engine.view(groups.parts, group.ino)
-        own = group.parts.get(self._engine.host)
-        if own is not None and own.ranks:
-            await self._put(group, own._replace(ranks=()))
+        if group.own_part.ranks:
+            await self._put(group, group.own_part._replace(ranks=()))
 
     def is_elsewhere(self, inode: Inode) -> bool:
         """Whether a file is in the burst tier of another host."""
@@ -109,7 +110,7 @@ class Parts:
                     found[ino] = File(ino, size, 0.0)
                 return
 
-        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
+        await run_all(*(lambda host=host: ask(host) for host in group.others))
         return found
 
     async def store(
@@ -138,13 +139,8 @@ class Parts:
                         return
                 await trio.sleep(_AGAIN_S)
 
-        await run_all(*(lambda host=host: ask(host) for host in self.others(group)))
+        await run_all(*(lambda host=host: ask(host) for host in group.others))
         return sorted(lost)
-
-    def others(self, group: DirectoryGroup) -> list[int]:
-        """The other hosts that have files of it."""
-        own = self._engine.host
-        return [host for host, part in group.parts.items() if part.has_files and host != own]
 
     async def call(
         self,

@@ -117,7 +117,7 @@ class Groups:
             None if wanted.mark is None else Pending(wanted.mark[0], now_ns, wanted.mark[1], asker)
         )
         if there is None or not there.is_held or wanted.anew:
-            host = self._engine.host
+            host = self._table.host
             record = GroupRecord(number, options, asker, now_ns, pending=pending, host=host)
             return await self._table.begin(ino, record, there)
         if pending is not None and there.pending is not None:
@@ -134,7 +134,7 @@ class Groups:
         _require_same_ranks(there, options)
         if there.is_open:
             return await self._table.change(there, options=options, asker=asker, created_ns=now_ns)
-        host = self._engine.host
+        host = self._table.host
         record = GroupRecord(number, options, asker, now_ns, pending=there.pending, host=host)
         return await self._table.begin(ino, record, there)
 
@@ -184,8 +184,7 @@ class Groups:
         process = process_of(caller.pid)
         if group.processes.get(rank) != process:
             group.require_free(rank)
-            if self._engine.host:
-                await self._parts.take(group, frozenset([rank]))
+            await self._parts.take(group, frozenset([rank]))
             try:
                 group.join(rank, process)
             except Invalid:

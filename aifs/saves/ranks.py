@@ -50,7 +50,7 @@ class RankGroups:
         """Files that a group withholds from the drain."""
         self.naming = Naming(engine, io, self.table)
         """Names that wait for a group."""
-        living = Living(engine, self.table, parts, self.course)
+        living = Living(self.table, parts, self.course)
         self.groups = Groups(
             engine, io, barrier, services.ids, self.table, parts, self.course, living
         )

@@ -31,6 +31,8 @@ class GroupTable:
         self.recording = trio.Lock()
         """Held while records of groups are written, so that they are in the order of what happens.
         """
+        self.host = engine.host
+        """The number of this host; 0 where the store has one."""
         self._followed: dict[int, DirectoryGroup] = {}  # by id
         self._engine = engine
         self._upkeep = upkeep
@@ -59,7 +61,7 @@ class GroupTable:
             record = await self._engine.view(groups.find, ino)
         if record is None:
             raise NoAttribute("the directory has no group")
-        return _new(ino, record)
+        return self._new(ino, record)
 
     def pending(self, ino: int) -> DirectoryGroup:
         """The group of a pending directory. Raises NoAttribute."""
@@ -76,7 +78,7 @@ class GroupTable:
     def add(self, ino: int, record: GroupRecord) -> DirectoryGroup:
         """The group of a directory from now on; callers look (``look``) afterwards."""
         self.by_directory.pop(ino, None)  # the youngest to the end
-        group = self.by_directory[ino] = _new(ino, record)
+        group = self.by_directory[ino] = self._new(ino, record)
         return group
 
     async def begin(
@@ -100,7 +102,7 @@ class GroupTable:
 
     def remember(self, ino: int, record: GroupRecord, publish_failure: FsError | None) -> None:
         """How a group has ended, for those who ask for it by its id."""
-        followed = self._followed[record.id] = _new(ino, record)
+        followed = self._followed[record.id] = self._new(ino, record)
         followed.publish_failure = publish_failure
         for group_id in list(self._followed)[:-_FOLLOWED_MAX]:
             del self._followed[group_id]
@@ -128,6 +130,6 @@ class GroupTable:
         self.open = frozenset(group.ino for group in self.live if group.is_open)
         self._upkeep.wake(Work.GROUPS)
 
-
-def _new(ino: int, record: GroupRecord) -> DirectoryGroup:
-    return DirectoryGroup(ino, record, GroupReport(), trio.current_time(), time.time_ns())
+    def _new(self, ino: int, record: GroupRecord) -> DirectoryGroup:
+        now, now_ns = trio.current_time(), time.time_ns()
+        return DirectoryGroup(ino, record, GroupReport(), now, now_ns, self.host)
