@@ -1,7 +1,8 @@
 """Mirrors: copies that other hosts keep of burst copies of this one (docs/design/homes.md)."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 
 import trio
 
@@ -9,6 +10,7 @@ from aifs.burst.copy import BurstCopy
 from aifs.core.errors import FsError, Stale
 from aifs.core.log import logger
 from aifs.core.rendezvous import weight
+from aifs.core.tasks import run_all
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import forms, mirrors, namespace
 from aifs.meta.kv import Engine, ReadTransaction
@@ -42,7 +44,7 @@ class Mirrors:
     def wants(self, inode: Inode) -> bool:
         """Whether the file is to have a mirror while it is undrained."""
         policy = inode.policy or DEFAULT_POLICY
-        return policy.mirror > 0 and self._peers.is_shared and inode.in_burst
+        return policy.mirror > 0 and inode.in_burst
 
     async def keep(self, inode: Inode, copy: BurstCopy) -> None:
         """A copy that has been synced has a mirror on return, durably, of all that was written to
@@ -82,6 +84,15 @@ class Mirrors:
             self._has_said = True
             _log.warning("inode %d has no mirror until it is drained: %s", inode.ino, why)
 
+    async def keep_closed(self, copies: Mapping[int, BurstCopy]) -> None:
+        """As ``keep``, of closed files, by their inode numbers."""
+        await run_all(*(partial(self._keep_closed, ino, copies[ino]) for ino in copies))
+
+    async def _keep_closed(self, ino: int, copy: BurstCopy) -> None:
+        inode = await self._engine.view(namespace.find_inode, ino)
+        if inode is not None and inode.copy == copy.place:  # else it has been drained meanwhile
+            await self.keep(inode, copy)
+
     async def find_lacking(self) -> Collection[int]:
         """Those of ``lacking`` that are not drained yet; others are not in it any more."""
         known = frozenset(self.lacking)
@@ -105,6 +116,16 @@ class Mirrors:
                     raise
             is_late = True  # its replica is behind ours
             await self._engine.shown()
+
+
+class NoMirrors(Mirrors):
+    """Where the store has one host: no other could take one."""
+
+    def wants(self, inode: Inode) -> bool:
+        return False
+
+    async def keep_closed(self, copies: Mapping[int, BurstCopy]) -> None:
+        pass
 
 
 def _has_copy(tx: ReadTransaction, ino: int, place: Copy) -> bool:

@@ -46,6 +46,9 @@ class BurstIO:
         self._tier = tier
         self._transitions = transitions
         self._inline_limit = config.layout.inline_limit
+        self.keeps_inline = not engine.host
+        """Whether a tiny file may stay in its record while it can be changed. Where there are
+        several hosts one of them has to be its home."""
         self._needs = needs
 
     # --- how a file gets here ---
@@ -99,9 +102,8 @@ class BurstIO:
                 return False
             await self._become_copy(file, None)
         elif inode.layout is None and not (
-            inode.data and end <= self._inline_limit and not self._engine.host
+            inode.data and end <= self._inline_limit and self.keeps_inline
         ):
-            # Where there are several hosts one of them has to be the home.
             await self._take_copy(file, must)
         return True
 
@@ -236,7 +238,7 @@ class BurstIO:
         if status.st_size != inode.size or status.st_blocks != inode.blocks:
             inode.size, inode.blocks = status.st_size, status.st_blocks
             file.unsaved = True
-        if mapped and file.backing and self._engine.host:
+        if mapped and file.backing:
             if file.unseen:
                 file.unsaved, file.shown_as = True, None
             file.unseen = file.own_copy.may_be_written_unseen()

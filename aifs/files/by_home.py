@@ -80,14 +80,13 @@ class ByHome:
     async def request_drain(self, inos: Sequence[int]) -> None:
         """Other hosts drain those of these files that are in their burst tiers, before all others,
         while the caller goes on."""
-        if self._engine.host:
-            copies = await self._engine.view(_find_undrained, inos)
-            hosts: dict[int, list[int]] = {}
-            for ino, copy in copies.items():
-                hosts.setdefault(self._homes.of(copy.server), []).append(ino)
-            hosts.pop(0, None)  # ours
-            for host, wanted in hosts.items():
-                await self._homes.request_drain(host, wanted)
+        copies = await self._engine.view(_find_undrained, inos)
+        hosts: dict[int, list[int]] = {}
+        for ino, copy in copies.items():
+            hosts.setdefault(self._homes.of(copy.server), []).append(ino)
+        hosts.pop(0, None)  # ours
+        for host, wanted in hosts.items():
+            await self._homes.request_drain(host, wanted)
 
     async def take_cache(self, file: OpenInode) -> bool:
         """Whether the file may have a clean copy here: no other host has one that is in use."""
@@ -149,7 +148,7 @@ class ByHome:
         inode, changer, _ = await self._engine.view(forms.load, ino)
         copy = inode.copy if inode.in_burst else None
         is_here = copy is None or not self._homes.of(copy.server)
-        if inode.is_file and not (is_here and changer in (None, self._engine.host)):
+        if inode.is_file and (changer or not is_here):
             file = await self._inodes.acquire(ino)
             try:
                 while await self.take_from_home(file):
@@ -163,7 +162,7 @@ class ByHome:
         before. Only a file with a dirty mark differs from its record. A home that cannot be asked
         is done without."""
         _, changer, _ = await self._engine.view(forms.load, file.inode.ino)
-        if changer not in (None, self._engine.host):
+        if changer:
             try:
                 await self._homes.show(changer, file.inode.ino)
             except Unavailable as error:
@@ -189,6 +188,16 @@ class ByHome:
                 await self._inodes.release(file)
         if self._table.overtaken.get(ino) is token:
             self._table.overtaken.pop(ino, None)
+
+
+class HomeHere(ByHome):
+    """Where the store has one host, which is the home of all files."""
+
+    async def request_drain(self, inos: Sequence[int]) -> None:
+        pass
+
+    async def set_mtime_at_home(self, ino: int, mtime_ns: int) -> None:
+        pass
 
 
 def _find_undrained(tx: ReadTransaction, inos: Sequence[int]) -> dict[int, Copy]:

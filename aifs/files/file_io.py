@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 
-from aifs.burst.mirrors import Mirrors
+from aifs.burst.mirrors import Mirrors, NoMirrors
 from aifs.burst.pool import Pool
 from aifs.burst.remote import Homes, Operation
 from aifs.burst.tier import BurstTier
@@ -22,7 +22,7 @@ from aifs.core.log import logger
 from aifs.core.upkeep import Work
 from aifs.data.checking.digests import HASHED
 from aifs.files.burst_io import BurstIO
-from aifs.files.by_home import ByHome
+from aifs.files.by_home import ByHome, HomeHere
 from aifs.files.capacity_io import CapacityIO
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
@@ -76,7 +76,7 @@ class FileIO:
         self.containers = containers
         self.homes = homes = Homes(engine, servers, peers, config.host.home_wait_s)
         """Other hosts, as homes of files."""
-        self.mirrors = Mirrors(engine, peers)
+        self.mirrors = (Mirrors if peers.is_shared else NoMirrors)(engine, peers)
         """The copies of undrained files on other hosts."""
         self.table = OpenTable(engine, handles, services.collector)
         """Which files are open."""
@@ -111,7 +111,8 @@ class FileIO:
             homes,
         )
         """What is in core."""
-        self.by_home = ByHome(engine, homes, self.transitions, self.table, self.inodes)
+        by_home = ByHome if peers.is_shared else HomeHere
+        self.by_home = by_home(engine, homes, self.transitions, self.table, self.inodes)
         """Files whose home is another host."""
         staging = Mover(servers.budget, Limiter(0), config.burst.ioprio, is_urgent=_always)
         self.stager = Stager(

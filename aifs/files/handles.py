@@ -100,6 +100,7 @@ class Handles:
                 file.gate.leave_alone()
         made_s = trio.current_time() if is_new else -math.inf
         opened = FileHandle(file, flags, made_s=made_s)
+        opened.shared = self._is_shared and opened.writable
         # Another host may have replaced the bytes, or have changed them elsewhere.
         is_elsewhere = file.backing != 0 and _local_place(file) != self._places[file.backing]
         if is_elsewhere and opened.maps:
@@ -134,7 +135,7 @@ class Handles:
         file.uncached |= file.is_joined or is_guarded
         # The kernel would put what is appended where it takes the end to be, and keep the page
         # locked until we answer.
-        appends = self._is_shared and opened.appends and not file.backing
+        appends = opened.shared and opened.appends and not file.backing
         opened.direct = (
             file.uncached or is_elsewhere or appends or (file.on_object and opened.writable)
         )
@@ -383,6 +384,10 @@ class Handles:
     def has(self, handle: int) -> bool:
         """Whether it is open, and not lent."""
         return handle in self._handles
+
+    def find(self, handle: int) -> FileHandle | None:
+        """None if it is not open, or lent."""
+        return self._handles.get(handle)
 
     def __getitem__(self, handle: int) -> FileHandle:
         """Raises BadHandle."""

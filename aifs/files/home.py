@@ -292,7 +292,7 @@ class Home:
         inode, mark = namespace.find_inode(tx, ino), tx.get(keys.dirty(ino))
         copy = None if inode is None or not inode.in_burst else inode.copy
         has_copy = copy is not None and copy.server not in self._servers.elsewhere
-        return has_copy or (mark is not None and keys.host_of(mark) == self._engine.host)
+        return has_copy or (mark is not None and keys.host_of(mark) == tx.host)
 
     def _is_used(self, ino: int) -> bool:
         """Whether programs have it open for writing, or read a local file by themselves, which they

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from aifs.core.errors import NameTooLong, Stale
+from aifs.core.errors import FsError, NameTooLong, Stale
 from aifs.core.names import NAME_MAX
 from aifs.files.kernel import Kernel
 from aifs.meta import keys
@@ -74,9 +74,8 @@ class LookedUp:
 
     def changed_here(self, *directories: int) -> None:
         """A request of this host changes names in them."""
-        if self._engine.host:
-            for directory in directories:
-                self._note_change(self._here, directory)
+        for directory in directories:
+            self._note_change(self._here, directory)
 
     def _note_change(self, times: dict[int, float], directory: int) -> None:
         was_shared = self.is_shared(directory)
@@ -126,16 +125,32 @@ class LookedUp:
         self._changed.pop(name, None)
 
     async def of(self, *names: Name) -> Mapping[Name, int]:
-        """The inodes that the kernel knows by these names, 0 for none; {} where there is one host,
-        which need not look. The kernel holds the locks of their directories, so it learns nothing
-        until it is answered. Raises Stale if it may know another state.
+        """The inodes that the kernel knows by these names, 0 for none; {}: nobody needs to know.
+        The kernel holds the locks of their directories, so it learns nothing until it is answered.
+        Raises Stale if it may know another state.
         """
-        if not self._engine.host:
-            return {}
         found = await self._engine.view(_find, names)
         if not self._changed.keys().isdisjoint(names):
             raise Stale("another host has changed the name just before")
         return found
+
+    def outdated(self, error: FsError, why: str) -> FsError:
+        """The answer to a request that has failed because of what the kernel had looked up: Stale,
+        so that it looks the name up anew."""
+        return Stale(why)
+
+
+class LookedUpAlone(LookedUp):
+    """Where the store has one host: the kernel hears of every change, because it asks for it."""
+
+    def changed_here(self, *directories: int) -> None:
+        pass
+
+    async def of(self, *names: Name) -> Mapping[Name, int]:
+        return {}
+
+    def outdated(self, error: FsError, why: str) -> FsError:
+        return error
 
 
 def _note(times: dict[Any, float], key: Hashable, kept_s: float) -> None:

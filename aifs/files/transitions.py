@@ -338,7 +338,7 @@ class Transitions:
     # --- copies ---
 
     def find_copy(self, file: OpenInode, changer: int | None) -> None:
-        """``file.inode`` is what is on record, with the dirty mark of the host ``changer``: the
+        """``file.inode`` is what is on record, with the dirty mark of ``changer`` (forms.load): the
         file is with its home, and has its copy, if it has one that counts here. Does not suspend.
 
         A clean copy on another host is nothing to this one: the file is read from the data servers.
@@ -347,10 +347,10 @@ class Transitions:
         inode = file.inode
         home = 0 if inode.copy is None else self._homes.of(inode.copy.server)
         file.cached_at = 0 if inode.in_burst else home
-        file.marked = changer == self._engine.host
+        file.marked = changer == 0
         if home and not inode.in_burst:
             home, inode.copy = 0, None
-        file.home = home or (0 if changer is None or file.marked else changer)
+        file.home = home or changer or 0
         if inode.copy is None:
             return
         if home:

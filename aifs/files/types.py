@@ -175,6 +175,7 @@ class FileHandle:
         "maps",
         "opens",
         "readable",
+        "shared",
         "synchronous",
         "writable",
     )
@@ -196,6 +197,8 @@ class FileHandle:
         """Whether the file was opened to be written."""
         self.maps = access == os.O_RDWR
         """Whether the file can be mapped by it, and written so."""
+        self.shared = False
+        """Whether what is written by it is shown to other hosts, which may write to it, too."""
         self.appends = self.writable and bool(flags & os.O_APPEND)
         """Whether it was opened to append."""
         self.synchronous = self.writable and bool(flags & os.O_DSYNC)

@@ -3,12 +3,11 @@ somebody asks for it.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import islice
 
 import trio
 
-from aifs.burst.copy import BurstCopy, sync_copies
+from aifs.burst.copy import sync_copies
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import FsError, NotFound
 from aifs.core.log import logger
@@ -19,7 +18,7 @@ from aifs.data.server import MissingObject
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import LostBytes
 from aifs.files.services import Services
-from aifs.meta import forms, namespace
+from aifs.meta import forms
 
 _log = logger(__name__)
 
@@ -157,9 +156,9 @@ class WriteBack:
                 errors.append(error)
         try:
             outcomes = await sync_copies(list(copies.values()))
-            if self._engine.host:
-                synced = [i for i, outcome in zip(copies, outcomes, strict=True) if outcome is None]
-                await run_all(*(partial(self._mirror, ino, copies[ino]) for ino in synced))
+            done = zip(copies, outcomes, strict=True)
+            synced = {ino: copies[ino] for ino, outcome in done if outcome is None}
+            await io.mirrors.keep_closed(synced)
         finally:
             for copy in copies.values():
                 copy.close()
@@ -174,11 +173,6 @@ class WriteBack:
             elif outcome is not None:
                 raise outcome
         return left
-
-    async def _mirror(self, ino: int, copy: BurstCopy) -> None:
-        inode = await self._engine.view(namespace.find_inode, ino)
-        if inode is not None and inode.copy == copy.place:  # else it has been drained meanwhile
-            await self._io.mirrors.keep(inode, copy)
 
     async def sync_inode(self, ino: int) -> None:
         """One file, open or not, is on stable storage when this returns; nothing happens if it is

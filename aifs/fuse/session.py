@@ -120,7 +120,7 @@ async def _serve(
         share=scheduler.share,
         has_locks=has_locks,
     ) as fs:
-        kept = kept_for(config.kernel, fs.store.engine.host)
+        kept = kept_for(config.kernel, fs.store.peers.is_shared)
         handed_over = HandedOver(fs, scheduler, reply, kept)
         bridge = Bridge(kept, handed_over.take, scheduler.busy_polls, fs.has_locks)
         fs.store.engine.listen(bridge.note_records)
@@ -161,11 +161,11 @@ async def _serve(
         log.info("unmounted %s", mountpoint)
 
 
-def kept_for(kernel: KernelConfig, host: int) -> KernelConfig:
+def kept_for(kernel: KernelConfig, is_shared: bool) -> KernelConfig:
     """The configuration; where there are other hosts, names and attributes are kept for less than
     a session that is not renewed: when it is over, no program of its host sees an old state.
     """
-    if not host:
+    if not is_shared:
         return kernel
     times = ("entry_timeout_s", "attr_timeout_s", "negative_timeout_s")
     return kernel.model_copy(update={name: min(getattr(kernel, name), KEPT_S) for name in times})

@@ -26,15 +26,16 @@ from aifs.meta.servers import mark_unprotected
 
 
 def load(tx: ReadTransaction, ino: int) -> tuple[Inode, int | None, int]:
-    """The inode, the host whose dirty mark it has, None if it has none, and the mask of columns
-    that must not be read. Raises NotFound.
+    """The inode; the other host whose dirty mark it has, 0 if it is this host's, None if it has
+    none; and the mask of columns that must not be read. Raises NotFound.
     """
     inode = namespace.get_inode(tx, ino)
     protected = inode.layout is not None and inode.layout.is_protected
     mark = tx.get(keys.dirty(ino))
+    changer = None if mark is None else keys.host_of(mark)
     return (
         inode,
-        None if mark is None else keys.host_of(mark),
+        0 if changer == tx.host else changer,
         find_unread(tx, inode.oid) if protected else 0,
     )
 

@@ -101,6 +101,9 @@ class DamagedRecord(Unavailable):
 class ReadTransaction(ABC):
     """A consistent view of the whole map. Reading raises DamagedRecord."""
 
+    host: int = 0
+    """The number of the host whose transaction or view this is; 0 where the store has one host."""
+
     seq: int
     """When this is: of two transactions or views that have read one record, and found it different,
     the one with the larger number has the newer state. What a transaction has made of a record is
@@ -141,9 +144,6 @@ class Transaction(ReadTransaction):
     """A view that sees its own changes. A function that puts a record anew has read it before, or
     must not depend on what it was.
     """
-
-    host: int = 0
-    """The number of the host whose transaction this is; 0 where the store has one host."""
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...

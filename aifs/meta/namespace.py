@@ -374,9 +374,9 @@ def put_holds(tx: Transaction, inos: Collection[int]) -> list[int]:
     return held
 
 
-def is_held(tx: ReadTransaction, ino: int, host: int) -> bool:
-    """Whether the host holds an orphan (``put_holds``)."""
-    return tx.get(keys.hold(ino, host)) is not None
+def is_held(tx: ReadTransaction, ino: int) -> bool:
+    """Whether this host holds an orphan (``put_holds``). The one host of a store holds all."""
+    return not tx.host or tx.get(keys.hold(ino, tx.host)) is not None
 
 
 def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import trio
 
-from aifs.burst.remote import SYNC
+from aifs.burst.remote import SYNC, Homes
 from aifs.core.errors import Busy, Unavailable
 from aifs.core.role import Role
 from aifs.core.tasks import run_all
@@ -34,24 +34,13 @@ _DEATH_S = 30.0
 from this host alone. A dead one's ends with its lease (10 s), when another host has looked."""
 
 
-class Barrier:
-    """Syncs what lies below a name, here and, by way of them, on the hosts that are homes of files
-    there. Used from one trio thread."""
+class OwnBarrier:
+    """Syncs what lies below a name, where the store has one host. Used from one trio thread."""
 
-    def __init__(
-        self,
-        services: Services,
-        io: FileIO,
-        writeback: WriteBack,
-        role: Role,
-    ) -> None:
+    def __init__(self, services: Services, io: FileIO, writeback: WriteBack) -> None:
         self._engine = services.engine
-        self._servers = services.servers
-        self._io = io
+        self._table = io.table
         self._writeback = writeback
-        self._homes = io.homes
-        self._role = role
-        services.peers.serve(SYNC, self._serve)
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
         """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it; those
@@ -61,36 +50,62 @@ class Barrier:
         that has had several names counts as lying below every directory. What a host that has died
         has not drained is passed over, unless this is ``strict``. Raises NoSpace, Unavailable.
         """
-        synced = await self._sync_own(dentry)
-        if self._engine.host:
-            await self._sync_elsewhere(dentry, strict)
-            if strict:
-                await self._require_homes(dentry)
-        return synced
-
-    async def sync_files(self, inos: Sequence[int]) -> None:
-        """These files are durable on return, and their marks are gone. Raises as ``sync_below``."""
-        await self._writeback.sync_files(inos)
-        if self._engine.host:
-            marked: dict[int, list[int]] = {}
-            for ino, host in (await self._engine.view(_homes_of, inos, self._engine.host)).items():
-                marked.setdefault(host, []).append(ino)
-            await self._ask(marked, strict=True)
-
-    async def _sync_own(self, dentry: Dentry) -> dict[int, object | None]:
         if dentry.type != _DIRECTORY:
             return await self._writeback.sync_bytes([dentry.ino])
-        unsynced = [ino for ino in self._io.table.open if self._io.table.is_unsynced(ino)]
-        unsynced += [ino for ino in self._io.table.unsynced if ino not in self._io.table.open]
+        table = self._table
+        unsynced = [ino for ino in table.open if table.is_unsynced(ino)]
+        unsynced += [ino for ino in table.unsynced if ino not in table.open]
         return await self._writeback.sync_bytes(
             await below.those_below(self._engine, unsynced, dentry.ino)
         )
 
+    async def sync_files(self, inos: Sequence[int]) -> None:
+        """These files are durable on return, and their marks are gone. Raises as ``sync_below``."""
+        await self._writeback.sync_files(inos)
+
+    async def forget_marks(self, synced: dict[int, object | None]) -> None:
+        """Files that ``sync_below`` has synced have no marks any more."""
+        await self._table.forget_marks(synced)
+
+    async def undrained_below(self, top: int, host: int) -> list[int]:
+        """The files below a directory of which the newest bytes are in the burst tier of another
+        host."""
+        return []
+
+
+class SharedBarrier:
+    """Syncs it here and, by way of them, on the hosts that are homes of files there. Used from one
+    trio thread."""
+
+    def __init__(self, here: OwnBarrier, services: Services, homes: Homes, role: Role) -> None:
+        self._here = here
+        self._engine = services.engine
+        self._servers = services.servers
+        self._homes = homes
+        self._role = role
+        services.peers.serve(SYNC, self._serve)
+
+    async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
+        """As ``OwnBarrier.sync_below``, on all hosts."""
+        synced = await self._here.sync_below(dentry)
+        await self._sync_elsewhere(dentry, strict)
+        if strict:
+            await self._require_homes(dentry)
+        return synced
+
+    async def sync_files(self, inos: Sequence[int]) -> None:
+        """As ``OwnBarrier.sync_files``, on all hosts."""
+        await self._here.sync_files(inos)
+        marked: dict[int, list[int]] = {}
+        for ino, host in (await self._engine.view(_homes_of, inos)).items():
+            marked.setdefault(host, []).append(ino)
+        await self._ask(marked, strict=True)
+
     async def _sync_elsewhere(self, dentry: Dentry, strict: bool) -> None:
         if dentry.type != _DIRECTORY:
-            found = await self._engine.view(_homes_of, [dentry.ino], self._engine.host)
+            found = await self._engine.view(_homes_of, [dentry.ino])
         else:
-            found = await self._below(dentry.ino, b"w", _marked_elsewhere, self._engine.host)
+            found = await self._below(dentry.ino, b"w", _marked_elsewhere)
         await self._ask({host: [dentry.ino] for host in found.values()}, strict)
 
     async def _ask(self, inos: dict[int, list[int]], strict: bool) -> None:
@@ -136,13 +151,12 @@ class Barrier:
         return live if live.issuperset(wanted) else await self._role.ask_live()
 
     async def undrained_below(self, top: int, host: int) -> list[int]:
-        """The files below a directory of which the newest bytes are in the burst tier of another
-        host."""
+        """See OwnBarrier."""
         servers = {number for number, its in self._servers.elsewhere.items() if its == host}
         return list(await self._below(top, b"b", _undrained_on, servers))
 
     async def _below(
-        self, top: int, kind: bytes, choose: Callable[..., dict[int, int]], argument: Any
+        self, top: int, kind: bytes, choose: Callable[..., dict[int, int]], *args: Any
     ) -> dict[int, int]:
         """What ``choose`` finds in the records of a kind, by inode number, of files that lie below
         a directory. Others run between slices of it."""
@@ -150,7 +164,7 @@ class Barrier:
         known: dict[int, bool] = {}
         found: dict[int, int] = {}
         while start:
-            some, start = await self._engine.view(_slice, start, end, choose, argument)
+            some, start = await self._engine.view(_slice, start, end, choose, *args)
             if some:
                 found_below, new = await self._engine.view(
                     below.filter_below, list(some), top, known
@@ -167,17 +181,21 @@ class Barrier:
             for ino in arguments:
                 inode = await self._engine.view(namespace.find_inode, ino)
                 if inode is not None:
-                    synced = await self._sync_own(Dentry(ino, 0, inode.mode >> 12))
-                    await self._io.table.forget_marks(synced)
+                    synced = await self._here.sync_below(Dentry(ino, 0, inode.mode >> 12))
+                    await self._here.forget_marks(synced)
         await self._engine.shown()
         return Answer()
 
 
-def _homes_of(tx: ReadTransaction, inos: Iterable[int], own: int) -> dict[int, int]:
+Barrier = OwnBarrier | SharedBarrier
+"""The latter where the store has several hosts."""
+
+
+def _homes_of(tx: ReadTransaction, inos: Iterable[int]) -> dict[int, int]:
     """By inode number, the other hosts that change these files, or have not synced them."""
     found = {ino: tx.get(keys.dirty(ino)) for ino in inos}
     homes = {ino: keys.host_of(mark) for ino, mark in found.items() if mark is not None}
-    return {ino: host for ino, host in homes.items() if host not in (0, own)}
+    return {ino: host for ino, host in homes.items() if host not in (0, tx.host)}
 
 
 def _slice(
@@ -185,23 +203,25 @@ def _slice(
     start: bytes,
     end: bytes,
     choose: Callable[..., dict[int, int]],
-    argument: Any,
+    *args: Any,
 ) -> tuple[dict[int, int], bytes]:
     """What is chosen of the next records, and where others begin; b"": nowhere."""
     records = list(tx.range(start, end, below.SLICE))
     following = records[-1][0] + b"\0" if len(records) == below.SLICE else b""
-    return choose(records, argument), following
+    return choose(tx, records, *args), following
 
 
-def _marked_elsewhere(records: list[tuple[bytes, bytes]], own: int) -> dict[int, int]:
+def _marked_elsewhere(tx: ReadTransaction, records: list[tuple[bytes, bytes]]) -> dict[int, int]:
     return {
         keys.number(key): keys.host_of(value)
         for key, value in records
-        if keys.host_of(value) not in (0, own)
+        if keys.host_of(value) not in (0, tx.host)
     }
 
 
-def _undrained_on(records: list[tuple[bytes, bytes]], servers: set[int]) -> dict[int, int]:
+def _undrained_on(
+    tx: ReadTransaction, records: list[tuple[bytes, bytes]], servers: set[int]
+) -> dict[int, int]:
     copies = [decode_burst(value) for _, value in records]
     return {copy.ino: copy.server for copy in copies if copy.undrained and copy.server in servers}
 
@@ -272,7 +292,7 @@ class Readiness:
     ) -> dict[int, object | None]:
         """Make all that ``dentry`` names ready to show in ``new_parent``. Returns the files that
         had to be synced here, as OpenTable.forgetting wants them. ``strict``: see
-        Barrier.sync_below."""
+        OwnBarrier.sync_below."""
         is_directory = dentry.type == _DIRECTORY
         if is_directory:
             await self.naming.require_complete(dentry.ino)

@@ -80,7 +80,7 @@ class Attributes:
         if changes.size is not None:
             (await self.getattr(ino)).require_unguarded()
             await self._files.truncate(ino, changes.size, handle)
-        if changes.mtime_ns is not None and self._engine.host:
+        if changes.mtime_ns is not None:
             await self._io.by_home.set_mtime_at_home(ino, changes.mtime_ns)
         inode = await self.change(
             ino, attribute_changes.apply_changes, changes, mtime_ns=changes.mtime_ns

@@ -22,7 +22,7 @@ from aifs.files.home import Home, MirrorHost
 from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import SERVICE, PeerHosts
 from aifs.files.locks import Locks
-from aifs.files.looked_up import LookedUp
+from aifs.files.looked_up import LookedUp, LookedUpAlone
 from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.quotas import Quotas
@@ -36,7 +36,7 @@ from aifs.reads.starts import Starts
 from aifs.reads.virtual.files import VirtualFiles
 from aifs.saves.publish import Publishing
 from aifs.saves.ranks import RankGroups
-from aifs.saves.ready import Barrier, Readiness
+from aifs.saves.ready import Barrier, OwnBarrier, Readiness, SharedBarrier
 from aifs.saves.retention import Retention
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
@@ -132,7 +132,7 @@ class Filesystem:
             options,
             quotas,
             Heirlooms(engine),
-            LookedUp(engine, kernel),
+            (LookedUp if store.peers.is_shared else LookedUpAlone)(engine, kernel),
             Refusals(),
             store.table,
             store.peers,
@@ -140,7 +140,8 @@ class Filesystem:
         self.refusals, self.heirlooms = services.refusals, services.heirlooms
 
         # The bytes of files.
-        self.handles = handles = Handles(kernel, options.access_due_ns, engine.host != 0, quotas)
+        is_shared = services.peers.is_shared
+        self.handles = handles = Handles(kernel, options.access_due_ns, is_shared, quotas)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.pool = Pool(
             config.data.movers,
@@ -167,7 +168,8 @@ class Filesystem:
         self.drain = drain = Drain(services, tier, io, handles, ended)
 
         # Groups of ranks.
-        barrier = Barrier(services, io, self.writeback, self.role)
+        own = OwnBarrier(services, io, self.writeback)
+        barrier = SharedBarrier(own, services, io.homes, self.role) if is_shared else own
         self.ranks = ranks = RankGroups(
             services, tier, io, self.writeback, drain, barrier, self.role, ended
         )

@@ -311,7 +311,7 @@ class GroupHints:
             )
             await trio.lowlevel.checkpoint()
         told = report_of(group)
-        hosts = await self._engine.view(read_hosts) if self._engine.host else {}
+        hosts = await self._engine.view(read_hosts)
         owners = {0, record.asker.uid, (await self._engine.view(_owner, group.ino))}
         wrong = {
             "error": record.error,

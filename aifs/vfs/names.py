@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
 from aifs.core import clock
-from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound, Stale
+from aifs.core.errors import Exists, FsError, Invalid, NameTooLong, NotFound
 from aifs.core.names import VIRTUAL
 from aifs.files import rights, virtual
 from aifs.files.asks import DIRECTORY, Hint, HintCall
@@ -96,7 +96,7 @@ class Names:
             expected = 0 if policy is None else policy.expected
             kin = None if name is None else kin_of(parent, name)
             # Where there are several hosts, what can be read has a home from its beginning on.
-            needs_home = self._engine.host and flags & os.O_RDWR
+            needs_home = flags & os.O_RDWR and not self._io.burst.keeps_inline
             if kin is None or needs_home or not self._io.inodes.forecast.is_tiny(kin, expected):
                 copy = await self._io.burst.new_copy(policy)
         # Others may find the name, and open or remove the file, before we hear that it exists.
@@ -110,8 +110,9 @@ class Names:
             except BaseException as error:
                 if copy is not None:
                     self._tier.discard(copy)
-                if isinstance(error, Exists) and self._engine.host and not flags & os.O_EXCL:
-                    raise Stale("another host has made the file just before") from None
+                if isinstance(error, Exists) and not flags & os.O_EXCL:
+                    why = "another host has made the file just before"
+                    raise self._looked_up.outdated(error, why) from None
                 raise
             file = self._io.inodes.adopt_new(inode, copy, kin)
         finally:

@@ -21,7 +21,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
-from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, WRITABLE, CallerLike, FileHandle, Opened
+from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, CallerLike, FileHandle, Opened
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
@@ -66,6 +66,7 @@ class OpenFiles:
         self.drain_on_fsync = services.config.burst.drain_on_fsync
         self._closing = closing
         self._kernel = services.kernel
+        self._looked_up = services.looked_up
         self._options = services.options
 
     # --- open and close ---
@@ -84,13 +85,11 @@ class OpenFiles:
             self._options.require_writable()
         try:
             file = await self._io.inodes.acquire(ino)
-        except NotFound:
-            if self._engine.host:
-                raise Stale(_REMOVED) from None  # so the kernel looks the name up anew
-            raise
+        except NotFound as error:
+            raise self._looked_up.outdated(error, _REMOVED) from None
         opening = 0
         try:
-            if not (file.inode.nlink or file.users) and self._engine.host:
+            if not (file.inode.nlink or file.users):
                 await self._hold(ino)
             if file.home and not (writing or file.is_joined):
                 await self._io.by_home.have_shown(file)
@@ -146,7 +145,7 @@ class OpenFiles:
         """This host holds a file without names, which another one may have unlinked after the
         kernel has looked the name up. Raises Stale if it has erased it, too.
         """
-        if not await self._engine.view(namespace.is_held, ino, self._engine.host):
+        if not await self._engine.view(namespace.is_held, ino):
             self._io.table.orphans.add(ino)
             if not await self._engine.transact(namespace.put_holds, [ino]):
                 raise Stale(_REMOVED)
@@ -187,15 +186,15 @@ class OpenFiles:
         """Somebody closes a descriptor of ``handle``, and waits for this: with several hosts, what
         was written is where others find it when they open the file.
         """
-        if self._engine.host and handle & WRITABLE and self._handles.has(handle):
-            opened = self._handles[handle]
+        opened = self._handles.find(handle)
+        if opened is not None and opened.shared:
             await self._io.show(opened.file, _is_new(opened), opened.maps)
 
     def is_flushed(self, handle: int) -> bool:
         """Whether ``flush`` has nothing to do. Does not block."""
-        if not self._engine.host or not self._handles.has(handle):
+        opened = self._handles.find(handle)
+        if opened is None or not opened.shared:
             return True
-        opened = self._handles[handle]
         return self._io.is_shown(opened.file, _is_new(opened), opened.maps)
 
     async def release(self, handle: int) -> None:
@@ -209,7 +208,7 @@ class OpenFiles:
             self._io.table.close_unseen(handle - LENT)  # nobody closes it once more
             raise
         opened = self._handles.remove(handle)
-        if opened.writable and self._engine.host and not opened.file.is_joined:
+        if opened.shared and not opened.file.is_joined:
             await self._io.show(opened.file, _is_new(opened))
         await self._io.inodes.release(opened.file)
         self._correct_attributes(opened.file)
@@ -266,10 +265,11 @@ class OpenFiles:
         file = self._handles.writable(handle)
         if not appends:
             self._require_may_overwrite(file, offset)
-        appends = appends and self._engine.host != 0
+        opened = self._handles[handle]
+        appends = appends and opened.shared
         await self._before_change(file, kill_privileges)
         told, ino, size = self._io.table.told, file.inode.ino, file.inode.size
-        is_direct = self._handles[handle].direct
+        is_direct = opened.direct
         with told.held(ino, size) if is_direct else nullcontext():
             try:
                 if appends:

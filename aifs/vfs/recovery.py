@@ -85,15 +85,12 @@ async def recover(
     rebuild's to delete.
     """
     recovered.transactions = store.engine.recovered
-    makers = await store.engine.view(dooming.all_makers)
-    abandoned = [ino for ino, maker in makers.items() if maker == store.engine.host]
+    abandoned = await store.engine.view(_read_unfinished)
     if abandoned:
         await store.engine.transact(dooming.put_abandoned, abandoned)
     if not (store.clean or store.same_boot):
         await _restore_marks(store, tier)
-    dirty, orphans, garbage = await store.engine.view(
-        _read_in_flight, store.engine.host, collector.is_ours
-    )
+    dirty, orphans, garbage = await store.engine.view(_read_in_flight, collector.is_ours)
     recovered.unsynced_files, recovered.orphans, recovered.garbage = (
         len(dirty),
         len(orphans),
@@ -117,10 +114,16 @@ async def recover(
     recovered.unknown_objects = await delete_unknown_objects(store)
 
 
+def _read_unfinished(tx: ReadTransaction) -> list[int]:
+    """The tops of trees that this host was making."""
+    return [ino for ino, maker in dooming.all_makers(tx).items() if maker == tx.host]
+
+
 def _read_in_flight(
-    tx: ReadTransaction, host: int, is_ours: Callable[[Garbage], bool]
+    tx: ReadTransaction, is_ours: Callable[[Garbage], bool]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Files with dirty marks of a host, the orphans that it holds, and what is its garbage."""
+    """Files with dirty marks of this host, the orphans that it holds, and what is its garbage."""
+    host = tx.host
     orphans, holds = _read_orphans(tx)
     held = [ino for ino in orphans if (host in holds[ino] if host else not holds[ino])]
     garbage = [oid for oid, record in _read_garbage(tx) if record is None or is_ours(record)]

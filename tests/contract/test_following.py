@@ -25,6 +25,7 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import IMMUTABLE
+from aifs.peers.peers import Alone
 from aifs.store import store
 from aifs.upkeep.scrub_state import KEY as SCRUB
 from aifs.vfs import Filesystem, SetAttr, open_files, open_filesystem
@@ -116,6 +117,7 @@ def other(both: Hosts) -> OtherHost:
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LmdbEngine", SharedEngine)
+    monkeypatch.setattr(Alone, "is_shared", True)
     monkeypatch.setattr(open_files, "NEW_S", float("inf"))  # however slow the machine is
 
 

@@ -20,7 +20,7 @@ from aifs.core.role import Role
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta.kv import ReadTransaction, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction, Writes
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Writes
 from aifs.meta.servers import ServerRecord, get_server, put_server
 from aifs.peers.transport import Answer, FilePart, Peer
 from aifs.store import directories, ownership, store
@@ -32,10 +32,19 @@ class _Transaction(LeveledTransaction):
     __slots__ = ("host",)
 
 
+class _View(LeveledView):
+    __slots__ = ("host",)
+
+
 class Replica(LmdbEngine):
     """A host's replica of the map. What it changes is in all others before the call returns."""
 
     cluster: "Cluster"
+
+    async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        view = _View(self._memtable, self._frozen, self.database, self.seq)
+        view.host = self.host
+        return function(view, *args)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         attempt = _Transaction(self._memtable, self._frozen, self.database, self.seq + 1)

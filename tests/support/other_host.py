@@ -15,9 +15,13 @@ from aifs.files.types import ROOT, Caller
 from aifs.meta import dooming, namespace, xattrs
 from aifs.meta.kv import Follower, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction
+from aifs.meta.memtable import LeveledTransaction, LeveledView
 from aifs.meta.records import Inode
 from aifs.vfs import Filesystem
+
+
+class _View(LeveledView):
+    host = 1
 
 
 class _Transaction(LeveledTransaction):
@@ -43,6 +47,9 @@ class SharedEngine(LmdbEngine):
         """How many wait until what they have changed is shown."""
 
     # --- what the filesystem calls ---
+
+    async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        return function(_View(*self.begin(), self.seq), *args)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         attempt = _Transaction(*self.begin(), self.seq + 1)

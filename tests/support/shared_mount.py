@@ -174,9 +174,11 @@ def _main(source: str, mountpoint: str) -> None:
     from aifs.core.config import load
     from aifs.fuse import session
     from aifs.fuse.options import MountOptions
+    from aifs.peers.peers import Alone
     from aifs.store import store
 
     store.LmdbEngine = SharedEngine  # type: ignore[misc]
+    Alone.is_shared = True
     open_filesystem = session.open_filesystem
 
     @asynccontextmanager
@@ -190,7 +192,7 @@ def _main(source: str, mountpoint: str) -> None:
     config = load(source, {})
     log.setup(None, config.log.level)
     ready = partial(print, '"ready"', flush=True)
-    session.serve(config, mountpoint, MountOptions(), ready, has_locks=True)
+    session.serve(config, mountpoint, MountOptions(), ready)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ class ReplicatedEngine(Engine):
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         await self.sure()
-        return function(View(*self.local.begin(), self.seq), *args)
+        return function(View(*self.local.begin(), self.seq, host=self.host), *args)
 
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
         self._check()

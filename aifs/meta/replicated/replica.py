@@ -4,7 +4,7 @@ of a replica and transactions on it leave the record of the cursor out.
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledView
@@ -39,7 +39,11 @@ class Cursor(NamedTuple):
 class View(LeveledView):
     """Of the map."""
 
-    __slots__ = ()
+    __slots__ = ("host",)
+
+    def __init__(self, *levels: Any, host: int = 0) -> None:
+        super().__init__(*levels)
+        self.host = host
 
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
         return super().range(max(start, _FIRST_KEY), end, limit)
