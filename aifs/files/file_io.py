@@ -65,7 +65,7 @@ class FileIO:
     ) -> None:
         """Makes the parts that it uses, from the lowest to the highest."""
         config, engine, servers = services.config, services.engine, services.servers
-        peers = services.peers
+        peers, is_shared = services.peers, services.peers.is_shared
         self._engine = engine
         self._servers = servers
         self._upkeep = services.upkeep
@@ -76,7 +76,7 @@ class FileIO:
         self.containers = containers
         self.homes = homes = Homes(engine, servers, peers, config.host.home_wait_s)
         """Other hosts, as homes of files."""
-        self.mirrors = (Mirrors if peers.is_shared else NoMirrors)(engine, peers)
+        self.mirrors = (Mirrors if is_shared else NoMirrors)(engine, peers)
         """The copies of undrained files on other hosts."""
         self.table = OpenTable(engine, handles, services.collector)
         """Which files are open."""
@@ -111,7 +111,7 @@ class FileIO:
             homes,
         )
         """What is in core."""
-        by_home = ByHome if peers.is_shared else HomeHere
+        by_home = ByHome if is_shared else HomeHere
         self.by_home = by_home(engine, homes, self.transitions, self.table, self.inodes)
         """Files whose home is another host."""
         staging = Mover(servers.budget, Limiter(0), config.burst.ioprio, is_urgent=_always)

@@ -105,6 +105,7 @@ class Filesystem:
     ) -> None:
         """``has_locks``: see ``open_filesystem``."""
         config, engine, servers = store.config, store.engine, store.servers
+        is_shared = store.peers.is_shared
         self.store, self.kernel, self.options, self._share = store, kernel, options, share
         self.role: Role = store.role
         self.recovered = Recovered()
@@ -132,7 +133,7 @@ class Filesystem:
             options,
             quotas,
             Heirlooms(engine),
-            (LookedUp if store.peers.is_shared else LookedUpAlone)(engine, kernel),
+            (LookedUp if is_shared else LookedUpAlone)(engine, kernel),
             Refusals(),
             store.table,
             store.peers,
@@ -140,7 +141,6 @@ class Filesystem:
         self.refusals, self.heirlooms = services.refusals, services.heirlooms
 
         # The bytes of files.
-        is_shared = services.peers.is_shared
         self.handles = handles = Handles(kernel, options.access_due_ns, is_shared, quotas)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.pool = Pool(
@@ -182,7 +182,7 @@ class Filesystem:
             services, tier, handles, io, self.writeback, drain, ranks.closing, virtual
         )
         self.attributes = Attributes(services, io, self.files)
-        self.has_locks = has_locks or services.peers.is_shared
+        self.has_locks = has_locks or is_shared
         """Whether flock(2) and fcntl(2) locks are ours: several hosts share them."""
         self._serve_hosts()
         self._make_names(barrier)

@@ -4,6 +4,7 @@ import ast
 import builtins
 import gc
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -218,6 +219,28 @@ def test_services_are_leaves() -> None:
     assert named.keys() == SERVICES
     takers = {node.name for _, node in classes() if "services: Services" in ast.unparse(node)}
     assert takers and not takers.intersection(named.values())
+
+
+def test_few_ask_whether_the_store_has_other_hosts() -> None:
+    """Parts are given services that do nothing where the store has one host (peers.Alone,
+    LookedUpAlone, HomeHere, NoMirrors, OwnBarrier). The metadata and fsck know the hosts."""
+    asked = Counter[str]()
+    for path in MODULES:
+        if layer_of(path) not in ("meta", "store", "check"):
+            for node in nodes(path):
+                if isinstance(node, ast.Attribute):
+                    asked[f"{_last_name(node.value)}.{node.attr}"] += 1
+                elif isinstance(node, ast.Compare) and _last_name(node.left) == "peers":
+                    asked["peers"] += 1
+    assert asked["peers"] == 0
+    assert 0 < asked["engine.host"] <= 10
+    assert 0 < asked["peers.is_shared"] + asked["role.is_shared"] <= 8
+
+
+def _last_name(value: ast.expr) -> str:
+    """Of ``self._engine``: ``engine``."""
+    name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+    return str(name).lstrip("_")
 
 
 def test_pyfuse3_is_known_to_the_edge_alone_and_lmdb_to_one_module() -> None:
