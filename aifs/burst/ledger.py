@@ -1,9 +1,17 @@
 """The copies in the burst tier: how many bytes are dirty and clean on each device, and which copies
-may be evicted.
+may be evicted; and the room on one device. Arithmetic alone: others look at the disk.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
+
+from aifs.core.config import BurstConfig
+from aifs.core.log import logger
+from aifs.core.units import describe_size
+from aifs.data.server import DataServer
+from aifs.data.storage import Space
+from aifs.layout.placement import ACTIVE
 
 
 @dataclass(slots=True)
@@ -233,3 +241,277 @@ class Ledger:
             totals.oldest_first[copy_id] = copy.bytes
             if copy.used_up:
                 totals.oldest_first.move_to_end(copy_id, last=False)
+
+
+_log = logger(__name__)
+
+_RESERVE_PART = 0.05
+_EVICT_AT = 0.75
+"""Where between the low mark and the high one eviction begins, so that clean copies keep no new
+file out.
+"""
+
+_FULL = 1 << 20
+"""Bytes left with which a device is called full."""
+
+
+class Device:
+    """Figures of one device: its filesystem as last seen, and all changes since that are known.
+
+    The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the
+    configuration limits it: the one that is nearer to being full counts. Space that others use on
+    the filesystem counts as used.
+    """
+
+    def __init__(self, server: DataServer, config: BurstConfig, ledger: Ledger) -> None:
+        self.server = server
+        self.totals = ledger.of(server.id)
+        """The space that copies on it take, kept up to date by the ledger."""
+        self.share = 0
+        """Bytes that copies on this device may take; 0: all there is."""
+        self.admitted = 0
+        """New files since the last look."""
+        self._config = config
+        self._ledger = ledger
+        self._size = 0
+        """Bytes of the filesystem, without those that it keeps for root, as last seen."""
+        self._available = 0
+        """Bytes that were free there then."""
+        self._seen_used = 0
+        """Bytes that copies were known to take there then."""
+        self._promised: dict[int, int] = {}
+        """By id, the bytes that a new copy is expected to take."""
+        self._leaving: dict[int, int] = {}
+        """By id, the bytes of copies that belong to no file any more and are still there."""
+        self._leaving_bytes = 0
+        """All of these together."""
+        self._calm_used = -1
+        """While copies take no more than this, in bytes, no mark can have been passed. -1: not
+        known.
+        """
+        self._full = False
+        """Nothing was free above the reserve when it was last looked at, and the log has said
+        so.
+        """
+
+    # --- what happens ---
+
+    def look(self, space: Space | None) -> None:
+        """Take over the figures of the filesystem; None: they cannot be had."""
+        self.admitted = 0
+        if space is not None:
+            self._size = space.total - space.free + space.available
+            self._available = space.available
+            self._seen_used = self.used
+            self._calm_used = self.used + min(self._up_to(self._config.low_water), self._room() - 1)
+            self._say_whether_full()
+
+    def promise(self, copy_id: int, expected: int) -> None:
+        """Keep room for a copy that is going to have so many bytes; 0: no longer."""
+        if expected:
+            self._promised[copy_id] = expected
+        else:
+            self._promised.pop(copy_id, None)
+
+    def leaving(self, copy_id: int, length: int) -> None:
+        """A copy that the ledger knows no more takes its space until ``left``."""
+        self._leaving[copy_id] = length
+        self._leaving_bytes += length
+
+    def left(self, copy_id: int) -> None:
+        """The copy has been deleted."""
+        self._leaving_bytes -= self._leaving.pop(copy_id, 0)
+        self._promised.pop(copy_id, None)
+
+    def _say_whether_full(self) -> None:
+        if not self._full and self._available <= _FULL:
+            self._full = True
+            _log.warning(
+                "%s (%s) is full: writers of files that are open there get ENOSPC, new files go to "
+                "the data servers",
+                self.server.name,
+                self.server.address,
+            )
+        elif self._full and self._available > self.reserve:
+            self._full = False
+            _log.info("%s (%s) is no longer full", self.server.name, self.server.address)
+
+    # --- how it stands ---
+
+    @property
+    def usable(self) -> bool:
+        server = self.server
+        return (
+            self._size > 0
+            and server.standing == ACTIVE
+            and not server.absent
+            and server.health.usable
+        )
+
+    @property
+    def writers(self) -> int:
+        """About how many files are being written."""
+        return self.totals.writers + self.admitted
+
+    @property
+    def used(self) -> int:
+        """Bytes of copies, also of those that are still to be deleted."""
+        return self.totals.used + self._leaving_bytes
+
+    @property
+    def reserve(self) -> int:
+        """Free bytes that new files leave to those being written."""
+        return min(self._config.reserve, int(self._size * _RESERVE_PART))
+
+    def _available_now(self) -> int:
+        return self._available - self.used + self._seen_used
+
+    def _promised_bytes(self) -> int:
+        if not self._promised:
+            return 0
+        return sum(
+            max(0, length - self._ledger.bytes_of(copy_id))
+            for copy_id, length in self._promised.items()
+        )
+
+    @property
+    def calm(self) -> bool:
+        """Whether copies are below the low mark, as is known from the last look: then all else need
+        not be worked out.
+        """
+        totals = self.totals
+        return (
+            totals.dirty + totals.clean + self._leaving_bytes <= self._calm_used
+            and not self._promised
+        )
+
+    def _up_to(self, mark: float) -> int:
+        """Bytes that are missing to a mark; negative above it."""
+        room = self._available_now() - int((1 - mark) * self._size)
+        if self.share:
+            room = min(room, int(mark * self.share) - self.used)
+        return room
+
+    def _room(self) -> int:
+        room = self._available_now() - self.reserve
+        return min(room, self.share - self.used) if self.share else room
+
+    def room(self) -> int:
+        """Bytes that new files may take, up to the reserve and the share."""
+        return self._room() - self._promised_bytes()
+
+    def room_to_high(self) -> int:
+        """Bytes to the mark above which no new file is admitted; negative above it."""
+        return self._up_to(self._config.high_water) - self._promised_bytes()
+
+    def admits(self, expected: int, must: bool = False) -> bool:
+        """Whether a new file of that size may go here; ``must``: one that can go nowhere else,
+        which may pass the high mark.
+        """
+        if self.calm and not expected:
+            return self.usable
+        return self.room_for(expected, must) > 0
+
+    def room_for(self, expected: int, must: bool = False) -> int:
+        """``room`` if a new file of that size may go here, else 0."""
+        room = self.room()
+        is_admitted = room > expected and (must or self.room_to_high() > 0)
+        return room if is_admitted and self.usable else 0
+
+    @property
+    def _evict_mark(self) -> float:
+        """Where eviction begins."""
+        low, high = self._config.low_water, self._config.high_water
+        return low + _EVICT_AT * (high - low)
+
+    def room_ahead(self) -> int:
+        """Bytes that copies may take which nobody waits for: up to where eviction begins; the rest
+        is for new files."""
+        if not self.usable or self.pressure() > 0:
+            return 0
+        return min(self._up_to(self._evict_mark), self._room()) - self._promised_bytes()
+
+    def lacks_ahead(self, size: int) -> int:
+        """Bytes of clean copies that are to be evicted for such a copy of that size; 0 if there are
+        not so many, or they are leaving already."""
+        missing = size + 1 - self.room_ahead() - self._leaving_bytes
+        is_possible = self.usable and self.pressure() == 0 and missing <= self.totals.evictable
+        return max(0, missing) if is_possible else 0
+
+    def kept_ahead(self) -> int:
+        """Bytes that copies may take which are made ahead: those below the low mark that nothing
+        takes which has to stay."""
+        if not self.usable:
+            return 0
+        below = self._up_to(self._config.low_water) + self.used
+        return max(0, below - self.totals.dirty - self.totals.pinned)
+
+    def lacks(self, size: int) -> int:
+        """Bytes of clean copies that are to be evicted for a new file of that size, as far as there
+        are so many.
+        """
+        missing = size + 1 - self.room() - self._leaving_bytes
+        return max(0, min(missing, self.totals.evictable))
+
+    def may_come_to_admit(self, size: int, held: int) -> bool:
+        """Whether a new file of that size will have room when all has been drained and evicted,
+        except pinned copies, and ``held`` bytes of the rest.
+
+        Files that drains have open count as room, too: they give it back.
+        """
+        coming = self.used - self.totals.pinned - held
+        return self.usable and self.room() + coming > size
+
+    def refusal(self) -> str:
+        """Why no new file goes here, not even a small one; '' if they do."""
+        if self.admits(0):
+            return ""
+        if self.server.standing != ACTIVE:
+            return f"it is {self.server.standing}"
+        if not self.usable:
+            return "it fails" if self.server.last_error else "its space is not known"
+        if self._full:
+            return "it is full"
+        if self.room_to_high() <= 0:
+            return f"it is above the high-water mark, {self._config.high_water:.0%}"
+        return f"nothing is free above the reserve, {describe_size(self.reserve)}"
+
+    def pressure(self) -> float:
+        """From 0 to 1 while undrained bytes go from the low mark to the high one."""
+        if self.calm:
+            return 0.0
+        dirty = self.totals.dirty
+        high = dirty + max(0, self.room_to_high() + self.totals.evictable + self._leaving_bytes)
+        low = high * self._config.low_water / self._config.high_water
+        return 0.0 if dirty <= low else (dirty - low) / (high - low)
+
+    def excess(self) -> int:
+        """Bytes of clean copies that are to be evicted, down to the low mark; 0 before it is time
+        to.
+        """
+        if not self.totals.evictable or self.calm:
+            return 0
+        leaving = self._leaving_bytes
+        if self._up_to(self._evict_mark) + leaving >= 0:
+            return 0
+        excess = -self._up_to(self._config.low_water) - leaving
+        return max(0, min(excess, self.totals.evictable))
+
+    def status(self) -> dict[str, Any]:
+        """For ``aifs status``; bytes, why new files are not admitted ('' if they are), and
+        why it fails ('' if it does not)."""
+        limit = min(self._size, self.share) if self.share else self._size
+        return {
+            "id": self.server.number,
+            "path": self.server.address,
+            "state": "full" if self._full else self.server.state,
+            "used_bytes": self.used,
+            "free_bytes": max(0, self._available_now()),
+            "dirty_bytes": self.totals.dirty,
+            "clean_bytes": self.totals.clean,
+            "pinned_bytes": self.totals.pinned,
+            "high_water_bytes": int(self._config.high_water * limit),
+            "low_water_bytes": int(self._config.low_water * limit),
+            "refuses": self.refusal(),
+            "last_error": "" if self.usable else self.server.last_error,
+        }

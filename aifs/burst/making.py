@@ -23,8 +23,8 @@ from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.inspecting.column_source import ColumnSource
 from aifs.data.objects.columns import Columns
+from aifs.data.objects.holes import InObjects, Source
 from aifs.data.objects.object_set import Followed, ObjectSet
-from aifs.data.objects.settled import InObjects, Source
 from aifs.data.objects.together import Join, Sharing
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers

@@ -21,9 +21,8 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
 from aifs.data.checking.digests import HASHED, digests_of, join_digests
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.holes import pieces_with_data, without_zeros
+from aifs.data.objects.holes import Source, pieces_with_data, without_zeros
 from aifs.data.objects.object_set import ObjectSet
-from aifs.data.objects.settled import Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.workers import Workers, gather
 

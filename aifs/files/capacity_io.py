@@ -16,8 +16,8 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
+from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import ObjectSet
-from aifs.data.objects.settled import InObjects
 from aifs.data.servers import Servers
 from aifs.files.containers import Containers
 from aifs.files.open_inode import OpenInode

@@ -21,7 +21,7 @@ from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.data.chunk_codec import PLAIN
 from aifs.data.containers.files import STRIPE_BLOCK, ContainerFiles
-from aifs.data.objects.runs import runs_of
+from aifs.data.objects.cached_reads import runs_of
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Key

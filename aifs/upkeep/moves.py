@@ -28,9 +28,9 @@ from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.objects.cached_reads import object_name
+from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import delete_batch
 from aifs.data.objects.recovery import forget_columns
-from aifs.data.objects.settled import InObjects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.placement import Candidate

@@ -14,7 +14,7 @@ from aifs.burst.movers import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.data.containers.pieces import FileSource
-from aifs.data.objects.settled import InObjects
+from aifs.data.objects.holes import InObjects
 from aifs.files.containers import StoredFiles
 from aifs.files.file_io import FileIO
 from aifs.files.open_inode import OpenInode

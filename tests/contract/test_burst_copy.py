@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.spares import BATCH, KEEP_S, Spares
+from aifs.burst.tier import BATCH, KEEP_S, Spares
 from aifs.core import files
 from aifs.core.errors import NoSpace, NoSuchAddress, Unavailable
 from aifs.data.objects.object_set import delete_batch
@@ -307,7 +307,7 @@ async def test_spare_files_that_nobody_takes_are_removed(device, monkeypatch):
     copy_id, fd = await spares.take()
     os.close(fd)
     spares.expire()
-    monkeypatch.setattr("aifs.burst.spares.KEEP_S", -KEEP_S)
+    monkeypatch.setattr("aifs.burst.tier.KEEP_S", -KEEP_S)
     await spares.refilled()
     spares.expire()
     assert spares.empty

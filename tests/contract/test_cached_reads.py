@@ -10,7 +10,7 @@ import trio
 
 from aifs.core.errors import Unavailable
 from aifs.data.objects.object_set import ObjectSet, delete_objects
-from aifs.data.reading.blocks import BLOCK
+from aifs.data.reading.read_cache import BLOCK
 from aifs.layout.striped import Striped
 from tests.support.data_servers import data_servers, failing, hooked, open_below
 

@@ -12,7 +12,7 @@ import trio
 
 from aifs.core import files
 from aifs.core.errors import OutOfMemory, Unavailable
-from aifs.data import descriptors
+from aifs.data import servers
 from aifs.data.marker import NAME as MARKER
 from aifs.files.types import Caller
 from aifs.meta.keys import ROOT_INO
@@ -85,7 +85,7 @@ async def test_who_has_many_files_open_takes_nothing_from_others(directory, few,
 async def test_after_a_rush_idle_files_give_way_as_early_as_before_it(directory, few, monkeypatch):
     """While all descriptors were in use it was no use to ask for room; later it is again."""
     count = files.descriptors
-    monkeypatch.setattr(descriptors, "_ROOM_S", 0)
+    monkeypatch.setattr(servers, "_ROOM_S", 0)
     async with opened(directory, modes.OFF, servers=2) as fs:
         held = [(await create(fs, number, GREEDY))[1] for number in range(2)]
 
@@ -167,7 +167,7 @@ class Spy:
 
 
 async def test_who_uses_none_any_more_is_not_asked_for_them(monkeypatch):
-    room, gone, there = descriptors.Descriptors(), [Spy()], [Spy()]
+    room, gone, there = servers.Descriptors(), [Spy()], [Spy()]
     users = gone.copy
     room.add_users(users)
     room.add_users(there.copy)

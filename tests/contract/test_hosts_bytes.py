@@ -10,7 +10,7 @@ import trio.testing
 
 from aifs.core import clock
 from aifs.core.errors import Busy, Stale, Unavailable
-from aifs.data.reading.blocks import FilledSource
+from aifs.data.reading.read_cache import FilledSource
 from aifs.files import drain as drain_module
 from aifs.files.draining import Draining, DrainOutcome
 from aifs.meta import forms

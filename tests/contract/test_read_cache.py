@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from aifs.core.budget import Budget
 from aifs.core.errors import Unavailable
-from aifs.data.reading.blocks import BLOCK_MAX
-from aifs.data.reading.read_cache import ReadCache
+from aifs.data.reading.read_cache import BLOCK_MAX, ReadCache
 
 UNIT = 64 << 10  # the smallest buffer
 FLOOR = BLOCK_MAX

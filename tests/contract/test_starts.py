@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.core import page_cache
+from aifs.burst import copy
 from aifs.core.errors import FsError, Invalid, NoAttribute
 from aifs.core.start_record import BLOCK, SUFFIX, StartRecord, decode
 from aifs.files.types import AHEAD, SetAttr
@@ -204,7 +204,7 @@ async def test_opens_are_heard_of_while_a_start_is_recorded(
 ) -> None:
     """What a prefetcher, or somebody before, has opened is lent when it is left alone: the bridge
     answers the open of the job if the file is small, and tells of it."""
-    monkeypatch.setattr(page_cache, "resident", lambda fd, size, step: None)
+    monkeypatch.setattr(copy, "resident", lambda fd, size, step: None)
     async with opened(directory) as fs, Kernel(fs) as kernel:
         top = await job(fs)
         ino = await old_file(fs, b"file", size)
@@ -230,7 +230,7 @@ async def test_what_is_answered_without_us_is_recorded_in_order(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the user who has asked alone, and not what is read ahead, or has changed meanwhile."""
-    monkeypatch.setattr(page_cache, "resident", lambda fd, size, step: None)
+    monkeypatch.setattr(copy, "resident", lambda fd, size, step: None)
     async with opened(directory) as fs, Kernel(fs) as kernel:
         top = await job(fs)
         inos = [await old_file(fs, b"%d" % n, 5000) for n in range(3)]
@@ -261,7 +261,7 @@ async def test_what_is_answered_without_us_is_recorded_in_order(
 async def test_without_cachestat_files_that_are_passed_through_count_as_a_whole(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "resident", lambda fd, size, step: None)
+    monkeypatch.setattr(copy, "resident", lambda fd, size, step: None)
     async with opened(directory) as fs:
         top = await job(fs)
         ino = await write_file(fs, b"file", b"x" * 3 * BLOCK)
@@ -333,7 +333,7 @@ async def test_a_record_of_a_kernel_without_cachestat_serves_one_with_it(fs, mon
     for run, runs in (("1-new", ((1, 1),)), ("2-old", ((0, 3),)), ("3-new", ((0, 3),))):
         seen = iter([[0, 0, 0], [0, 9, 0]])
         tell = {"old": lambda *_: None, "new": lambda *_, seen=seen: next(seen)}
-        monkeypatch.setattr(page_cache, "resident", tell[run[2:]])
+        monkeypatch.setattr(copy, "resident", tell[run[2:]])
         await put(fs, top, "start", f"record={run}")
         await look(fs, ino, BLOCK)
         assert (await recorded(fs, top, run)).files[0].runs == runs

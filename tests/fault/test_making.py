@@ -18,8 +18,8 @@ from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import Untold
 from aifs.data.checking.digests import digests_of
 from aifs.data.containers.files import ContainerEntry
+from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import ObjectSet
-from aifs.data.objects.settled import InObjects
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys

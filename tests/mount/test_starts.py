@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import page_cache
+from aifs.burst import copy
 from aifs.core.start_record import BLOCK
 from tests.support.hosts import Cluster, many_hosts, until
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
@@ -62,7 +62,7 @@ def in_memory(path: Path) -> list[bool]:
     """By block, whether any of it is in the kernel's page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        pages = page_cache.resident(fd, os.fstat(fd).st_size, BLOCK)
+        pages = copy.resident(fd, os.fstat(fd).st_size, BLOCK)
         if pages is None:
             pytest.skip("the system does not tell what is in memory: cachestat(2)")
         return [bool(each) for each in pages]

@@ -26,7 +26,7 @@ from typing import Self
 
 import pytest
 
-from aifs.burst import spares
+from aifs.burst import tier
 from aifs.core import faults, files
 from aifs.files import containers
 from aifs.meta import chunks, journal, lmdb_database, lmdb_engine
@@ -117,7 +117,7 @@ def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
     monkeypatch.setattr(lmdb_database, "INITIAL_MAP_BYTES", 128 << 10)
     monkeypatch.setattr(ids, "WINDOW", 256)
-    monkeypatch.setattr(spares, "BATCH", 4)
+    monkeypatch.setattr(tier, "BATCH", 4)
     monkeypatch.setattr(chunks, "DROPPED_AT_ONCE", 0)  # as if all chunk lists were long
     monkeypatch.setattr(containers, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     monkeypatch.setattr(files, "boot_id", lambda: f"boot {PowerCut.boots}")

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from aifs.data.objects import isal
+from aifs.data.objects import coding
 from aifs.data.objects.coding import Code, Fragments, code_of
 
 GOLDEN = ["a34ee594cf73dc14", "b6eff1a9154e8629"]
 """Parity of the units below: if a test of it fails, stores can no longer be decoded."""
 
-KINDS = [code_of, Fragments] if isal.is_available() else [Fragments]
+KINDS = [code_of, Fragments] if coding.is_available() else [Fragments]
 """What is used, and what is used where ISA-L cannot be called directly: they must give the same
 bytes.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.data.slots import read_slots, write_slots
+from aifs.data.directory_storage import read_slots, write_slots
 from aifs.data.storage import ANYTHING
 
 

@@ -19,7 +19,7 @@ from aifs.core.tasks import run_all
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.containers.open_containers import OpenContainer, open_container
 from aifs.data.containers.pieces import FilePiece, OpenCopies, Piece, StoredPiece
-from aifs.data.objects.settled import InObjects, Source
+from aifs.data.objects.holes import InObjects, Source
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import CHUNK_MAX, HEADER_BYTES, STRIPE, UNIT, Location, deal

@@ -19,7 +19,7 @@ from aifs.data.objects.checked_reads import Wrong, put_right
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import gives_up, in_time
-from aifs.data.reading.blocks import BLOCK, BLOCK_MAX, FilledSource
+from aifs.data.reading.read_cache import BLOCK, BLOCK_MAX, FilledSource
 from aifs.data.server import MissingObject
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location

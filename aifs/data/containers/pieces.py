@@ -11,7 +11,7 @@ from aifs.core import files
 from aifs.core.errors import Unavailable, from_oserror
 from aifs.data import chunk_codec
 from aifs.data.chunk_codec import ChunkHeader
-from aifs.data.objects.settled import InObjects, Source
+from aifs.data.objects.holes import InObjects, Source
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Interleaved, Location
 

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.runs import Run, runs_of
 from aifs.data.patience import gives_up, in_time
-from aifs.data.reading.blocks import BLOCK, Block
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.patterns import AccessPattern
+from aifs.data.reading.read_cache import BLOCK, Block
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
+from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
 """A smaller request, which the kernel has not read ahead of, fetches only what it asks for until a
@@ -376,3 +376,52 @@ async def collect(
             break
         start, left = 0, left - len(views[-1])
     return views[0] if len(views) == 1 else memoryview(b"".join(views))
+
+
+Run = tuple[int, int, list[memoryview]]
+"""Index of an object, offset in it, and the parts of a request's memory that lie there one after
+the other.
+"""
+
+
+def runs_of(layout: Striped, offset: int, memory: memoryview) -> list[Run]:
+    """Where ``memory``, which is a file's from ``offset`` on, lies in the data columns: one run for
+    each.
+    """
+    unit, count = layout.unit, layout.width
+    number, within = divmod(offset, unit)
+    if within + len(memory) <= unit:
+        return [(number % count, number // count * unit + within, [memory])]
+    runs: dict[int, Run] = {}
+    for index, object_offset, file_offset, length in layout.extents(offset, len(memory)):
+        start = file_offset - offset
+        run = runs.setdefault(index, (index, object_offset, []))
+        run[2].append(memory[start : start + length])
+    return list(runs.values())
+
+
+def ranges_of(
+    layout: Striped,
+    runs: Sequence[Run],
+    sources: Sequence[int | None],
+    others: Sequence[int],
+    size: int,
+) -> list[tuple[int, int, int]]:
+    """The ranges to read for runs of a file of ``size`` bytes, as (column, offset, length) without
+    overlaps. ``sources``: the column to read each data column from; ``others``: those that tell one
+    that has none."""
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for index, offset, parts in runs:
+        end, source = offset + sum(map(len, parts)), sources[index]
+        for column in others if source is None else [source]:
+            last = min(end, layout.object_length(column, size)) if source is None else end
+            if offset < last:
+                ends.setdefault(column, []).append((offset, last))
+    ranges: list[tuple[int, int, int]] = []
+    for column, spans in ends.items():
+        for start, end in sorted(spans):
+            if ranges and ranges[-1][0] == column and start <= sum(ranges[-1][1:]):
+                ranges[-1] = column, ranges[-1][1], max(end - ranges[-1][1], ranges[-1][2])
+            else:
+                ranges.append((column, start, end - start))
+    return ranges

@@ -2,19 +2,21 @@
 (isa_l_rs_cauchy).
 
 Byte i of a parity unit depends on bytes i of the data units alone, so any range of a row can be
-encoded or told apart from the rest. Where ISA-L can be called directly that is done (see isal);
-else it goes by way of liberasurecode, with the same result, in slices that stay in the processor's
-cache. That library puts a header before each fragment, which depends on its number and length only;
-it is not stored, and put back for decoding. Its calls hold Python's lock, a few microseconds each.
+encoded or decoded apart from the rest. ISA-L, which comes with pyeclib, is called directly where it
+can be: without copies, while other threads run. Else the same is done by liberasurecode, in slices
+that stay in the processor's cache. That library puts a header before each fragment, which depends
+on its number and length only; it is not stored, and put back for decoding. Its calls hold Python's
+lock, a few microseconds each.
 """
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from importlib import metadata
 from typing import Protocol
 
 from pyeclib.ec_iface import ECDriver
 
-from aifs.data.objects import isal
 from aifs.layout.striped import Striped
 
 _TYPE = "isa_l_rs_cauchy"
@@ -83,7 +85,7 @@ class Fragments:
 
 @lru_cache(maxsize=64)
 def code_of(data: int, parity: int) -> Code:
-    return isal.Matrix(data, parity) if isal.is_available() else Fragments(data, parity)
+    return Matrix(data, parity) if is_available() else Fragments(data, parity)
 
 
 def encode_rows(layout: Striped, spans: Iterable[tuple[int, memoryview, list[memoryview]]]) -> None:
@@ -107,3 +109,100 @@ def _headers(code: Fragments, length: int) -> list[bytes]:
 def _step(length: int) -> int:
     """Few different ones, which the library takes without padding."""
     return min(max(1 << (length - 1).bit_length(), _SMALLEST), _SLICE)
+
+
+_SONAME = "libisal.so.2"
+_TABLE_BYTES = 32  # of one coefficient
+
+
+@lru_cache
+def _library() -> ctypes.CDLL | None:
+    """The system's, else the one that pyeclib brings along."""
+    brought = (
+        file.locate() for file in metadata.files("pyeclib") or () if file.name.startswith("libisal")
+    )
+    for path in (_SONAME, *map(str, brought)):
+        try:
+            library = ctypes.CDLL(path)
+            library.gf_mul.restype = ctypes.c_ubyte
+            library.ec_encode_data.restype = library.ec_init_tables.restype = None
+            library.gf_gen_cauchy1_matrix.restype = None
+        except (OSError, AttributeError):
+            continue  # not there, or not what we take it for
+        return library
+    return None
+
+
+def is_available() -> bool:
+    return _library() is not None
+
+
+def _isal() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None  # or nobody would have made a Matrix
+    return library
+
+
+class Matrix:
+    """The systematic Cauchy code of ``data`` and ``parity`` units. Used from any thread."""
+
+    def __init__(self, data: int, parity: int) -> None:
+        self._data = data
+        self._rows = (ctypes.c_ubyte * ((data + parity) * data))()
+        _isal().gf_gen_cauchy1_matrix(self._rows, data + parity, data)
+        self._encoding = _tables(bytes(self._rows)[data * data :], data)
+        self._decoding = lru_cache(maxsize=1024)(self._find_decoding)
+
+    def encode(self, units: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
+        """See Code."""
+        self._run(self._encoding, units, parity)
+
+    def reconstruct(self, units: Mapping[int, memoryview], wanted: int, target: memoryview) -> None:
+        """See Code."""
+        self._run(self._decoding(tuple(units), wanted), list(units.values()), [target])
+
+    def _find_decoding(self, known: tuple[int, ...], wanted: int) -> ctypes.Array:
+        size = self._data
+        rows = bytes(self._rows)
+        square = (ctypes.c_ubyte * (size * size))(
+            *b"".join(rows[n * size : (n + 1) * size] for n in known)
+        )
+        inverse = (ctypes.c_ubyte * (size * size))()
+        if _isal().gf_invert_matrix(square, inverse, size):
+            raise AssertionError("a square part of a Cauchy code's matrix is always regular")
+        row = bytearray(size)
+        for place in range(size):
+            for inner in range(size):
+                row[place] ^= _isal().gf_mul(
+                    rows[wanted * size + inner], inverse[inner * size + place]
+                )
+        return _tables(bytes(row), size)
+
+    def _run(
+        self, tables: ctypes.Array, units: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> None:
+        length = len(targets[0])
+        held = [_whole(unit, length) for unit in units]
+        sources = (ctypes.c_void_p * len(held))(*map(_address, held))
+        results = (ctypes.c_void_p * len(targets))(*map(_address, targets))
+        _isal().ec_encode_data(length, len(held), len(targets), tables, sources, results)
+
+
+def _tables(coefficients: bytes, columns: int) -> ctypes.Array:
+    rows = len(coefficients) // columns
+    tables = (ctypes.c_ubyte * (_TABLE_BYTES * len(coefficients)))()
+    _isal().ec_init_tables(columns, rows, coefficients, tables)
+    return tables
+
+
+def _whole(unit: memoryview, length: int) -> memoryview:
+    """A writable view, which alone tells its address, with zeros up to ``length``."""
+    if len(unit) == length and not unit.readonly:
+        return unit
+    whole = bytearray(length)
+    whole[: len(unit)] = unit
+    return memoryview(whole)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))

@@ -1,9 +1,9 @@
 """Where the data of a striped file is, outside of which there are holes: told by the objects of its
-columns.
+columns; and the bytes of a settled file, as a plain value.
 """
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aifs.data.server import DataServer
 from aifs.data.storage import Key
@@ -92,3 +92,24 @@ def first_range(
         if start <= last:
             last = max(last, end)
     return first, last
+
+
+class InObjects(NamedTuple):
+    """The bytes of a settled file are in objects."""
+
+    ino: int
+    oid: int
+    layout: Striped
+    unread: int = 0
+    """Mask of columns that must not be read."""
+    digests: bytes = b""
+    """The checksum of each MiB of the file; b"" of a file that has none."""
+
+
+class Source(Sparse, Protocol):
+    """The bytes of a settled file of ``size`` bytes."""
+
+    async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
+        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the
+        file's. Raises Unavailable.
+        """

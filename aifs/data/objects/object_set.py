@@ -15,14 +15,19 @@ from typing import Any, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.checking.digests import HASHED
-from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, CachedReads, Stage, object_name
+from aifs.data.objects.cached_reads import (
+    WHOLE_BLOCKS_FROM,
+    CachedReads,
+    Stage,
+    object_name,
+    runs_of,
+)
 from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, Known, columns_of
 from aifs.data.objects.recovery import Recovery
-from aifs.data.objects.runs import runs_of
 from aifs.data.objects.together import Sharing, TogetherReads
-from aifs.data.reading.blocks import BLOCK
+from aifs.data.reading.read_cache import BLOCK
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
 from aifs.layout.placement import LOST

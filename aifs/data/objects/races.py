@@ -1,7 +1,7 @@
 """Asking several for the same, where some answers are enough."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import trio
 
@@ -59,3 +59,8 @@ async def some_of(
     if len(results) < needed:
         raise errors[0]
     return results
+
+
+def is_complete(items: Sequence[T | None]) -> TypeGuard[Sequence[T]]:
+    """Whether no item is None."""
+    return None not in items

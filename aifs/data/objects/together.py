@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 
 from aifs.data.checking.digests import HASHED
 from aifs.data.objects.cached_reads import Stage
-from aifs.data.objects.checked_reads import CheckedReads, LoadDigests, name_of_checked
+from aifs.data.objects.checked_reads import CheckedReads, FileBlocks, LoadDigests, name_of_checked
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.file_blocks import FileBlocks
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.servers import Servers
 from aifs.data.storage import Key
