@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.transfer import Mover
-from aifs.data.checking.checks import Untold
-from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE
+from aifs.data.checking.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, Untold
 from aifs.data.containers.appending import Containers
 from aifs.data.containers.chunked import ChunkedObjects, Load
-from aifs.data.containers.column import ContainerColumn
 from aifs.data.containers.files import ContainerEntry, ContainerFiles
-from aifs.data.inspecting.column_source import ColumnSource
+from aifs.data.inspecting.column_source import ColumnSource, ContainerColumn
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import InObjects, Source
 from aifs.data.objects.object_set import Followed, ObjectSet

@@ -13,7 +13,7 @@ from aifs.check.findings import RECORDS, RECOVERY
 from aifs.check.records import Records
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
-from aifs.meta import chunk_lists, chunks, keys, namespace, shared
+from aifs.meta import chunks, keys, namespace, shared
 from aifs.meta.chunks import Container
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
@@ -84,7 +84,7 @@ class ContainerRecords:
             self._records.drop("stray-record", f"chunk list {oid}", "no file has it", key)
             return
         try:
-            start, extents = chunk_lists.decode_list(value)
+            start, extents = chunks.decode_list(value)
         except FsError as error:
             self._complete = False
             if user is not None:

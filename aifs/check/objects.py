@@ -24,7 +24,7 @@ from aifs.files.chunk_users import User, users_of
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, sharing
+from aifs.meta import chunks, keys, shared
 from aifs.meta.chunks import Container
 from aifs.meta.degraded import put_unread
 from aifs.meta.kv import ReadTransaction
@@ -152,7 +152,7 @@ class ObjectCheck:
 
     async def _match_stripes(self, server: DataServer, found: StoredObject) -> bool:
         """Whether it is, or may be, an object of a striped file."""
-        ino = next(iter(await self._view(sharing.users, found.oid, 1)), found.ino)
+        ino = next(iter(await self._view(shared.users, found.oid, 1)), found.ino)
         row = self._table.find(ino)
         if row == NONE or self._table.flags[row] & UNREADABLE:
             return row != NONE
@@ -274,7 +274,7 @@ class ObjectCheck:
             assert inode.copy is not None
             key = 0, inode.copy.id
         elif inode.named:
-            inos = await self._view(sharing.users, inode.oid)
+            inos = await self._view(shared.users, inode.oid)
         detail = f"{server.name}: {server.where(key)} {what}"
         for ino in inos:
             where = await self._view(self._table.path, ino)
@@ -457,7 +457,7 @@ def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 def _first_user(tx: ReadTransaction, inode: Inode) -> int:
     """Of the files that share its objects the one that is asked for these; mostly itself."""
-    return next(iter(sharing.users(tx, inode.oid, 1)), inode.ino) if inode.named else inode.ino
+    return next(iter(shared.users(tx, inode.oid, 1)), inode.ino) if inode.named else inode.ino
 
 
 def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:

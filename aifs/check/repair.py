@@ -26,7 +26,7 @@ from aifs.meta.records import (
     decode_burst,
     encode_entry,
 )
-from aifs.store.lost_and_found import fresh_id, lost_and_found
+from aifs.vfs.recovery import fresh_id, lost_and_found
 
 
 def delete(tx: Transaction, key: bytes) -> None:

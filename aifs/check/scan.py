@@ -14,8 +14,7 @@ from aifs.check import repair
 from aifs.check.containers import ContainerRecords
 from aifs.check.copies import CopyCheck
 from aifs.check.findings import RECOVERY, Fix, Progress, Subject
-from aifs.check.names import NameCheck, TrashCheck
-from aifs.check.quotas import QuotaCheck
+from aifs.check.names import NameCheck, QuotaCheck, TrashCheck
 from aifs.check.records import KINDS, UNCHECKED, Judge, Records
 from aifs.check.table import DIRECTORY, DOOMED, NONE, ORPHAN, OWN_OID, TRASHED, UNREADABLE
 from aifs.core.errors import FsError

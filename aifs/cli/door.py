@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from aifs.core import connections
 from aifs.core.errors import MountError, StoreBusy, UserError
+from aifs.core.ioctl import explained
 from aifs.core.limits import within
 from aifs.core.mountinfo import FSTYPE, Mount, all_mounts, first_aifs, mounted_at
-from aifs.core.refusals import explained
 
 if TYPE_CHECKING:
     from aifs.core.config import Config

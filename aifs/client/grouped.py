@@ -28,9 +28,8 @@ from aifs.client.coordination import (
     RankOptions,
     job_of_environment,
 )
-from aifs.client.futures import Future
 from aifs.client.mounted_group import MountedGroup
-from aifs.client.putting import Saved, getfile, in_background, write_content
+from aifs.client.putting import Future, Saved, getfile, in_background, write_content
 from aifs.client.torch.contents import Content, Loaded, content_of
 from aifs.core import trees
 from aifs.core.units import parse_size

@@ -10,11 +10,14 @@ machine.
 import errno
 import fcntl
 import json
+import os
 import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
-from aifs.core.refusals import explained
 
 TYPE = 0xAF
 """The type byte of the ioctl (``_IOC_TYPE``); the bridge answers each other type with ENOTTY."""
@@ -77,3 +80,32 @@ def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]
     with explained(fd, f"user.aifs.{name}", path):
         fcntl.ioctl(fd, request, argument)
     return json.loads(unpack(argument).text)
+
+
+ATTRIBUTE = "user.aifs.refused"
+"""The last refusal of each user on each inode (files/refusals.py): JSON with ``request`` (name of
+the hint, or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
+
+
+@contextmanager
+def explained(where: str | int, request: str, path: str | None = None) -> Iterator[None]:
+    """Add the reason to an OSError that is raised inside, if the mount has refused ``request``
+    on ``where`` (a path, or a descriptor of ``path``)."""
+    since_s = time.time()
+    try:
+        yield
+    except OSError as error:
+        reason = _reason(where, request, error, since_s)
+        if not reason:
+            raise
+        name = path if isinstance(where, int) else where
+        raise OSError(error.errno, reason, name) from None
+
+
+def _reason(where: str | int, request: str, error: OSError, since_s: float) -> str:
+    try:
+        told = json.loads(os.getxattr(where, ATTRIBUTE))
+        is_it = (told["request"], told["errno"]) == (request, error.errno)
+        return told["reason"] if is_it and told["at_s"] >= since_s else ""
+    except (OSError, ValueError, KeyError, TypeError):  # it is no mount of ours, or it says nothing
+        return ""

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from aifs.datasets.index import Index
-from aifs.datasets.sequence import FileRead, ShareReads
-from aifs.layout.order import ROUNDS
+from aifs.datasets.sequence import ROUNDS, FileRead, ShareReads
 
 _AT_ONCE = 1 << 15  # numbers: what is computed of them stays in a processor's cache
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from aifs.core.errors import FsError
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_list, decode_shares
+from aifs.meta.chunks import decode_list, decode_shares
 from aifs.meta.kv import Engine
 from aifs.meta.records import decode_inode
 from aifs.meta.shared import decode_shared

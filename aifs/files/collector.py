@@ -13,8 +13,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
-from aifs.core.role import Role
-from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
+from aifs.core.upkeep import NEVER_S, RETRY_S, Role, Upkeep, Work
 from aifs.data.objects.object_set import delete_batch
 from aifs.data.servers import Servers
 from aifs.layout.placement import BURST_FIRST

@@ -30,7 +30,7 @@ from aifs.layout.placement import ACTIVE, ALGORITHM, Candidate, spread
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.kv import Engine
 from aifs.store.ids import IdAllocator
 

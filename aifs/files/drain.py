@@ -23,8 +23,8 @@ from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.services import Services
 from aifs.meta import keys, namespace
-from aifs.meta.below import is_below
 from aifs.meta.kv import ReadTransaction
+from aifs.meta.paths import is_below
 from aifs.meta.records import Inode, decode_burst
 from aifs.meta.slices import read_slice
 

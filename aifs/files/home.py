@@ -28,8 +28,8 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import Busy, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.core.role import Role
 from aifs.core.tasks import run_all
+from aifs.core.upkeep import Role
 from aifs.data.server import DataServer, MissingObject
 from aifs.files import ranges
 from aifs.files.drain import Drain, Undrained

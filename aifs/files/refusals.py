@@ -67,7 +67,7 @@ class Refusals:
         return lines < _LOGGED
 
     def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
-        """The last request of ``caller`` on this inode that was refused (core/refusals.py); None:
+        """The last request of ``caller`` on this inode that was refused (core/ioctl.py); None:
         none is known.
         """
         return self._of.get(caller.uid, {}).get(ino)

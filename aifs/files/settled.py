@@ -31,7 +31,7 @@ from aifs.files.stage import Stager
 from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent
 from aifs.layout.striped import Striped
 from aifs.meta import keys
-from aifs.meta.chunk_lists import decode_list
+from aifs.meta.chunks import decode_list
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_inode
 

@@ -17,7 +17,7 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.rendezvous import weight
-from aifs.data.checking.digests import HASHED
+from aifs.data.checking.checks import HASHED
 from aifs.data.objects.together import Giver, find_kept
 from aifs.data.reading.patterns import WINDOW_MAX
 from aifs.data.reading.read_cache import ReadCache

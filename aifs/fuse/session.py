@@ -35,7 +35,7 @@ from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
-from aifs.store.right import StoreRight
+from aifs.store.ownership import StoreRight
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.lifecycle import open_filesystem

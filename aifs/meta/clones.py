@@ -1,5 +1,5 @@
 """Cloning files and trees, as transaction functions (see kv.py): records are copied, and the bytes
-on the capacity tier shared (meta/sharing.py).
+on the capacity tier shared (meta/shared.py).
 
 A tree is cloned in slices, below a directory that nobody can find: it has no name, and the record
 of a doomed one, which says who makes it (meta/dooming.py). So a tree that is not finished is
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aifs.core.errors import Stale
-from aifs.meta import dooming, keys, namespace, sharing
+from aifs.meta import dooming, keys, namespace, shared
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import IMMUTABLE, INHERITS_PROJECT, SNAPSHOT, Inode, decode_entry
 
@@ -135,7 +135,7 @@ def _clone(
         new.size, new.blocks, new.data = 0, 0, None
     elif source.layout is not None:
         was_shared = source.named
-        sharing.share(tx, source, new)
+        shared.share(tx, source, new)
         if not was_shared:
             namespace.put_inode(tx, source)
     namespace.put_inode(tx, new)

@@ -26,7 +26,7 @@
                                      the file, up to DIGESTS_PER_RECORD of them from MiB ``first``
                                      on; none if it was written in place or was mostly holes
     l oid first                      chunk list of an interleaved file, from extent ``first`` on
-                                     (meta/chunk_lists.py)
+                                     (meta/chunks.py)
     h digest                         shared chunk: where it lies, and how many extents name it
                                      (meta/shared.py)
     y oid                            loose: the chunk list oid is no file's (yet, or any more), and
@@ -57,7 +57,7 @@
     L ino                            home of the inode's locks: the session of a host (8 bytes
                                      big-endian); only in a cluster (files/lock_homes.py)
     C oid ino                        clone: the file is one of those that share the objects, or the
-                                     chunk list, oid; empty (meta/sharing.py)
+                                     chunk list, oid; empty (meta/shared.py)
     D ino                            delegation of a directory: the session that has it
                                      (delegations.Delegate); only in a cluster
     Q project                        quota: a directory, and how much its project may have

@@ -6,7 +6,7 @@ layout does not name the server. A column moves in one transaction, ``flip``; th
 are said in ``upkeep/moves``.
 
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
-``ino`` is what the objects are named by: several files may share them (meta/sharing.py).
+``ino`` is what the objects are named by: several files may share them (meta/shared.py).
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, namespace, sharing
+from aifs.meta import chunks, keys, namespace, shared
 from aifs.meta.degraded import drop_degraded, find_unread, put_unread
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Degraded, Inode, decode_degraded, decode_inode
@@ -52,7 +52,7 @@ def _find_user(tx: ReadTransaction, ino: int, oid: int) -> Inode | None:
     inode = namespace.find_inode(tx, ino)
     if inode is not None and inode.oid == oid and inode.objects is not None:
         return inode
-    shared_by = sharing.users(tx, oid, 1)
+    shared_by = shared.users(tx, oid, 1)
     return namespace.find_inode(tx, shared_by[0]) if shared_by else None
 
 
@@ -69,7 +69,7 @@ def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
     """
     if ino == 0:
         return tx.get(keys.open_container(oid)) is not None
-    return tx.get(keys.dirty(ino)) is not None and not sharing.users(tx, oid, 1)
+    return tx.get(keys.dirty(ino)) is not None and not shared.users(tx, oid, 1)
 
 
 # --- degraded -------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def flip(
 
 def _put_layout(tx: Transaction, objects: SetRecord) -> None:
     if objects.ino:
-        for ino in sharing.users(tx, objects.oid) or [objects.ino]:
+        for ino in shared.users(tx, objects.oid) or [objects.ino]:
             inode = namespace.get_inode(tx, ino)
             namespace.put_inode(tx, inode.but(layout=objects.layout))
     else:

@@ -26,7 +26,7 @@ from aifs.core.errors import (
 )
 from aifs.core.names import NAME_MAX, VIRTUAL, is_name
 from aifs.layout.striped import Striped
-from aifs.meta import acl, chunks, keys, quotas, sharing, trash
+from aifs.meta import acl, chunks, keys, quotas, shared, trash
 from aifs.meta.degraded import drop_degraded
 from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import (
@@ -452,7 +452,7 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
     """Turn objects or chunks of ``inode`` on the capacity tier into garbage, unless clones have
     them still; the ids of what is to be deleted.
     """
-    if inode.layout is None or (inode.named and sharing.leave(tx, inode.oid, inode.ino)):
+    if inode.layout is None or (inode.named and shared.leave(tx, inode.oid, inode.ino)):
         return []
     if inode.objects is not None:
         tx.put(keys.garbage(inode.oid), Garbage(inode.named_by, inode.objects).encode())

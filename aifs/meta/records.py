@@ -7,12 +7,12 @@ inode
     nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns), u64
     parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64
     birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of
-    the default ACL, then: policy, access ACL, default ACL (meta/acl.py), [u8 replicas, u8 parity
+    the default ACL, then: policy, access ACL, default ACL (meta/xattrs.py), [u8 replicas, u8 parity
     columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), named
     (u64), inline bytes to the end. form: 0 without a layout, 1 inline (the bytes are at the end;
     also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
     brackets); plus 128: there is a burst copy; plus 64: ``named``
-    is there, as clones share the bytes (meta/sharing.py), or of a directory in its place ``shown``
+    is there, as clones share the bytes (meta/shared.py), or of a directory in its place ``shown``
     (i64, ns). flags: 16 immutable, 32 append only, 2^29
     what is made in the directory belongs to its project (those of chattr(1)); 2 in the
     trash (meta/trash.py); 2^31 part of a snapshot, beside immutable

@@ -14,7 +14,7 @@ import trio
 
 from aifs.core.errors import ConfigError, Unavailable
 from aifs.core.kinds import split_endpoint
-from aifs.core.strangers import Stranger, Strangers, source_of
+from aifs.core.secret import Stranger, Strangers, source_of
 from aifs.core.waiting import HOST, waits_for
 from aifs.peers.transport import (
     SILENCE_S,

@@ -15,28 +15,373 @@ ever worse off for it than if the reader had opened the files by himself:
   for.
 """
 
-from typing import Any
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import trio
 
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, FsError, Invalid, NotADirectory, NotFound, NotSupported
+from aifs.core.errors import (
+    Busy,
+    DatasetError,
+    FsError,
+    Invalid,
+    NotADirectory,
+    NotFound,
+    NotSupported,
+    Stale,
+)
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Work
-from aifs.datasets.ahead import FileNeed, parse
-from aifs.datasets.index import INDEX_NAME
-from aifs.datasets.sequence import EpochOrder
+from aifs.datasets.ahead import Announced, FileNeed, files_needed, parse, shares_read
+from aifs.datasets.index import INDEX_NAME, Index, Version, decode
+from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.file_io import FileIO
-from aifs.files.permissions import asker_of
+from aifs.files.permissions import READ, SEARCH, asker_of, require_may
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace
-from aifs.meta.kv import ReadTransaction
-from aifs.reads.followed import FollowedEpoch
+from aifs.meta.askers import Asker
+from aifs.meta.kv import Engine, ReadTransaction
+from aifs.meta.records import Inode
 from aifs.upkeep.evict import Evictor
+
+INDEX_MAX = 64 << 20
+"""Bytes of an index that is followed: of some 2.5 million blocks."""
+
+_AT_ONCE = 64
+"""Files that are looked up in one view."""
+
+
+_JOIN_S = 0.1
+"""How long to wait for others that begin the same epoch, before a plan is made for all."""
+
+
+class _Heard(NamedTuple):
+    """What a reader has said last: how far it was, and when, by trio's clock."""
+
+    row: int
+    time_s: float
+
+
+class _Kept(NamedTuple):
+    """A file that is kept for readers who have not come to its end yet. 0, 0: it is on its way."""
+
+    copy_id: int
+    bytes: int
+    """That it takes on our account."""
+
+
+class FollowedEpoch:
+    """Used from one trio thread, by one task at a time but where said."""
+
+    def __init__(self, directory: int, asker: Asker, said: Announced) -> None:
+        """``asker`` is who reads; with these rights all is looked up."""
+        self.asker = asker
+        self.error = ""
+        """Why not all is read ahead; '' as long as all is well."""
+        self.is_loaded = False
+        """Whether it has been tried."""
+        self.ready_s = 0.0
+        """From then on, by trio's clock, those who begin at the same time have said so."""
+        self._directory = directory
+        self._order = said.order
+        self._world = said.world
+        self._wanted = said.ahead
+        self._readers: dict[int, _Heard] = {}
+        """Those of this host, by number."""
+        self._epoch: Epoch | None = None
+        """None: its index is not known."""
+        self._inos = array("Q")
+        """By number of the file; 0: it cannot be read ahead."""
+        self._ends: list[int] = []
+        """Of each window the bytes of all files until its end."""
+        self._planned = 0
+        """The next window to be planned,"""
+        self._planned_for: Sequence[int] = ()
+        """for these readers."""
+        self._needs: deque[FileNeed] = deque()
+        """Of the windows that have been planned, what is not brought yet, in order."""
+        self._kept: dict[int, _Kept] = {}
+        """By number of the file."""
+        self._lasts: list[tuple[int, int]] = []
+        """Of all these, until which row they are needed, and which it is: a heap."""
+        self._firsts: dict[int, int] = {}
+        """Of those that are on their way, from which row on they are needed."""
+        self.copies: set[int] = set()
+        """Ids of the copies that are kept."""
+        self.kept_bytes = 0
+        """Of all these, with those on their way."""
+
+    # --- who reads ---
+
+    def hear(self, said: Announced, now_s: float) -> None:
+        """Readers say how far they are, or that they read no more. Does not block; at any time."""
+        for reader in said.readers:
+            if said.row is None:
+                self._readers.pop(reader, None)
+            else:
+                before = self._readers.get(reader)
+                if before is not None and said.row < before.row:
+                    self._planned_for = ()  # it has begun anew: what was past is needed again
+                if before is None:
+                    self.ready_s = now_s + _JOIN_S
+                self._readers[reader] = _Heard(said.row, now_s)
+                self._wanted = said.ahead
+
+    def forget_readers(self, before_s: float) -> None:
+        """Those that have said nothing since then read no more. Does not block; at any time."""
+        for reader in [it for it, heard in self._readers.items() if heard.time_s < before_s]:
+            del self._readers[reader]
+
+    def due_s(self, now_s: float, expires_s: float) -> float:
+        """When to look at it again if nothing is heard of it until then."""
+        if now_s < self.ready_s:
+            return self.ready_s
+        heard_s = [heard.time_s for heard in self._readers.values()]
+        return min(heard_s) + expires_s if heard_s else now_s
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self._readers)
+
+    @property
+    def row(self) -> int:
+        """Up to here all readers have read their shares."""
+        return min((heard.row for heard in self._readers.values()), default=0)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether readers have come to a file that is not there yet."""
+        firsts = list(self._firsts.values())
+        if self._needs:
+            firsts.append(self._needs[0].first)
+        return any(first <= self.row for first in firsts)
+
+    # --- what it is made of ---
+
+    async def load(self, engine: Engine, io: FileIO) -> list[int]:
+        """Learn what the dataset is made of. Copies that its files have, those first that the epoch
+        needs last. Raises FsError; Invalid for what is no index."""
+        self.is_loaded = True
+        inode = await engine.view(_find_readable, self._directory, INDEX_NAME.encode(), self.asker)
+        if inode.size > INDEX_MAX:
+            raise Invalid(f"the index of the dataset has more than {INDEX_MAX} bytes")
+        data = await io.read_whole(inode.ino)
+        try:
+            index = await trio.to_thread.run_sync(decode, data)
+        except DatasetError as error:
+            raise Invalid(str(error)) from None
+        epoch = await trio.to_thread.run_sync(_epoch_of, index, self._order)
+        copies = await self._look_up(engine, io, epoch)
+        sizes = [sum(index.sizes[file] for file in window) for window in epoch.windows]
+        self._ends = list(accumulate(sizes))
+        self._epoch = epoch
+        self._plan_anew()
+        in_order = [copies[file] for window in epoch.windows for file in window if file in copies]
+        return in_order[::-1]
+
+    async def _look_up(self, engine: Engine, io: FileIO, epoch: Epoch) -> dict[int, int]:
+        """Which inodes the files have; by number of the file the copies that there are."""
+        copies = {}
+        paths = epoch.index.paths
+        for first in range(0, len(paths), _AT_ONCE):
+            some = paths[first : first + _AT_ONCE]
+            for inode in await engine.view(_find_all, self._directory, some, self.asker):
+                file = len(self._inos)
+                self._inos.append(0 if inode is None else inode.ino)
+                if inode is None:
+                    self._note(f"{paths[file]!r} is not there, or the reader may not read it")
+                    continue
+                try:
+                    self._require_same(epoch, file, io.inodes.current(inode))
+                except Stale as error:
+                    self._inos[file] = 0
+                    self._note(str(error))
+                if inode.copy is not None:
+                    copies[file] = inode.copy.id
+            await trio.lowlevel.checkpoint()
+        return copies
+
+    def _note(self, error: str) -> None:
+        self.error = self.error or error
+
+    def _require_same(self, epoch: Epoch, file: int, inode: Inode) -> None:
+        """Raises Stale if it is not the file that was indexed."""
+        if Version(inode.size, inode.mtime_ns) != epoch.index.version(file):
+            name = epoch.index.paths[file].decode("utf-8", "backslashreplace")
+            raise Stale(f"{name} has changed since the dataset was indexed")
+
+    # --- what is next ---
+
+    def _plan_anew(self) -> None:
+        epoch = self._epoch
+        assert epoch is not None  # it is loaded
+        self._planned_for = tuple(sorted(self._readers))
+        self._planned = epoch.window_of(self.row) if len(epoch.windows) else 0
+        self._needs.clear()
+
+    def room(self, limit: int) -> int:
+        """Of ``limit`` bytes that it may have kept for it, how many it has kept."""
+        return min(self._wanted or limit, limit)
+
+    async def take(self, limit: int) -> FileNeed | None:
+        """The next file that is to be brought, which counts as kept from now on: all together are
+        ``limit`` bytes at most. None: there is none for now.
+        """
+        epoch, most = self._epoch, self.room(limit)
+        if epoch is None or not self._readers:
+            return None
+        if self._planned_for != tuple(sorted(self._readers)):
+            self._plan_anew()
+        while True:
+            while self._needs and self._is_settled(epoch, self._needs[0], most):
+                self._needs.popleft()
+            if self._needs:
+                break
+            if not self._may_plan(epoch, most):
+                return None
+            shares = shares_read(self._world, self._planned_for, self._order.shares)
+            number, self._planned = self._planned, self._planned + 1
+            readers = self._planned_for
+            found = await trio.to_thread.run_sync(files_needed, epoch, number, shares, most)
+            if readers == self._planned_for:
+                self._needs.extend(found)
+        size = epoch.index.sizes[self._needs[0].file]
+        if self.kept_bytes + size > most:
+            return None
+        need = self._needs.popleft()
+        self._keep(need.file, _Kept(0, size))
+        self._firsts[need.file] = need.first
+        heapq.heappush(self._lasts, (need.last, need.file))
+        return need
+
+    def _is_settled(self, epoch: Epoch, need: FileNeed, most: int) -> bool:
+        """Whether nothing is to be done for it, or can be. What has been read by half was read from
+        the servers: it would be fetched twice."""
+        is_past = need.first + need.last <= 2 * self.row or need.file in self._kept
+        return is_past or not self._inos[need.file] or epoch.index.sizes[need.file] > most
+
+    def _may_plan(self, epoch: Epoch, most: int) -> bool:
+        """Whether another window is near enough. So what is not worth keeping is not planned
+        either, long before somebody comes there."""
+        if self._planned >= len(epoch.windows):
+            return False
+        now = epoch.window_of(self.row)
+        return self._planned <= now + 1 or self._ends[self._planned - 1] - self._ends[now] < most
+
+    # --- what becomes of it ---
+
+    async def find(self, engine: Engine, io: FileIO, need: FileNeed) -> Inode:
+        """The file as it is now. Raises FsError; Stale, AccessDenied if it is none to be read."""
+        assert self._epoch is not None  # it has given the need
+        inode = await engine.view(namespace.get_inode, self._inos[need.file])
+        require_may(inode, self.asker, READ)
+        inode = io.inodes.current(inode)
+        self._require_same(self._epoch, need.file, inode)
+        return inode
+
+    # Meanwhile its readers may have come past it: then nothing is known of it any more.
+
+    def settle(self, need: FileNeed, copy_id: int = 0, is_ours: bool = False) -> bool:
+        """It has this copy; 0: it is left out. ``is_ours``: it was made for this epoch. Whether it
+        is still needed. Does not block; at any time."""
+        self._firsts.pop(need.file, None)
+        if need.file not in self._kept:
+            return False
+        before = self._forget(need.file)
+        self._keep(need.file, _Kept(copy_id, before.bytes if is_ours else 0))
+        return True
+
+    def leave_out(self, need: FileNeed, error: str) -> None:
+        """It cannot be read ahead. Does not block; at any time."""
+        self._note(error)
+        self.settle(need)
+
+    def put_back(self, need: FileNeed) -> None:
+        """It cannot be brought yet. Does not block; at any time."""
+        self._firsts.pop(need.file, None)
+        if need.file in self._kept:
+            self._forget(need.file)
+            self._lasts.remove((need.last, need.file))
+            heapq.heapify(self._lasts)
+            before = (it for it, other in enumerate(self._needs) if other.first > need.first)
+            self._needs.insert(next(before, len(self._needs)), need)
+
+    def pop_used(self) -> list[int]:
+        """Copies that all readers have come past since this was last asked. Does not block."""
+        found = []
+        while self._lasts and self._lasts[0][0] <= self.row:
+            copy_id = self._forget(heapq.heappop(self._lasts)[1]).copy_id
+            found += [copy_id] if copy_id else []
+        return found
+
+    def _keep(self, file: int, kept: _Kept) -> None:
+        self._kept[file] = kept
+        self.kept_bytes += kept.bytes
+        if kept.copy_id:
+            self.copies.add(kept.copy_id)
+
+    def _forget(self, file: int) -> _Kept:
+        kept = self._kept.pop(file)
+        self.kept_bytes -= kept.bytes
+        self.copies.discard(kept.copy_id)
+        return kept
+
+    def tell(self, limit: int) -> dict[str, Any]:
+        """For the hint."""
+        epoch, order = self._epoch, self._order
+        return {
+            "seed": order.seed,
+            "epoch": order.epoch,
+            "shares": order.shares,
+            "window": order.window,
+            "readers": sorted(self._readers),
+            "world": self._world,
+            "done_rows": self.row * order.shares,
+            "rows": 0 if epoch is None else epoch.total_rows,
+            "kept_files": len(self.copies),
+            "kept_bytes": self.kept_bytes,
+            "limit_bytes": self.room(limit),
+            "waiting": self.is_late,
+        }
+
+
+def _epoch_of(index: Index, order: EpochOrder) -> Epoch:
+    return Epoch(index, order, arithmetic_for(index))
+
+
+def _find_readable(tx: ReadTransaction, directory: int, path: bytes, asker: Asker) -> Inode:
+    """A file below a directory. Raises NotFound, AccessDenied, Invalid for what is no file."""
+    inode = namespace.get_directory(tx, directory)
+    for name in path.split(b"/"):
+        require_may(inode, asker, SEARCH)
+        inode = namespace.get_inode(tx, namespace.get_dentry(tx, inode.ino, name).ino)
+    require_may(inode, asker, READ)
+    if not inode.is_file:
+        raise Invalid("no regular file")
+    return inode
+
+
+def _find_all(
+    tx: ReadTransaction, directory: int, paths: Sequence[bytes], asker: Asker
+) -> list[Inode | None]:
+    """None: it is not there, or cannot be read."""
+    found: list[Inode | None] = []
+    for path in paths:
+        try:
+            found.append(_find_readable(tx, directory, path, asker))
+        except FsError:
+            found.append(None)
+    return found
+
 
 _log = logger(__name__)
 

@@ -16,7 +16,7 @@ import trio
 from aifs.core import files
 from aifs.core.errors import FsError, NotSupported
 from aifs.core.log import logger
-from aifs.core.role import Role
+from aifs.core.upkeep import Role
 from aifs.files.drain import Drain, Undrained
 from aifs.files.services import Services
 from aifs.files.types import CallerLike

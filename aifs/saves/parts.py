@@ -14,8 +14,8 @@ import trio
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
-from aifs.core.role import Role
 from aifs.core.tasks import run_all
+from aifs.core.upkeep import Role
 from aifs.data.servers import Servers
 from aifs.meta import groups, hosts
 from aifs.meta.groups import GroupPart

@@ -1,7 +1,7 @@
 """The parts of groups of ranks, made from the lowest to the highest."""
 
 from aifs.burst.tier import BurstTier
-from aifs.core.role import Role
+from aifs.core.upkeep import Role
 from aifs.files.drain import Drain, Ended
 from aifs.files.file_io import FileIO
 from aifs.files.services import Services

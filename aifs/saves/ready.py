@@ -11,8 +11,8 @@ import trio
 
 from aifs.burst.remote import SYNC, Homes
 from aifs.core.errors import Busy, Unavailable
-from aifs.core.role import Role
 from aifs.core.tasks import run_all
+from aifs.core.upkeep import Role
 from aifs.core.waiting import HOST, waits_for
 from aifs.data.patience import giving_up
 from aifs.files.drain import Drain
@@ -20,7 +20,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.services import Services
 from aifs.files.writeback import WriteBack
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import below, groups, hosts, keys, namespace, paths
+from aifs.meta import groups, hosts, keys, namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry, decode_burst
 from aifs.peers.transport import Answer, Body, Peer
@@ -56,7 +56,7 @@ class OwnBarrier:
         unsynced = [ino for ino in table.open if table.is_unsynced(ino)]
         unsynced += [ino for ino in table.unsynced if ino not in table.open]
         return await self._writeback.sync_bytes(
-            await below.those_below(self._engine, unsynced, dentry.ino)
+            await paths.those_below(self._engine, unsynced, dentry.ino)
         )
 
     async def sync_files(self, inos: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class SharedBarrier:
             some, start = await self._engine.view(_slice, start, end, choose, *args)
             if some:
                 found_below, new = await self._engine.view(
-                    below.filter_below, list(some), top, known
+                    paths.filter_below, list(some), top, known
                 )
                 found |= {ino: some[ino] for ino in found_below}
                 known |= new
@@ -206,8 +206,8 @@ def _slice(
     *args: Any,
 ) -> tuple[dict[int, int], bytes]:
     """What is chosen of the next records, and where others begin; b"": nowhere."""
-    records = list(tx.range(start, end, below.SLICE))
-    following = records[-1][0] + b"\0" if len(records) == below.SLICE else b""
+    records = list(tx.range(start, end, paths.SLICE))
+    following = records[-1][0] + b"\0" if len(records) == paths.SLICE else b""
     return choose(tx, records, *args), following
 
 

@@ -35,7 +35,7 @@ from aifs.store import directories
 from aifs.store.hosts import Hosts, enter, own_address
 from aifs.store.owner import NAME as OWNER
 from aifs.store.owner import OwnerLock
-from aifs.store.right import StoreRight
+from aifs.store.ownership import StoreRight
 from aifs.store.store import require_current
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from psycopg.conninfo import conninfo_to_dict
 from aifs.core.config import Config
 from aifs.core.errors import ConfigError, NotFound, StoreError, Unavailable
 from aifs.core.kinds import split_endpoint
-from aifs.core.role import Role
 from aifs.core.secret import read_secret
+from aifs.core.upkeep import Role
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.replicated.database import ANSWER_S, MapDatabase
 from aifs.meta.replicated.engine import ReplicatedEngine

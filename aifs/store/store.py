@@ -22,7 +22,7 @@ from aifs.core.config import Config, is_directory_source
 from aifs.core.errors import StoreError, Unavailable
 from aifs.core.kinds import ServerPlace
 from aifs.core.names import is_path
-from aifs.core.role import Role
+from aifs.core.upkeep import Role
 from aifs.data.marker import FORMAT, NAME, read_marker
 from aifs.data.patience import FOR_EVER
 from aifs.data.servers import Servers
@@ -40,8 +40,7 @@ from aifs.meta.servers import ServerRecord, put_servers, read_table
 from aifs.peers.peers import Alone, Peers
 from aifs.store import directories
 from aifs.store.owner import OwnerLock
-from aifs.store.ownership import Ownership, require_unused
-from aifs.store.right import Metadata, StoreRight
+from aifs.store.ownership import Metadata, Ownership, StoreRight, require_unused
 from aifs.store.server_table import (
     ServerTable,
     adopt_places,

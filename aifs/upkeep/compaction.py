@@ -23,8 +23,7 @@ from aifs.files.containers import Containers
 from aifs.layout.interleaved import Extent, Location, padded, redundancy_of
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD, decode_list
-from aifs.meta.chunks import Container, Move
+from aifs.meta.chunks import CHUNKS_PER_RECORD, Container, Move, decode_list
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.shared import find_shared
 from aifs.meta.slices import Walk, read_slice

@@ -26,7 +26,7 @@ from aifs.data.inspecting.inspection import STEP
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.services import Services
-from aifs.meta import keys, namespace, sharing
+from aifs.meta import keys, namespace, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import decode_inode
 from aifs.meta.slices import Walk, read_slice
@@ -395,7 +395,7 @@ def find_files(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[Batc
             inode = decode_inode(keys.number(key), value)
         except FsError:
             continue  # fsck names it
-        is_shared = inode.named and sharing.users(tx, inode.oid, 1) != [inode.ino]
+        is_shared = inode.named and shared.users(tx, inode.oid, 1) != [inode.ino]
         if inode.objects is not None and not is_shared:
             items.append((inode.named_by, inode.oid))
         has_own_item = inode.objects is not None and not inode.named  # its copy goes with that

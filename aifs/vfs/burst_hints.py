@@ -23,7 +23,7 @@ from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
-from aifs.meta import keys, sharing
+from aifs.meta import keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
@@ -115,7 +115,7 @@ class BurstHints:
         clones elsewhere have them. Bytes that several files of a tree share count once. Of a
         directory also ``files``, and their ``bytes`` as ls(1) adds them up."""
         inode = await self._attributes.getattr(ino)
-        files = size = unique = shared = 0
+        files = size = unique = common = 0
         elsewhere: dict[int, int] = {}  # oid -> how many of its users we have not met
         async for place in self._files_below(inode):
             found, space = place.inode, place.inode.space
@@ -124,13 +124,13 @@ class BurstHints:
                 unique += space
                 continue
             if found.oid not in elsewhere:
-                users = await self._engine.view(sharing.users, found.oid)
-                elsewhere[found.oid], shared = len(users), shared + space
+                users = await self._engine.view(shared.users, found.oid)
+                elsewhere[found.oid], common = len(users), common + space
             elsewhere[found.oid] -= 1
             if not elsewhere[found.oid]:
                 del elsewhere[found.oid]
-                unique, shared = unique + space, shared - space
-        told = {"unique_bytes": unique, "shared_bytes": shared}
+                unique, common = unique + space, common - space
+        told = {"unique_bytes": unique, "shared_bytes": common}
         return {"files": files, "bytes": size} | told if inode.is_dir else told
 
     async def _files_below(self, top: Inode) -> AsyncIterator[Place]:

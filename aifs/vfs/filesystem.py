@@ -9,9 +9,8 @@ from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.budget import RELAX_EVERY_S
 from aifs.core.loop_share import LoopShare
-from aifs.core.role import Role
 from aifs.core.served import AllServed
-from aifs.core.upkeep import Job, Upkeep, Work
+from aifs.core.upkeep import Job, Role, Upkeep, Work
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.files.damage import Damage
@@ -59,7 +58,7 @@ from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
 from aifs.vfs.following import Following
 from aifs.vfs.group_hints import GroupHints
-from aifs.vfs.group_publish import GroupPublishing
+from aifs.vfs.group_publish import GroupPublishing, WholeFiles
 from aifs.vfs.hints import Hints
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
@@ -68,10 +67,8 @@ from aifs.vfs.policy_hints import PolicyHints
 from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.recovery import Recovered
 from aifs.vfs.reports import MountStatus
-from aifs.vfs.server_hints import ServerOrders
-from aifs.vfs.settings import Settings, set_log_level
+from aifs.vfs.server_hints import ServerOrders, Settings, set_log_level
 from aifs.vfs.trash_requests import TrashRequests
-from aifs.vfs.whole_files import WholeFiles
 from aifs.vfs.why import Why
 from aifs.vfs.xattrs import ExtendedAttributes
 

@@ -3,6 +3,7 @@
 """
 
 import os
+import stat
 import time
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from aifs.core.errors import FsError
 from aifs.core.manifest import Digest, Manifest, encode
 from aifs.core.tasks import run_all
 from aifs.files.file_io import FileIO
+from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.kv import Engine, ReadTransaction
@@ -24,8 +26,33 @@ from aifs.meta.records import Inode
 from aifs.saves.listed import MANIFEST, NO_PART
 from aifs.saves.publish import Publishing, require_may_publish
 from aifs.vfs.names import Names
+from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.policy_hints import PolicyHints
-from aifs.vfs.whole_files import WholeFiles
+
+
+class WholeFiles:
+    """Used from one trio thread."""
+
+    def __init__(
+        self, io: FileIO, kernel: Kernel, files: OpenFiles, names: Names, publishing: Publishing
+    ) -> None:
+        self._io = io
+        self._kernel = kernel
+        self._files = files
+        self._names = names
+        self._publishing = publishing
+
+    async def put(
+        self, directory: int, temporary: bytes, name: bytes, data: bytes, caller: CallerLike
+    ) -> None:
+        """Write a file under a temporary name, and rename it when it is whole. It belongs to
+        ``caller``. Raises as these operations do."""
+        made = await self._names.mknod(directory, temporary, stat.S_IFREG | 0o644, 0, caller)
+        async with self._files.changing(made.ino) as file:
+            await self._io.write(file, 0, data)
+        await self._publishing.rename(directory, temporary, directory, name, caller=caller)
+        await self._kernel.forget_names([(directory, name)])
+
 
 LATEST = b"latest"
 

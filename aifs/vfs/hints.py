@@ -38,8 +38,7 @@ from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.policy_hints import PolicyHints
 from aifs.vfs.quotas import QuotaTrees
 from aifs.vfs.reports import MountStatus
-from aifs.vfs.server_hints import ServerOrders
-from aifs.vfs.settings import Settings
+from aifs.vfs.server_hints import ServerOrders, Settings
 from aifs.vfs.trash_requests import TrashRequests
 from aifs.vfs.why import Why
 

@@ -7,9 +7,11 @@ as far as that can be done without that host's burst directories (``take_over``)
 it is until that host mounts the store again.
 """
 
+import os
+import stat
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,10 +20,11 @@ from aifs.burst.making import MakingTools
 from aifs.burst.movers import Movers
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
+from aifs.core import clock
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
-from aifs.core.role import Role
 from aifs.core.tasks import run_all
+from aifs.core.upkeep import Role
 from aifs.data.objects.object_set import ObjectSet, delete_objects
 from aifs.data.server import DataServer, MissingObject
 from aifs.data.workers import outcomes
@@ -30,13 +33,12 @@ from aifs.files.drain import Undrained
 from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, dooming, forms, keys, moves, namespace, paths, sharing
+from aifs.meta import chunks, dooming, forms, keys, moves, namespace, paths, shared
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import BurstRecord, Copy, Garbage, Inode, decode_burst, decode_garbage
-from aifs.store import lost_and_found
-from aifs.store.ids import last_windows
+from aifs.store.ids import last_windows, take_ids
 from aifs.store.store import Store
-from aifs.upkeep.judging import Judgement, judge_copy
+from aifs.upkeep.from_copies import Judgement, judge_copy
 
 _log = logger(__name__)
 
@@ -446,7 +448,7 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
         return True  # nobody can tell, so nothing is deleted
     if inode is not None and inode.layout is not None and inode.oid == oid:
         return True
-    return bool(sharing.users(tx, oid, 1))
+    return bool(shared.users(tx, oid, 1))
 
 
 # --- burst copies ---------------------------------------------------------------------------------
@@ -512,7 +514,7 @@ async def _list_lost(store: Store, directory: str, inos: Sequence[int]) -> None:
         _log.warning("%s", what)
         return
     named = [await engine.view(paths.describe, ino) for ino in inos[:_LISTED_MAX]]
-    where = await engine.transact(lost_and_found.put_list, directory, named, len(inos))
+    where = await engine.transact(put_list, directory, named, len(inos))
     _log.warning("%s; %s names them", what, where)
 
 
@@ -558,3 +560,58 @@ def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
         return namespace.find_inode(tx, ino)
     except Unavailable:
         return None
+
+
+NAME = b"lost+found"
+
+_LIST_BYTES = 48 << 10
+
+
+def fresh_id(tx: Transaction) -> int:
+    # The counter is beyond all ids that were handed out.
+    return take_ids(tx, 1) - 1
+
+
+def lost_and_found(tx: Transaction, now_ns: int) -> Inode:
+    """The directory, which is made if it is missing."""
+    name, suffix = NAME, 0
+    while tx.get(keys.dentry(keys.ROOT_INO, name)) is not None:
+        inode = namespace.lookup(tx, keys.ROOT_INO, name)
+        if inode.is_dir:
+            return inode
+        suffix += 1
+        name = b"%s.%d" % (NAME, suffix)
+    new = _new(fresh_id(tx), stat.S_IFDIR | 0o700, 2, now_ns)
+    return namespace.create(tx, keys.ROOT_INO, name, new)
+
+
+def put_list(tx: Transaction, title: str, paths: Iterable[str], count: int) -> str:
+    """List files in a file of /lost+found, a new one unless the same was listed before; its path.
+    ``paths``: of the first ones of ``count`` files, as many as have room.
+    """
+    now_ns = clock.kernel_ns()
+    text, listed = bytearray(), 0
+    for path in paths:
+        line = path.encode("utf-8", "surrogateescape").replace(b"\n", rb"\n") + b"\n"
+        if len(text) + len(line) > _LIST_BYTES:
+            break
+        text += line
+        listed += 1
+    if listed < count:
+        text += b"and %d more; aifs fsck names all\n" % (count - listed)
+    parent, stem = lost_and_found(tx, now_ns), title.replace(" ", "-")
+    name, suffix = stem, 0
+    while tx.get(keys.dentry(parent.ino, name.encode())) is not None:
+        if namespace.lookup(tx, parent.ino, name.encode()).data == text:
+            break
+        suffix += 1
+        name = f"{stem}.{suffix}"
+    else:
+        new = _new(fresh_id(tx), stat.S_IFREG | 0o400, 1, now_ns)
+        new.size, new.data = len(text), bytes(text)
+        namespace.create(tx, parent.ino, name.encode(), new)
+    return f"/{NAME.decode()}/{name}"
+
+
+def _new(ino: int, mode: int, links: int, now_ns: int) -> Inode:
+    return Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now_ns, now_ns, now_ns)

@@ -26,7 +26,7 @@ from aifs.meta.chunks import find_container, shares_of
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import SNAPSHOT, Inode
 from aifs.meta.slices import read_slice
-from aifs.reads import places
+from aifs.reads.virtual import walking
 from aifs.store.store import Store
 from aifs.upkeep.rebuild import Rebuild
 from aifs.upkeep.scrub import Scrub
@@ -215,8 +215,8 @@ class MountStatus:
         return await describe(self._store, inode, self._io.table.open.get(ino))
 
     async def places(self, directory: int, cookie: int) -> bytes:
-        """Where the files of a directory lie (places.py)."""
-        return await places.tell(self._store.engine, self._io, directory, cookie)
+        """Where the files of a directory lie (reads/virtual/walking.py)."""
+        return await walking.tell(self._store.engine, self._io, directory, cookie)
 
     async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
         """A dictionary for JSON. Only root and the user of the daemon see paths of files, and why a

@@ -24,9 +24,9 @@ from aifs.files import rights
 from aifs.files.asks import ANY, ROOT, Ask, Hint
 from aifs.files.rights import sees_all
 from aifs.files.types import CallerLike
-from aifs.meta.below import those_below
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Engine
+from aifs.meta.paths import those_below
 from aifs.vfs import operation_log
 from aifs.vfs.operation_log import LONG_S, OperationLog, Record, described, paths_of
 

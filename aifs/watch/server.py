@@ -2,7 +2,7 @@
 
 It never stops or slows the mount. A connection is one request, has ``TIMEOUT_S`` for it, and there
 are at most ``CONNECTIONS`` of them: for more, one of the address (of the user, at a socket) that
-has most gives way (core/strangers.py). Faults are logged once.
+has most gives way (core/secret.py). Faults are logged once.
 
 A client on a socket of this machine gets the answer of ``aifs status`` for its user. A client on
 ADDRESS:PORT gets the answer for any user, or, with the secret, the one for root.
@@ -36,8 +36,7 @@ from aifs.core import files
 from aifs.core.errors import AccessDenied, AifsError
 from aifs.core.kinds import split_endpoint
 from aifs.core.log import logger
-from aifs.core.secret import read_secret
-from aifs.core.strangers import Stranger, Strangers, source_of
+from aifs.core.secret import Stranger, Strangers, read_secret, source_of
 from aifs.watch import usage
 from aifs.watch.figures import CONTENT_TYPE, expose, problems
 from aifs.watch.usage import Usage

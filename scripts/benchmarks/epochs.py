@@ -21,7 +21,7 @@ from report import Row
 from systems import Aifs, DelayedAifs
 
 from aifs.client import data
-from aifs.client.data.announcing import Announcer
+from aifs.client.data.reader import Announcer
 
 _Kind = tuple[str, str, str]
 """What is read; in which way; which epoch."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aifs.datasets.index import IndexedFile, RowBlock, Version, index_of
-from aifs.datasets.sequence import Epoch, EpochOrder
-from aifs.layout.order import permuted
+from aifs.datasets.sequence import Epoch, EpochOrder, permuted
 
 SHUFFLES = ("rows", "blocks", "window", "none")
 TOPICS = 10

@@ -28,7 +28,7 @@ from aifs.core.errors import (
 from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
 from aifs.files.types import ROOT as ROOT_USER
-from aifs.meta import keys, sharing
+from aifs.meta import keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Caller, Filesystem, SetAttr, open_filesystem
 from tests.support import modes
@@ -122,7 +122,7 @@ async def inodes(fs: Filesystem) -> int:
 
 
 async def users(fs: Filesystem, oid: int) -> list[int]:
-    return await fs.store.engine.view(sharing.users, oid)
+    return await fs.store.engine.view(shared.users, oid)
 
 
 def stored(directory: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ import trio
 
 from aifs.core.errors import Busy
 from aifs.layout.placement import DRAINING
-from aifs.meta import namespace, sharing
+from aifs.meta import namespace, shared
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem, SetAttr
 from tests.support import modes
@@ -163,7 +163,7 @@ async def test_the_original_goes_on_either_host(scratch: Path, form: str, remove
         await require({copy: DATA}, north, south)
         await rewrite(north, copy, b"new")
         await drained(north, copy)
-        assert not await north.store.engine.view(sharing.users, oid)
+        assert not await north.store.engine.view(shared.users, oid)
 
 
 @pytest.mark.parametrize("form", ["in place", pytest.param("coded", marks=LONG)])

@@ -22,7 +22,7 @@ from aifs.datasets.ahead import FileNeed, files_needed, parse, shares_read
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, RowBlock, Version, encode, index_of
 from aifs.datasets.sequence import Epoch
 from aifs.files import stage, transitions
-from aifs.reads import epochs, followed
+from aifs.reads import epochs
 from aifs.vfs import Caller, Filesystem, SetAttr
 from tests.support import modes, stores
 from tests.support.cluster import cluster_of
@@ -423,7 +423,7 @@ async def test_an_index_that_lies_does_no_harm(fs: Filesystem, content: bytes, e
 async def test_a_large_index_is_not_followed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed, "INDEX_MAX", 100)
+    monkeypatch.setattr(epochs, "INDEX_MAX", 100)
     async with opened(directory) as fs:
         data = await dataset(fs, 10)
         await data.order("seed=7")

@@ -11,10 +11,10 @@ from aifs.core.errors import NoSuchAddress
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.server_uses import scan_chunk_lists
-from aifs.upkeep.judging import LISTED
+from aifs.upkeep.from_copies import LISTED
 from aifs.vfs import Filesystem
 from aifs.vfs.reports import describe
 from tests.support import modes, shared

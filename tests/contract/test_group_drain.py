@@ -21,7 +21,7 @@ from aifs.layout.hint import Policy
 from aifs.layout.interleaved import Interleaved, redundancy_of
 from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunks, keys, shared
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.saves import digests, storing
 from aifs.saves.group_drain import DrainOutcome, GroupDrain, GroupReport, Prepared

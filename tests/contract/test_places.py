@@ -3,7 +3,7 @@
 import pytest
 
 from aifs.core.errors import AccessDenied, NoAttribute
-from aifs.reads import places
+from aifs.reads.virtual import walking
 from aifs.vfs import Caller, Filesystem
 from tests.support.stores import OWNER, drained, write_file
 from tests.support.stores import fs as fs
@@ -19,8 +19,8 @@ async def placed(fs: Filesystem, directory: int) -> tuple[int, dict[int, tuple[i
     while True:
         told = await fs.getxattr(directory, b"user.aifs.places.%d" % cookie, OWNER)
         assert len(told) < 1 << 16
-        (cookie,) = places.NEXT.unpack_from(told)
-        for ino, *rest in places.FILE.iter_unpack(told[places.NEXT.size :]):
+        (cookie,) = walking.NEXT.unpack_from(told)
+        for ino, *rest in walking.FILE.iter_unpack(told[walking.NEXT.size :]):
             assert ino not in found
             found[ino] = tuple(rest)
         answers += 1

@@ -16,7 +16,7 @@ from aifs.files import containers, transitions
 from aifs.files.ranges import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.interleaved import Interleaved
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.vfs.filesystem import Filesystem

@@ -22,7 +22,7 @@ from aifs.core.names import VIRTUAL
 from aifs.datasets.formats import files
 from aifs.files.virtual import FIRST, ORDERS
 from aifs.meta.publishing import Publication
-from aifs.reads.virtual import memory, walking
+from aifs.reads.virtual import sources, walking
 from aifs.vfs import Caller, Filesystem, SetAttr
 from aifs.vfs.trash_requests import Restoring
 from tests.support.stores import fs as fs
@@ -127,7 +127,7 @@ async def test_what_is_kept_of_virtual_files_counts_in_the_memory_budget(fs, mon
     each = budget.used - before
     assert 200 * 60 < each < 200 * 400
     handles = [(await fs.open(tar, os.O_RDONLY)).handle for _ in range(2)]
-    monkeypatch.setattr(memory, "_ALL", 1.5 * each / budget.total)
+    monkeypatch.setattr(sources, "_ALL", 1.5 * each / budget.total)
     with pytest.raises(OutOfMemory, match="those that are open"):
         await fs.lookup(FIRST | ROOT, b"order")
         await fs.lookup(ORDERS | ROOT, b"seed=1,epoch=0.tar")
@@ -136,7 +136,7 @@ async def test_what_is_kept_of_virtual_files_counts_in_the_memory_budget(fs, mon
         await fs.release(handle)
     await fs.lookup(ORDERS | ROOT, b"seed=1,epoch=0.tar")
     assert budget.used < before + 1.5 * each  # the other one is forgotten
-    monkeypatch.setattr(memory, "_IDLE", 0.0)
+    monkeypatch.setattr(sources, "_IDLE", 0.0)
     await fs.mkdir(ROOT, b"d", 0o755, Caller())
     await fs.lookup(FIRST | (await fs.lookup(ROOT, b"d")).ino, b"files.tar")
     assert budget.used < before + each / 2
@@ -147,7 +147,7 @@ async def test_what_a_user_has_open_of_virtual_files_is_bounded(fs, monkeypatch)
     tops = [(await fs.mkdir(ROOT, b"%d" % one, 0o755, Caller())).ino for one in range(2)]
     inos = [(await fs.lookup(FIRST | top, b"files.tar", alice)).ino for top in tops]
     each = 3000
-    monkeypatch.setattr(memory, "_OF_USER", 1.5 * each / fs.store.servers.budget.total)
+    monkeypatch.setattr(sources, "_OF_USER", 1.5 * each / fs.store.servers.budget.total)
     handles = [(await fs.open(inos[0], os.O_RDONLY, caller=alice)).handle for _ in range(3)]
     with pytest.raises(OutOfMemory, match="that a user has open"):
         await fs.open(inos[1], os.O_RDONLY, caller=alice)
@@ -161,7 +161,7 @@ async def test_what_a_user_has_open_of_virtual_files_is_bounded(fs, monkeypatch)
 async def test_what_virtual_files_are_made_of_counts_while_they_are_made() -> None:
     """Nobody waits for memory, or for others' large ones, who has some: users have turns."""
     budget = Budget(64 << 20)
-    kept = memory.VirtualMemory(budget, lambda: False)
+    kept = sources.VirtualMemory(budget, lambda: False)
     made = list[str]()
 
     async def make(name: str, uid: int, names: int, end: trio.Event) -> None:

@@ -18,11 +18,11 @@ from aifs.check.fsck import check
 from aifs.core import faults, files
 from aifs.core.config import load
 from aifs.core.errors import FsError, NoSpace, NotFound, StoreError, Unavailable
-from aifs.data import backups
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.naming import list_all
 from aifs.data.storage import BACKUP, StoredObject
 from aifs.meta.backup import BASE, INCREMENT, parse_name
+from aifs.store import backup as backups
 from aifs.store import backup as vfs_backup
 from aifs.store import restore as vfs_restore
 from aifs.store.restore import FoundBackups, back_up, find, restore, states

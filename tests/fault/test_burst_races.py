@@ -16,7 +16,7 @@ import trio.testing
 from aifs.core import files
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.files.types import ROOT, SetAttr
-from aifs.meta import below, chunks, forms, journal, keys
+from aifs.meta import chunks, forms, journal, keys, paths
 from aifs.meta.keys import ROOT_INO
 from aifs.store.store import open_store
 from aifs.vfs.filesystem import Filesystem
@@ -109,7 +109,7 @@ async def test_a_mapping_that_outlives_its_handle_keeps_the_mark_of_one_file_amo
 async def test_renaming_a_file_does_not_look_at_what_else_is_unsynced(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(below, "those_below", None)  # which walks from each of them to the root
+    monkeypatch.setattr(paths, "those_below", None)  # which walks from each of them to the root
     async with mounted(directory, WAITING) as fs:
         inos = [(await write_file(fs, b"%d" % number, b"x" * 5000))[0] for number in range(20)]
         await fs.rename(ROOT_INO, b"0", ROOT_INO, b"new")

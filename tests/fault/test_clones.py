@@ -18,7 +18,7 @@ from aifs.core import faults
 from aifs.core.errors import NoSpace, NotFound
 from aifs.files.types import ROOT
 from aifs.layout.placement import DRAINING
-from aifs.meta import keys, namespace, sharing
+from aifs.meta import keys, namespace, shared
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import Transaction
 from aifs.vfs import Filesystem
@@ -247,7 +247,7 @@ async def test_fsck_mends_references(
     async with mounted(directory) as fs:
         await files.check(fs)
         oid = (await fs.getattr(files.inos[0])).oid
-        assert await fs.store.engine.view(sharing.users, oid) == sorted(files.inos)
+        assert await fs.store.engine.view(shared.users, oid) == sorted(files.inos)
 
 
 async def test_fsck_names_all_who_lack_an_object(directory: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 from aifs.burst.making import InChunks
 from aifs.burst.movers import Function
 from aifs.core.errors import Unavailable
-from aifs.data.checking.checks import CheckedPart
-from aifs.data.checking.digests import digests_of
+from aifs.data.checking.checks import CheckedPart, digests_of
 from aifs.data.chunk_codec import ChunkHeader
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.containers.scan import Scanned, ScannedChunk, Scanning, scan
@@ -22,9 +21,9 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.moves import SetRecord
 from aifs.meta.records import Copy
 from aifs.saves.digests import CopyToHash, Hashing, hash_chunks
-from aifs.upkeep import inspecting
-from aifs.upkeep.inspecting import Inspected, ObjectRange, inspect
-from aifs.upkeep.judging import CopyRange, Judgement, compare, find_parts, judge_copy
+from aifs.upkeep import scrubbing
+from aifs.upkeep.from_copies import CopyRange, Judgement, compare, find_parts, judge_copy
+from aifs.upkeep.scrubbing import Inspected, ObjectRange, inspect
 from aifs.vfs import Filesystem
 from tests.support.maker import make_elsewhere
 from tests.support.shared import Segment, save
@@ -117,7 +116,7 @@ async def test_what_is_asked_in_parts_is_what_is_asked_at_once(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a container each part has to know what the one before has told."""
-    monkeypatch.setattr(inspecting, "STRIPE", MIB)
+    monkeypatch.setattr(scrubbing, "STRIPE", MIB)
     async with opened(directory, KINDS[kind], servers=3) as fs:
         await drained(fs, ino := await write_file(fs, b"file", DATA))
         step = 4 * MIB if kind == "striped" else 2 * MIB

@@ -25,9 +25,8 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import load
 from aifs.core.loop_share import LoopShare
-from aifs.core.role import Role
 from aifs.core.tasks import first_error
-from aifs.core.upkeep import Upkeep
+from aifs.core.upkeep import Role, Upkeep
 from aifs.data import health
 from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import FileSource, HashedPiece
@@ -43,7 +42,7 @@ from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, container
 from aifs.layout.redundancy import PLAIN, Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, journal, keys, lmdb_database, namespace, shared
-from aifs.meta.chunk_lists import decode_list
+from aifs.meta.chunks import decode_list
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode

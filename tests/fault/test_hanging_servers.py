@@ -16,7 +16,7 @@ import trio.testing
 from aifs.burst import queue
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.core.faults import SimulatedCrash
-from aifs.data import backups, patience
+from aifs.data import patience
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.server import DataServer
@@ -25,6 +25,7 @@ from aifs.layout.placement import DRAINING
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.backup import newest, parse_name
+from aifs.store import backup
 from aifs.upkeep import scrub
 from aifs.vfs import open_filesystem
 from aifs.vfs.filesystem import Filesystem
@@ -504,15 +505,15 @@ async def test_backups_go_to_other_servers(directory: Path) -> None:
             shipped = fs.backup.status()["sequence"]
             names = set()
             for other in (0, 2):
-                names |= backups.sizes(server(fs, other)).keys()
+                names |= backup.sizes(server(fs, other)).keys()
             assert newest(filter(None, map(parse_name, names))).seq == shipped
             assert hang.held
             hang.release()
         await answered(fs, BAD)
-        assert backups.sizes(server(fs))  # it has landed
+        assert backup.sizes(server(fs))  # it has landed
         await fs.mkdir(stores.ROOT_INO, b"after", 0o700, stores.ROOT)
         await fs.backup.ship()
-        names = set().union(*(backups.sizes(server(fs, number)) for number in range(SERVERS)))
+        names = set().union(*(backup.sizes(server(fs, number)) for number in range(SERVERS)))
         assert (
             newest(filter(None, map(parse_name, names))).seq
             == fs.backup.status()["sequence"]

@@ -15,15 +15,14 @@ import trio
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import ColumnMaking, InChunks, Made, Making, NewObjects, Origin, carry_out
 from aifs.core.errors import Unavailable
-from aifs.data.checking.checks import Untold
-from aifs.data.checking.digests import digests_of
+from aifs.data.checking.checks import Untold, digests_of
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import ObjectSet
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
-from aifs.meta.chunk_lists import encode_list
+from aifs.meta.chunks import encode_list
 from aifs.meta.forms import describe_objects
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Copy, Inode

@@ -20,7 +20,7 @@ from aifs.meta import crossing, groups, keys
 from aifs.meta.askers import Asker
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.records import Copy, Garbage, Inode
-from aifs.meta.sharing import users
+from aifs.meta.shared import users
 from aifs.store import copying
 from aifs.store.copying import copy_metadata
 from aifs.store.store import Store, format_store, open_store

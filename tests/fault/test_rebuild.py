@@ -21,7 +21,7 @@ from aifs.layout.interleaved import HEADER_BYTES
 from aifs.layout.placement import DRAINING, LOST
 from aifs.layout.striped import Striped
 from aifs.meta import degraded, keys, moves
-from aifs.meta.chunk_lists import decode_list
+from aifs.meta.chunks import decode_list
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aifs.cli.load_plan import plan_command
+from aifs.cli.checkpoint import plan_command
 from aifs.cli.main import main
 from tests.support.mounts import Mounted, aifs
 

@@ -16,7 +16,7 @@ import trio
 
 from aifs.core.config import Config
 from aifs.core.errors import Unavailable
-from aifs.core.role import Role
+from aifs.core.upkeep import Role
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta.kv import ReadTransaction, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine

@@ -22,7 +22,7 @@ from aifs.files.types import Caller, SetAttr
 from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.redundancy import Redundancy
-from aifs.meta import chunk_lists, chunks, keys, namespace
+from aifs.meta import chunks, keys, namespace
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.records import Copy, Dentry, Inode, decode_burst, decode_dentry, encode_entry
 from aifs.store.store import format_store, open_store
@@ -286,7 +286,7 @@ class DamagedStore:
         """
         oid = self.inode("/z/other").oid
         record = self.transact(lambda tx: tx.get(keys.chunk_list(oid, 0)))
-        ((number, _, _),) = chunk_lists.decode_shares(record)
+        ((number, _, _),) = chunks.decode_shares(record)
         return number, Path(object_path(self.config.servers[2], 0, number))
 
     def records(self) -> dict[bytes, bytes]:

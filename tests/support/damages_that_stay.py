@@ -6,7 +6,7 @@ from aifs.data import chunk_codec
 from aifs.layout.placement import BURST_FIRST
 from aifs.layout.striped import Striped
 from aifs.meta import keys
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.records import Copy
 from tests.support.damaged import COMMON, DamagedStore
 from tests.support.damages import (

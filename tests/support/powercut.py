@@ -30,7 +30,7 @@ from aifs.burst import tier
 from aifs.core import faults, files
 from aifs.files import containers
 from aifs.meta import chunks, journal, lmdb_database, lmdb_engine
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.lmdb_database import AFTER_LMDB, BEFORE_COMMIT
 from aifs.store import ids, ownership
 

@@ -21,8 +21,9 @@ from aifs.layout.interleaved import (
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, forms, keys, namespace, shared
-from aifs.meta.chunk_lists import (
+from aifs.meta.chunks import (
     CHUNKS_PER_RECORD,
+    Move,
     decode_list,
     decode_shares,
     encode_list,
@@ -30,7 +31,6 @@ from aifs.meta.chunk_lists import (
     shared_digests,
     start_of,
 )
-from aifs.meta.chunks import Move
 from aifs.meta.forms import FormChange
 from aifs.meta.records import Copy, Inode, decode_garbage, decode_inode
 from aifs.meta.servers import ServerRecord, put_server

@@ -18,9 +18,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist
 
 from aifs.client.checkpoints.manifest import CheckpointError
-from aifs.client.torch import gather_files, gathered, parallel, watch
-from aifs.client.torch.gather_files import FoundFiles
-from aifs.client.torch.gather_plan import CHAIN, GATHER, READ, Speeds, choose, pieces
+from aifs.client.torch import gather_files, gathered, parallel
+from aifs.client.torch.gather_files import CHAIN, GATHER, READ, FoundFiles, Speeds, choose, pieces
 from aifs.client.torch.gathered import GatherError, read, read_files
 from aifs.client.torch.parallel import parallel_load, parallel_save
 from aifs.core import files
@@ -249,7 +248,7 @@ def death(rank: int, directory: Path) -> None:
     """Of rank 2: when it is to read for the second time, or before it says anything."""
     way = (directory / "way").read_text()
     on_hosts({"one host": RANKS, "pairs": 2}.get(way, 1))
-    watch.ANSWER_S = 2.0
+    gathered.ANSWER_S = 2.0
     read_into, count = files.read_into, 0
 
     def die(*args: Any) -> int:
@@ -311,7 +310,7 @@ def parts(rank: int, directory: Path) -> None:
             )
     with pytest.raises(GatherError, match="rank 2 finds other files than rank 0"):
         parallel_load(directory / "mine" if rank == 2 else target)
-    watch.ANSWER_S = 2.0
+    gathered.ANSWER_S = 2.0
     if rank == 3:
         os._exit(1)
     with pytest.raises(GatherError, match="rank.* 3.* did not answer, and may have ended"):

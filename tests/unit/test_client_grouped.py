@@ -31,8 +31,8 @@ from aifs.client import (
 from aifs.client.checkpoints import locks, tensor_file
 from aifs.client.checkpoints.tensor_file import ALIGNMENT, DamagedTensors
 from aifs.client.coordination import JOB_NAME, JOB_VARIABLES, job_of_environment
-from aifs.client.futures import Future
 from aifs.client.mounted_group import duration
+from aifs.client.putting import Future
 from aifs.core import files
 from aifs.core.units import parse_duration
 from tests.support.group_ranks import (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from aifs import client
 from aifs.client import CheckpointError
-from aifs.core import files, filesystems
+from aifs.core import files, mountinfo
 
 torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
@@ -39,7 +39,6 @@ from aifs.client.torch import (
     parallel_load,
     parallel_save,
     pipelined,
-    probe,
     save,
     save_safetensors,
     sinks,
@@ -100,7 +99,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """An empty cache of the user's."""
     directory = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(sinks, "_known", {})
     return directory
 
 
@@ -266,23 +265,23 @@ def test_the_probe_is_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr(filesystems, "is_in_memory", lambda path: False)
-    monkeypatch.setattr(probe, "SIZE", 1 << 16)
-    measure = probe.faster_method
-    monkeypatch.setattr(probe, "faster_method", lambda path: measured.append(path) or measure(path))
+    monkeypatch.setattr(mountinfo, "is_in_memory", lambda path: False)
+    monkeypatch.setattr(sinks, "SIZE", 1 << 16)
+    measure = sinks.faster_method
+    monkeypatch.setattr(sinks, "faster_method", lambda path: measured.append(path) or measure(path))
 
     def ask() -> str:
-        return probe.writing_method(str(tmp_path), 1 << 20)
+        return sinks.writing_method(str(tmp_path), 1 << 20)
 
-    assert probe.writing_method(str(tmp_path), 1) == sinks.BUFFERED and not measured
+    assert sinks.writing_method(str(tmp_path), 1) == sinks.BUFFERED and not measured
     first = ask()
     assert json.loads((cache / "aifs" / "writing.json").read_text()) == {
-        probe.device_of(str(tmp_path)): first
+        sinks.device_of(str(tmp_path)): first
     }
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(sinks, "_known", {})
     assert ask() == ask() == first and len(measured) == 1
     (cache / "aifs" / "writing.json").write_text("damaged")
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(sinks, "_known", {})
     monkeypatch.setattr(sinks.DirectSink, "__init__", lambda self, fd: _refuse())
     assert ask() == sinks.BUFFERED and len(measured) == 2
     assert names(tmp_path) == set()

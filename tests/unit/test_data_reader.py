@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.client import data
-from aifs.client.data.progress import filled
+from aifs.client.data.reader import filled
 from aifs.core.errors import DatasetError
 from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.index import INDEX_NAME
-from aifs.datasets.sequence import SHUFFLES, Epoch, EpochOrder, PlainArithmetic
-from aifs.layout.order import permuted
+from aifs.datasets.sequence import SHUFFLES, Epoch, EpochOrder, PlainArithmetic, permuted
 
 
 def written(directory: Path, files: list[int]) -> Path:

@@ -8,8 +8,8 @@ import pytest
 from aifs.core.errors import StoreError
 from aifs.data import naming
 from aifs.layout.interleaved import HEADER_BYTES
-from aifs.meta import chunk_lists, chunks, keys, shared
-from aifs.meta.chunk_lists import CHUNKS_PER_RECORD
+from aifs.meta import chunks, keys, shared
+from aifs.meta.chunks import CHUNKS_PER_RECORD
 from aifs.meta.kv import Transaction
 from tests.support.damaged import COPY_ID, UNIT, DamagedStore
 from tests.support.damages import kinds_of
@@ -160,8 +160,8 @@ def test_what_is_left_of_a_loose_list_counts_until_it_is_dropped(
         tx.put(keys.chunk_list(other, 0), first)
         tx.put(keys.chunk_list(other, 2 * CHUNKS_PER_RECORD), last)
         tx.put(keys.loose(other), b"")
-        _, extents_of_first = chunk_lists.decode_list(first)
-        _, extents_of_last = chunk_lists.decode_list(last)
+        _, extents_of_first = chunks.decode_list(first)
+        _, extents_of_last = chunks.decode_list(last)
         for extent in [*extents_of_first, *extents_of_last]:
             if extent.shared:
                 known = shared.find_shared(tx, extent.digest)

@@ -20,7 +20,7 @@ from aifs.cli.main import main
 from aifs.client import startup
 from aifs.client.torch import gathered, load_plan, save_safetensors
 from aifs.client.torch.distributed import AifsReader, AifsWriter
-from aifs.client.torch.gather_plan import FileRange, LoadPlan, distinct_bytes, merged
+from aifs.client.torch.gather_files import FileRange, LoadPlan, distinct_bytes, merged
 from aifs.client.torch.load_plan import plan_load
 from aifs.client.torch.parallel import parallel_load, parallel_save
 from aifs.core import files

@@ -22,8 +22,8 @@ from aifs.datasets.disk import DiskFile  # noqa: E402
 from aifs.datasets.formats.known import order_bytes  # noqa: E402
 from aifs.datasets.index import Index  # noqa: E402
 from aifs.datasets.order import OrderName, parsed  # noqa: E402
+from aifs.datasets.sequence import key_of, permuted  # noqa: E402
 from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange, cut  # noqa: E402
-from aifs.layout.order import key_of, permuted  # noqa: E402
 
 FILES, ROWS = 3, 1300
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from aifs.core.errors import Busy, Invalid, NotFound, Unavailable
 from aifs.meta import groups, keys, namespace, publishing
 from aifs.meta.askers import Asker
-from aifs.meta.below import is_below
 from aifs.meta.groups import GroupMember, GroupOptions, GroupRecord, Pending
+from aifs.meta.paths import is_below
 from aifs.meta.publishing import Kept, Publication
 from aifs.meta.records import Inode
 from tests.support.memory_engine import MemoryEngine

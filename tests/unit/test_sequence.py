@@ -22,8 +22,10 @@ from aifs.datasets.sequence import (
     PlainArithmetic,
     ShuffleGroup,
     arithmetic_for,
+    file_windows,
+    key_of,
+    permuted,
 )
-from aifs.layout.order import file_windows, key_of, permuted
 
 Row = tuple[int, int]
 """Number of the block, and of the row within it."""

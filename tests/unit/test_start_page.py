@@ -1,4 +1,4 @@
-"""The page of ``aifs start report --html``, as a real browser has it (cli/start_page)."""
+"""The page of ``aifs start report --html``, as a real browser has it (cli/start)."""
 
 import html
 import json

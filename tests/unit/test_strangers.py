@@ -1,10 +1,10 @@
-"""Connections of strangers: who gives way when all places are taken (core/strangers)."""
+"""Connections of strangers: who gives way when all places are taken (core/secret)."""
 
 from contextlib import ExitStack
 
 import pytest
 
-from aifs.core.strangers import Strangers, source_of
+from aifs.core.secret import Strangers, source_of
 
 
 async def test_the_oldest_silent_one_of_the_address_with_most_gives_way() -> None:

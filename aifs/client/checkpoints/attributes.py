@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from aifs.core.refusals import explained
+from aifs.core.ioctl import explained
 
 INFO = "user.aifs.info"
 LAYOUT = "user.aifs.layout"

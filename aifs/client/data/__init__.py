@@ -6,8 +6,7 @@ Works on a mount of AIFS and in any other directory. Needs the extra ``data``; `
 
 from typing import TYPE_CHECKING
 
-from aifs.client.data.dataset import Dataset
-from aifs.client.data.opening import open
+from aifs.client.data.dataset import Dataset, open
 from aifs.client.data.reader import BUFFER, Reader, reader
 from aifs.core.on_demand import on_demand
 

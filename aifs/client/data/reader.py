@@ -14,9 +14,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aifs.client.data.announcing import Announcer
 from aifs.client.data.dataset import Dataset
-from aifs.client.data.progress import Progress, counts_in, order_in, state_of
 from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.formats.columns import joined
 from aifs.datasets.formats.reading import BlockRows
@@ -24,6 +22,104 @@ from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, share
 
 if TYPE_CHECKING:
     import pyarrow
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from aifs.core import files, ioctl
+from aifs.core.errors import DatasetError
+from aifs.datasets.ahead import Announced
+
+
+def filled(counts: Sequence[int], limits: Sequence[int], more: int) -> list[int]:
+    """``counts`` after ``more`` were given, one at a time, each by the share that has given fewest
+    and is below its limit, the first of these."""
+    low, high = min(counts, default=0), max(limits, default=0)
+    while low < high:  # the highest level to which all can be brought
+        level = (low + high + 1) // 2
+        needed = sum(max(0, min(level, limit) - count) for count, limit in zip(counts, limits))
+        low, high = (level, high) if needed <= more else (low, level - 1)
+    found = [max(count, min(low, limit)) for count, limit in zip(counts, limits)]
+    more -= sum(found) - sum(counts)
+    for number, (count, limit) in enumerate(zip(found, limits)):
+        if more and count == low and count < limit:
+            found[number] += 1
+            more -= 1
+    return found
+
+
+class Progress:
+    """Where all readers of an epoch begin: rows that each of its shares has given.
+
+    Reader q of P has each P-th share from q on. It goes on with the share that has given fewest
+    rows, the lowest number first, so rows of readers that began at a prefix of the global sequence,
+    and have given as many rows each, are a prefix again.
+    """
+
+    def __init__(self, epoch: Epoch, readers: int, counts: Sequence[int]) -> None:
+        """Raises DatasetError if the shares cannot be divided among so many readers."""
+        shares = epoch.order.shares
+        if shares % readers:
+            raise DatasetError(
+                f"{shares} shares cannot be divided among {readers} readers (world x workers):"
+                f" say shares={-(-shares // readers) * readers}, for a new epoch"
+            )
+        self._epoch = epoch
+        self._readers = readers
+        self.counts = list(counts)
+        """Of each share the rows that were given before."""
+        self.limits = [epoch.rows_of(share) for share in range(shares)]
+        """Of each share all its rows."""
+
+    def shares_of(self, reader: int) -> range:
+        return range(reader, len(self.counts), self._readers)
+
+    def left(self, reader: int) -> int:
+        """Rows that this reader has to give."""
+        shares = self.shares_of(reader)
+        return sum(self.limits[share] - self.counts[share] for share in shares)
+
+    def after(self, given: Sequence[int]) -> list[int]:
+        """Rows of each share when reader q has given ``given[q]`` rows."""
+        found = list(self.counts)
+        for reader, rows in enumerate(given):
+            mine = slice(reader, None, self._readers)
+            found[mine] = filled(self.counts[mine], self.limits[mine], rows)
+        return found
+
+
+def state_of(epoch: Epoch, counts: Sequence[int]) -> dict[str, Any]:
+    """The state of an epoch; it has ``counts`` where they are no prefix of the sequence."""
+    done = sum(counts)
+    told = {"done": done} | ({} if epoch.counts(done) == list(counts) else {"counts": list(counts)})
+    return epoch.order.state() | told
+
+
+def order_in(state: Mapping[str, Any]) -> EpochOrder:
+    """Raises DatasetError if this is no state."""
+    try:
+        fields = {name: state[name] for name in EpochOrder.__dataclass_fields__}
+    except (KeyError, TypeError) as error:
+        raise DatasetError(f"this is no state of a reader: {error}") from None
+    return EpochOrder(**fields)
+
+
+def counts_in(state: Mapping[str, Any], epoch: Epoch) -> list[int]:
+    """Raises DatasetError if the state is not one of this dataset."""
+    try:
+        counts = list(state.get("counts") or epoch.counts(state["done"]))
+        fits = len(counts) == epoch.order.shares and all(
+            0 <= count <= epoch.rows_of(share) for share, count in enumerate(counts)
+        )
+    except (KeyError, TypeError) as error:
+        raise DatasetError(f"this is no state of a reader: {error}") from None
+    if not fits or sum(counts) != state["done"]:
+        raise DatasetError(
+            f"the state is of another dataset: {state['done']} rows were handed out in"
+            f" {epoch.order.shares} shares, where {epoch.total_rows} rows are"
+        )
+    return counts
+
 
 BUFFER = 10_000
 """Rows that are shuffled in memory, of all readers together."""
@@ -435,3 +531,65 @@ class _Blocks:
     def clear(self) -> None:
         with self._lock:
             self._held.clear()
+
+
+EVERY_S = 0.25
+"""Seconds between announcements. The mount forgets a reader after a minute without one."""
+
+
+class Announcer:
+    """Announces to the mount of a dataset which epoch a reader reads, in which order, and how far
+    it is, so that files are in the burst tier before it comes to them. Elsewhere, and where the
+    mount refuses that, nothing is announced. Ends with the last reference to it; one thread may use
+    it.
+    """
+
+    def __init__(self, dataset: Dataset, epoch: Epoch, readers: int, number: int) -> None:
+        """Reader ``number`` of so many. Tells nothing yet."""
+        self._dataset = dataset
+        self._epoch = epoch
+        self._window = 0  # which is read
+        self._told = Announced(epoch.order, readers, range(number, number + 1), 0, 0)
+        self._due_s = 0.0  # by time.monotonic(), when to tell next
+        self._fd = -1  # of the directory; -1: the mount takes no announcements
+        # What has an index in its directory, and can be known a while ahead.
+        if epoch.order.shuffle == "blocks" and dataset.has_kept_index:
+            with suppress(OSError):
+                self._fd = files.open_file(dataset.path, write=False)
+
+    def tell(self, row: int) -> None:
+        """So many rows of each share have been handed out. Files of windows that are over are
+        closed, because open files cannot make room for others. Costs little most of the time."""
+        window = self._epoch.window_of(row)
+        if window > self._window:
+            for number in range(self._window, window):
+                self._dataset.let_go(self._epoch.windows[number])
+            self._window = window
+            self._due_s = 0.0
+        if time.monotonic() >= self._due_s:
+            self._tell(row)
+
+    def end(self, row: int) -> None:
+        """So many have been, and no more will be."""
+        self._tell(row)
+        self._tell(None)
+        self._close()
+
+    def _tell(self, row: int | None) -> None:
+        self._due_s = time.monotonic() + EVERY_S
+        if self._fd == -1:
+            return
+        try:
+            ioctl.call(self._fd, "order", order=self._told._replace(row=row).text())
+        except InterruptedError:
+            pass  # the next time will do
+        except OSError:  # no mount of AIFS, one without a burst tier, or with too many readers
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd != -1:
+            files.close_file(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self._close()

@@ -11,8 +11,17 @@ import torch.distributed
 import torch.utils.data
 
 from aifs.client.data.dataset import Dataset
-from aifs.client.data.progress import Progress, counts_in, filled, order_in, state_of
-from aifs.client.data.reader import Reader, Transform, order_of, reader
+from aifs.client.data.reader import (
+    Progress,
+    Reader,
+    Transform,
+    counts_in,
+    filled,
+    order_in,
+    order_of,
+    reader,
+    state_of,
+)
 from aifs.datasets.arrays import ArrayArithmetic
 from aifs.datasets.sequence import Epoch, EpochOrder
 

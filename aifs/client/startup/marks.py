@@ -22,8 +22,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from aifs.client.startup import spent, stages
-from aifs.client.startup.spent import Spent
+from aifs.client.startup import stages
+from aifs.client.startup.stages import Spent
 from aifs.core.processes import all_below
 
 _MARK = re.compile(rb"AIFS-STAGE (begin|end) ([^\r]+)\r?")
@@ -138,13 +138,13 @@ class MarkedOutput:
                 before[mark.stage] = now
                 stages.note(*mark)
             else:
-                stages.note(*mark, spent.since(before.pop(mark.stage, now), now))
+                stages.note(*mark, stages.since(before.pop(mark.stage, now), now))
 
     def _spent(self, directory: str) -> Spent:
         """The seconds of the command and its children, so far."""
         if processes := all_below(self._pid):
-            return spent.of_others(directory, sum(processes.values()), processes)
-        return spent.of_others(directory, spent.processor_s(self._usage.result()), ())
+            return stages.of_others(directory, sum(processes.values()), processes)
+        return stages.of_others(directory, stages.processor_s(self._usage.result()), ())
 
 
 def _read(source: int) -> bytes:

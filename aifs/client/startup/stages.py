@@ -3,7 +3,7 @@ and ended each of them, and which rank was last.
 
     DIR/JOB/RUN/HOST.jsonl    a line for each event: JSON with ``event`` (begin or end), ``stage``,
                               ``rank`` and ``at_s`` (since the epoch); at the end ``spent_s``, how
-                              the seconds of the stage were spent, by cause (spent.py)
+                              the seconds of the stage were spent, by cause
 
 ``aifs start run`` says by two variables of the environment where that is; without them nothing is
 written. Works in any directory. A line that is torn is left out. Nothing here makes a job fail.
@@ -12,17 +12,81 @@ Others may make names there, too: no symlink is followed, from the directory of 
 import json
 import math
 import os
+import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from aifs.client.startup import spent
+from aifs.client.checkpoints import attributes
 from aifs.client.startup.jobs import JOB, StartUnknown, opened
-from aifs.client.startup.spent import Spent
 from aifs.core import files, trees
 from aifs.core.clock import require_time
+from aifs.core.mountinfo import FSTYPE, mount_of
+
+PROCESSOR = "processor"
+_DAEMON = "the daemon itself"  # as aifs why calls it
+
+_ASKED = 32
+"""Processes that a mount is asked about at a time."""
+_LEAST_S = 0.001
+
+_MYSELF = 0
+"""Number of the process that asks: in a container it has another one outside."""
+
+Spent = dict[str, float]
+"""How processes have spent their seconds so far, by cause; the difference of two such answers is a
+stage's.
+
+    processor             of the process, and of the children that it has waited for
+    data server 2 ...     the waits of ``aifs why``, of requests that took 10 ms or longer
+    the daemon itself     the rest of those
+
+The mount remembers ten minutes, so of longer stages it is the end. Several threads and processes
+can spend more seconds than have passed."""
+
+
+def of_this_process(directory: str) -> Spent:
+    """``directory``: lies on the mount that is asked."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return {PROCESSOR: sum(map(processor_s, usages))} | _waited(directory, [_MYSELF])
+
+
+def of_others(directory: str, processor_s: float, pids: Iterable[int]) -> Spent:
+    """Of these processes, whose seconds of processor are known. Their waits are left out where the
+    mount knows them by other process numbers."""
+    told = attributes.get_json(_mount(directory), f"{attributes.WHY}.{_MYSELF}")
+    known = [*pids][:_ASKED] if told.get("pid") == os.getpid() else []
+    return {PROCESSOR: processor_s} | _waited(directory, known)
+
+
+def since(before: Spent, now: Spent) -> Spent:
+    """The seconds that were spent from ``before`` until ``now``."""
+    spent = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
+    return {cause: round(seconds, 3) for cause, seconds in spent.items() if seconds >= _LEAST_S}
+
+
+def processor_s(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
+def _mount(directory: str) -> str:
+    """Its mountpoint, or '' if it is no AIFS."""
+    with suppress(OSError):
+        if (mount := mount_of(directory)) and mount.fstype == FSTYPE:
+            return mount.mountpoint
+    return ""
+
+
+def _waited(directory: str, pids: Iterable[int]) -> Spent:
+    mountpoint, waited = _mount(directory), Counter[str]()
+    for pid in pids if mountpoint else ():
+        if told := attributes.get_json(mountpoint, f"{attributes.WHY}.{pid}"):
+            waited.update(told["waited_s"])
+            waited[_DAEMON] += told["seconds"] - sum(told["waited_s"].values())
+    return dict(waited)
+
 
 DIRECTORY, RUN = "AIFS_START_DIR", "AIFS_START_RUN"
 """Variables: the directory of the job, and the name of its start."""
@@ -41,14 +105,14 @@ def stage(name: str) -> Iterator[None]:
     """The block is the stage ``name`` of this process's rank (``RANK``, or 0). It has ended when
     the block has, with an error, too."""
     directory = os.environ.get(DIRECTORY, "")
-    before = spent.of_this_process(directory) if directory else {}
+    before = of_this_process(directory) if directory else {}
     note("begin", name, time.time())
     try:
         yield
     finally:
         at_s = time.time()
-        now = spent.of_this_process(directory) if directory else {}
-        note("end", name, at_s, spent.since(before, now))
+        now = of_this_process(directory) if directory else {}
+        note("end", name, at_s, since(before, now))
 
 
 def note(event: str, name: str, at_s: float, spent_s: Spent | None = None) -> None:
@@ -85,7 +149,7 @@ class StageSpan(NamedTuple):
     ended_s: float | None
     """None: it has not ended."""
     spent_s: Spent
-    """By cause, how its seconds were spent, as far as that is known (spent.py)."""
+    """By cause, how its seconds were spent, as far as that is known."""
 
 
 class StageReport(NamedTuple):
@@ -102,7 +166,7 @@ class StageReport(NamedTuple):
     slowest: str
     """Which that was: host and rank."""
     spent_s: Spent
-    """By cause, how the slowest one spent it (spent.py)."""
+    """By cause, how the slowest one spent it."""
     unfinished: tuple[str, ...]
     """Those that have begun it and not ended it."""
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from aifs.client.checkpoints import tensor_file
 from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.checkpoints.publishing import PathLike, plain
-from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import write_file
-from aifs.client.torch.sinks import BUFFERED, Sink
+from aifs.client.torch.sinks import BUFFERED, Sink, writing_method
 from aifs.core import files
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from aifs.client.checkpoints.publishing import (
     publish,
     require_free,
 )
-from aifs.client.torch.gather_plan import (
+from aifs.client.torch.gather_files import (
     DISTRIBUTED,
     METADATA,
     READ,
@@ -49,8 +49,7 @@ from aifs.client.torch.gather_plan import (
     RankReads,
     TensorPlace,
 )
-from aifs.client.torch.probe import writing_method
-from aifs.client.torch.sinks import Sink, open_sink
+from aifs.client.torch.sinks import Sink, open_sink, writing_method
 from aifs.core import files, trees
 
 _GLOBALS = {

@@ -5,12 +5,194 @@ goes lately.
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from aifs.client.checkpoints.manifest import CheckpointError
-from aifs.client.torch.gather_plan import Range, Speeds
 from aifs.core import files
+
+READ, GATHER, CHAIN = "read", "gather", "chain"
+"""Each host reads all by itself; each reads a part and passes it on; one reads all, and each passes
+on to the next.
+"""
+
+PIECE = 64 << 20
+"""Bytes that are on their way at a time."""
+
+Range = tuple[int, int]
+"""Begin and end."""
+
+
+class Speeds(NamedTuple):
+    """Bytes per second that a host reads from storage, and that it passes on to another; None: not
+    known.
+    """
+
+    storage: float | None = None
+    network: float | None = None
+
+
+class SharedRead(NamedTuple):
+    """The ranks that take part in reading."""
+
+    way: str
+    ring: list[int]
+    """One rank of each host, in the order in which they pass bytes on."""
+
+    def reads_of(self, rank: int, todo: Sequence[Range]) -> list[Range]:
+        """The ranges of the pieces ``todo`` that ``rank`` reads itself, in this order. A rank that
+        is not in the ring maps the memory of its host's one, unless it cannot: then it reads
+        all."""
+        if self.way == READ:
+            return list(todo)
+        if rank not in self.ring:
+            return []
+        index = self.ring.index(rank)
+        if self.way == CHAIN:
+            return [] if index else list(todo)
+        return [parts_of(piece, len(self.ring))[index] for piece in todo]
+
+
+def plan(size: int, hosts: Sequence[Hashable], speeds: Sequence[Speeds]) -> SharedRead:
+    """Of ``size`` bytes for ranks on ``hosts``, which have read so fast before."""
+    leaders = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+    way, first = choose(size, [speeds[rank] for rank in leaders])
+    return SharedRead(way, leaders[first:] + leaders[:first])
+
+
+def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
+    """The way that takes least time for ``size`` bytes, by the speeds of the hosts; and which one
+    begins a chain.
+
+    A ring in which each host passes on what it has got takes as long as its slowest link, or as the
+    slowest host needs to read its part; a chain as long as its slowest link, or as its first host
+    needs to read all. Where speeds are not known, hosts share the reading.
+    """
+    count = len(speeds)
+    if count == 1 or not size:
+        return READ, 0
+    storage = [one.storage for one in speeds if one.storage is not None]
+    network = [one.network for one in speeds if one.network is not None]
+    if len(storage) < count or len(network) < count:
+        return GATHER, 0
+    fastest, slowest, link = max(storage), min(storage), min(network)
+    times = {
+        GATHER: max(size / count / slowest, size * (count - 1) / count / link),
+        CHAIN: max(size / fastest, size / link) + (count - 1) * min(PIECE, size) / link,
+        READ: size / slowest,
+    }
+    return min(times, key=lambda way: times[way]), storage.index(fastest)
+
+
+def split(length: int, count: int) -> list[Range]:
+    """Begin and end of each of ``count`` parts, whose sizes differ by at most one byte."""
+    return [(index * length // count, (index + 1) * length // count) for index in range(count)]
+
+
+def parts_of(piece: Range, count: int) -> list[Range]:
+    """A piece, cut into as many parts."""
+    begin, end = piece
+    return [(begin + first, begin + last) for first, last in split(end - begin, count)]
+
+
+def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
+    """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once:
+    those in ``order`` first, then the rest as it lies."""
+    done: list[Range] = []  # ascending, apart from each other
+    for begin, end in (*order, (0, size)):
+        rest = list(_without(max(begin, 0), min(end, size), done))
+        for first, last in rest:
+            yield from ((start, min(start + piece, last)) for start in range(first, last, piece))
+        done = merged(done + rest)
+
+
+def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
+    """The parts of a range that lie in none of ``done``."""
+    for first, last in done:
+        if begin < min(first, end):
+            yield begin, min(first, end)
+        begin = max(begin, last)
+    if begin < end:
+        yield begin, end
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Their union: ascending ranges, apart from each other."""
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+# --- what ranks read of a checkpoint ---
+
+
+PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (
+    "parallel_load",
+    "gathered.read",
+    "torch.load",
+    "load_safetensors",
+    "AifsReader",
+)
+"""The loaders: of parts; of one file by all ranks together; of a file, or of one for each rank; the
+same, mapped; of torch.distributed.checkpoint.
+"""
+
+METADATA = ".metadata"
+"""A file of each checkpoint of torch.distributed."""
+
+
+class FileRange(NamedTuple):
+    """A range of a file."""
+
+    path: str
+    begin: int
+    end: int
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of the checkpoint, and where it lies."""
+
+    name: str
+    """That of the state, nested names joined by dots."""
+    ranges: list[FileRange]
+
+
+class RankReads(NamedTuple):
+    """The ranges that one rank reads."""
+
+    host: int
+    """From 0 on."""
+    ranges: list[FileRange]
+    """In the order in which they are read."""
+
+
+class LoadPlan(NamedTuple):
+    """The ranges that all ranks of one world read."""
+
+    loader: str
+    """The function that reads it: one of those above."""
+    way: str
+    """Of ``gather_plan``: each rank reads by itself, or hosts share the reading."""
+    sizes: dict[str, int]
+    """Of the files, by their paths."""
+    ranks: list[RankReads]
+    tensors: list[TensorPlace]
+    """In the order in which they are read; none if the pickle holds more than weights, so that
+    only ``torch.load(weights_only=False)`` would tell.
+    """
+
+
+def distinct_bytes(ranges: Iterable[FileRange]) -> int:
+    """Bytes that are in any of them, each counted once."""
+    by_path: dict[str, list[Range]] = {}
+    for path, begin, end in ranges:
+        by_path.setdefault(path, []).append((begin, end))
+    return sum(end - begin for found in by_path.values() for begin, end in merged(found))
+
 
 _WORTH_MEASURING = 1 << 20
 

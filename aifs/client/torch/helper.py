@@ -16,8 +16,8 @@ from typing import Any
 
 from aifs.client.checkpoints.saving import checkpoint
 from aifs.client.torch.archive import Image, length_of
-from aifs.client.torch.probe import writing_method
 from aifs.client.torch.saving import save_image
+from aifs.client.torch.sinks import writing_method
 
 CHUNK = 32 << 20  # bytes that are staged, and written, at a time
 _ALIGNMENT = 64

@@ -16,8 +16,7 @@ from aifs.client.checkpoints import tensor_file
 from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.contents import map_file
-from aifs.client.torch.gather_files import AsFile, Files
-from aifs.client.torch.gather_plan import (
+from aifs.client.torch.gather_files import (
     DISTRIBUTED,
     MAPPED,
     METADATA,
@@ -26,7 +25,9 @@ from aifs.client.torch.gather_plan import (
     READ,
     TOGETHER,
     WHOLE,
+    AsFile,
     FileRange,
+    Files,
     LoadPlan,
     Range,
     RankReads,

@@ -23,12 +23,11 @@ from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.checkpoints.saving import checkpoint
 from aifs.client.startup.stages import stage
 from aifs.client.torch.archive import Image, Sink, length_of, write_archive
-from aifs.client.torch.gather_files import AsFile, FoundFiles
-from aifs.client.torch.gather_plan import split
+from aifs.client.torch.gather_files import AsFile, FoundFiles, split
 from aifs.client.torch.gathered import read_alone, read_files
-from aifs.client.torch.probe import writing_method
 from aifs.client.torch.records import chunks_of, describe
 from aifs.client.torch.saving import archive_name, write_file
+from aifs.client.torch.sinks import writing_method
 from aifs.core import files
 
 REPLICA, SOCKET, DEVICE = "replica", "socket", "device"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aifs.client.checkpoints import locks
 from aifs.client.checkpoints.publishing import PathLike, plain
 from aifs.client.torch.archive import Chunks, Image, length_of, write_archive
-from aifs.client.torch.probe import writing_method
-from aifs.client.torch.sinks import BUFFERED, Sink, open_sink
+from aifs.client.torch.sinks import BUFFERED, Sink, open_sink, writing_method
 from aifs.core import files
 
 if TYPE_CHECKING:

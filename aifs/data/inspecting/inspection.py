@@ -15,7 +15,7 @@ from typing import Any
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.checking.digests import HASHED
+from aifs.data.checking.checks import HASHED
 from aifs.data.inspecting.window import (
     LONG,
     MISSING,

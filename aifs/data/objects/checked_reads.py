@@ -12,8 +12,14 @@ from typing import NamedTuple
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
-from aifs.data.checking.checks import Untold, source_of, suspect_sets
-from aifs.data.checking.digests import DIGEST_BYTES, DIGESTS_AT_ONCE, HASHED
+from aifs.data.checking.checks import (
+    DIGEST_BYTES,
+    DIGESTS_AT_ONCE,
+    HASHED,
+    Untold,
+    source_of,
+    suspect_sets,
+)
 from aifs.data.chunk_codec import digest_of
 from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, Stage, collect
 from aifs.data.objects.columns import Columns, columns_of

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aifs.core.errors import FsError
-from aifs.data.checking.digests import HASHED
+from aifs.data.checking.checks import HASHED
 from aifs.data.objects.cached_reads import (
     WHOLE_BLOCKS_FROM,
     CachedReads,

@@ -9,7 +9,7 @@ which are those that are written in place, are read from the servers by each hos
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
-from aifs.data.checking.digests import HASHED
+from aifs.data.checking.checks import HASHED
 from aifs.data.objects.cached_reads import Stage
 from aifs.data.objects.checked_reads import CheckedReads, FileBlocks, LoadDigests, name_of_checked
 from aifs.data.objects.columns import Columns

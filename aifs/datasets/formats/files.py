@@ -35,8 +35,8 @@ SUFFIXES: tuple[str, ...] = ()
 _PLACES = "user.aifs.places"
 _NEXT = struct.Struct("<Q")
 _PLACED = struct.Struct("<QQqQQ")
-"""The value of the attribute (aifs/reads/places.py): the next N; of each file its inode, size,
-mtime, container, and offset there."""
+"""The value of the attribute (aifs/reads/virtual/walking.py): the next N; of each file its inode,
+size, mtime, container, and offset there."""
 
 
 class SmallFile(NamedTuple):

@@ -38,11 +38,16 @@ from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine
 from aifs.meta.records import Inode
 from aifs.reads.virtual import trees
-from aifs.reads.virtual.joined import is_joined, join_files
-from aifs.reads.virtual.memory import VirtualMemory
 from aifs.reads.virtual.orders import OrderFiles
-from aifs.reads.virtual.sources import VirtualContent, read_source, require_all, right_to
-from aifs.reads.virtual.watching import SourceWatch, Watches
+from aifs.reads.virtual.sources import (
+    VirtualContent,
+    VirtualMemory,
+    read_source,
+    require_all,
+    right_to,
+)
+from aifs.reads.virtual.trees import is_joined, join_files
+from aifs.reads.virtual.walking import SourceWatch, Watches
 
 _KNOWN_MAX = 64
 """Of files that are not open: these many are remembered."""

@@ -35,8 +35,7 @@ from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine
 from aifs.reads.virtual.sources import VirtualContent, read_source, require_all, right_to
 from aifs.reads.virtual.trees import member_of, source_of
-from aifs.reads.virtual.walking import Found, walk
-from aifs.reads.virtual.watching import SourceWatch
+from aifs.reads.virtual.walking import Found, SourceWatch, walk
 
 FILES_MAX = 1 << 17
 """Of a dataset that has an index: some 300 bytes are kept of each."""

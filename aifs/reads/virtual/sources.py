@@ -1,11 +1,16 @@
 """What virtual files are made of, and who may read that."""
 
 import os
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aifs.core.errors import AccessDenied, NotFound, Stale
+import trio
+
+from aifs.core.budget import Budget
+from aifs.core.errors import AccessDenied, NotFound, OutOfMemory, Stale
 from aifs.datasets.virtual import VirtualBytes
 from aifs.files.file_io import FileIO
 from aifs.files.permissions import READ, SEARCH
@@ -72,3 +77,125 @@ class VirtualContent:
     """When the newest of them changed."""
     fingerprint: int
     """The same as long as sources and their order are."""
+
+
+Counted = Callable[[int], Awaitable[None]]
+"""Called with how many names have been found; waits for memory for them."""
+
+_ALL, _OF_USER, _IDLE = 3 / 8, 1 / 4, 1 / 8
+"""Parts of the budget: what all may have, what a user may keep open, and what is remembered of
+those that nobody has open. A tree of a million short paths fits in a user's."""
+
+_OF_USER_AT_ONCE, _AT_ONCE = 2, 4
+"""Virtual files that are made at a time for a user, and for all; others wait."""
+
+_NAME_BYTES = 1 << 10
+"""Of memory, for each name that one is made of, while it is made."""
+
+_NAMES = 1 << 10
+"""Names for which there is memory from the beginning on; with more it becomes four times as much,
+again and again."""
+
+
+class VirtualMemory:
+    """Used from one trio thread."""
+
+    def __init__(self, budget: Budget, forget: Callable[[], bool]) -> None:
+        """``forget``: let go of one that nobody has open; False if there is none."""
+        self._budget = budget
+        self._forget = forget
+        self.taken = 0
+        """Bytes, of all."""
+        self._open = Counter[tuple[int, int]]()
+        """By user and number of the file, how often he has it open."""
+        self._of_user = Counter[int]()
+        """Bytes that a user has open."""
+        self._turns: dict[int, trio.CapacityLimiter] = {}
+        """By user, of those who have one made."""
+        self._makings = trio.CapacityLimiter(_AT_ONCE)
+        """Of all users."""
+        self._large = trio.CapacityLimiter(1)
+        """Held by who makes one of so many names that it may have all memory there is for that."""
+        budget.add_cache(self._give_back)
+
+    @property
+    def idle_max(self) -> int:
+        """Bytes of those that nobody has open."""
+        return int(self._budget.total * _IDLE)
+
+    async def take(self, size: int) -> None:
+        """For a file that has been made. Raises OutOfMemory if others, which are open, have it."""
+        most = int(self._budget.total * _ALL)
+        while self.taken + size > most:
+            if not self._forget():
+                raise OutOfMemory(
+                    f"a virtual file takes {size:,} bytes of memory, and those that are open "
+                    f"{self.taken:,}: all may have {most:,} (3/8 of memory.budget)"
+                )
+        self.taken += size
+        try:
+            await self._budget.acquire(size)
+        except BaseException:
+            self.taken -= size
+            raise
+
+    def leave(self, size: int) -> None:
+        """The file is gone."""
+        self.taken -= size
+        self._budget.release(size)
+
+    def open(self, uid: int, ino: int, size: int) -> None:
+        """A user opens a file of so many bytes. Raises OutOfMemory if he has too much open; root
+        never has."""
+        most = int(self._budget.total * _OF_USER)
+        if not self._open[uid, ino]:
+            if uid and self._of_user[uid] + size > most:
+                raise OutOfMemory(
+                    f"virtual files that a user has open may take {most:,} bytes of memory (1/4 of "
+                    f"memory.budget), and his take {self._of_user[uid]:,}: this one takes {size:,}"
+                )
+            self._of_user[uid] += size
+        self._open[uid, ino] += 1
+
+    def close(self, uid: int, ino: int, size: int) -> None:
+        self._open[uid, ino] -= 1
+        if not self._open[uid, ino]:
+            del self._open[uid, ino]
+            self._of_user[uid] -= size
+            if not self._of_user[uid]:
+                del self._of_user[uid]
+
+    @asynccontextmanager
+    async def making(self, uid: int) -> AsyncIterator[Counted]:
+        """A user has a file made, inside; the maker says how many names it is made of so far."""
+        turn = self._turns.setdefault(uid, trio.CapacityLimiter(_OF_USER_AT_ONCE))
+        try:
+            async with turn, self._makings, AsyncExitStack() as large:
+                most = int(self._budget.total * _OF_USER)
+                held = min(_NAMES * _NAME_BYTES, most)
+                await self._budget.acquire(held)
+
+                async def counted(names: int) -> None:
+                    nonlocal held
+                    while held < min(names * _NAME_BYTES, most):
+                        wanted = min(4 * held, most)
+                        self._budget.release(held)  # nobody waits for memory who has some
+                        held = 0
+                        if wanted == most:
+                            await large.enter_async_context(self._large)
+                        await self._budget.acquire(wanted)
+                        held = wanted
+
+                try:
+                    yield counted
+                finally:
+                    self._budget.release(held)
+        finally:
+            if not turn.borrowed_tokens and not turn.statistics().tasks_waiting:
+                self._turns.pop(uid, None)
+
+    def _give_back(self, size: int) -> None:
+        """Somebody waits for memory."""
+        end = self.taken - size
+        while self._budget.short and self.taken > end and self._forget():
+            pass

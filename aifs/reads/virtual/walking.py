@@ -3,20 +3,100 @@ now, and where its bytes lie."""
 
 import math
 import stat
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
+from weakref import WeakSet
 
 import trio
 
-from aifs.core.errors import Invalid, NotFound
+from aifs.core.errors import Invalid, NotFound, Unavailable
 from aifs.files.file_io import FileIO
+from aifs.meta import keys
+from aifs.meta.chunks import decode_list, resolve
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.listing import list_directory
-from aifs.meta.records import Inode
-from aifs.reads.places import first_places
-from aifs.reads.virtual.sources import ReadRight, right_to
-from aifs.reads.virtual.watching import SourceWatch
+from aifs.meta.records import Inode, decode_inode, place_of
+from aifs.reads.virtual.sources import Counted, ReadRight, right_to
+
+_ENTRY, _INODE = b"e"[0], b"i"[0]
+
+_RIGHTS_MAX = 4096
+_NOBODY = ReadRight(b"", 0, 0, 0)
+"""A right that root alone has."""
+
+
+class SourceWatch:
+    """Of some directories: their names, and the attributes of what these lead to."""
+
+    __slots__ = ("__weakref__", "changed", "counted", "directories", "rights")
+
+    def __init__(self, counted: Counted) -> None:
+        self.counted = counted
+        """Told how many names have been looked at."""
+        self.directories: set[int] = set()
+        """A directory is put here before it is looked at."""
+        self.changed = False
+        """Whether something may be otherwise since; it is told again, in vain, that it is."""
+        self.rights: set[ReadRight] = set()
+        """The rights to what has been recorded there since."""
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes are kept."""
+        return 100 * len(self.directories)
+
+
+class Watches:
+    """All that is watched. As long as nothing ever was, transactions are not listened to."""
+
+    def __init__(self, engine: Engine, io: FileIO) -> None:
+        self._engine = engine
+        self._io = io
+        self._watches: WeakSet[SourceWatch] = WeakSet()
+        self._listens = False
+
+    def begin(self, counted: Counted) -> SourceWatch:
+        if not self._listens:
+            self._listens = True
+            self._engine.listen(self._note)
+        watch = SourceWatch(counted)
+        self._watches.add(watch)
+        return watch
+
+    def is_whole(self, watch: SourceWatch) -> bool:
+        """Whether nothing has changed. What programs write to past us is on record only later."""
+        written = [
+            file.inode.parent for file in self._io.table.open.values() if file.may_be_written
+        ]
+        self._tell(watch, written)
+        return not watch.changed
+
+    def _note(self, writes: Mapping[bytes, bytes | None], _: int) -> None:
+        watching = list(self._watches)
+        if not watching:
+            return
+        changed = set()
+        for key, record in writes.items():
+            if key[0] == _ENTRY:
+                changed.add(keys.entry_numbers(key)[0])
+            elif key[0] == _INODE and record is not None:
+                parent = place_of(record).parent
+                changed.add(parent)
+                for watch in watching:
+                    if parent in watch.directories or not parent:
+                        is_full = len(watch.rights) >= _RIGHTS_MAX
+                        right = right_to(decode_inode(keys.number(key), record))
+                        watch.rights.add(_NOBODY if is_full else right)
+        for watch in watching:
+            self._tell(watch, changed)
+
+    def _tell(self, watch: SourceWatch, directories: Iterable[int]) -> None:
+        """What has several names, 0, may have one in any directory."""
+        if any(ino in watch.directories or not ino for ino in directories):
+            watch.changed = True
+
 
 MEMBERS_MAX = 1 << 20
 """Names that one virtual file is made of: some 60 bytes and the path are kept of each, and up to a
@@ -122,3 +202,68 @@ def _place_without(inode: Inode) -> Place:
     """Of what lies in no container. What lies in directories follows these; they are by name among
     themselves."""
     return _FIRST if inode.is_dir else (math.inf, inode.ino)
+
+
+# Where the files of a directory lie, for many of them at once: ``user.aifs.places.N``.
+#
+# A program that reads a directory of small files in an order of its own does so at the containers'
+# speed if its blocks are runs of files that lie beside each other. Sizes and times are in the
+# answer, so that no stat(2) of each file is needed; names come from readdir(3), with the same inode
+# numbers.
+#
+# Answer, little-endian: u64 cookie to go on with (the N of the next request; 0: there are no more),
+# then for each regular file u64 inode, u64 size, i64 mtime (ns since the epoch), u64 container (0:
+# it lies in none), u64 offset of its first byte there. A file without a name in the directory is
+# not told; one that is stored in several containers is told by its first chunk.
+
+NEXT = struct.Struct("<Q")
+FILE = struct.Struct("<QQqQQ")
+
+_FILES_MAX = 1600  # an extended attribute has up to 64 KiB
+_ENTRIES = 64  # looked at in one go: about 0.5 ms
+
+
+class _Placed(NamedTuple):
+    inode: Inode
+    container: int
+    offset: int
+
+
+async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes:
+    """What ``user.aifs.places.COOKIE`` says; 0: from the start. Raises Unavailable."""
+    told: list[bytes] = []
+    while len(told) <= _FILES_MAX - _ENTRIES:
+        following, found = await engine.view(_read, directory, cookie)
+        for inode, container, offset in found:
+            file = io.table.open.get(inode.ino)
+            now = inode if file is None else io.inodes.attributes(file)
+            told.append(FILE.pack(now.ino, now.size, now.mtime_ns, container, offset))
+        cookie = following
+        if not cookie:
+            break
+        await trio.lowlevel.checkpoint()
+    return NEXT.pack(cookie) + b"".join(told)
+
+
+def _read(tx: ReadTransaction, directory: int, cookie: int) -> tuple[int, list[_Placed]]:
+    """The files among some entries, and the cookie to go on with; 0: there are no more."""
+    entries = list(list_directory(tx, directory, cookie, _ENTRIES))
+    inodes = [inode for _, inode, _ in entries if inode.is_file]
+    places = first_places(tx, inodes)
+    found = [_Placed(inode, *places.get(inode.ino, (0, 0))) for inode in inodes]
+    return entries[-1][2] if len(entries) == _ENTRIES else 0, found
+
+
+def first_places(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, tuple[int, int]]:
+    """By inode number, in which container, and where there, the first chunk lies of each of these
+    files that has one; not of one whose list is damaged, which who reads it is told."""
+    stored = [inode for inode in inodes if inode.chunks is not None]
+    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
+    places = {}
+    for inode, record in zip(stored, lists, strict=True):
+        with suppress(Unavailable):
+            for extent in decode_list(record)[1]:
+                if (place := resolve(tx, extent).place) is not None:
+                    places[inode.ino] = place.container, place.offset
+                    break
+    return places
