@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.core import mountinfo
+from aifs.core import filesystems
 from aifs.files.types import SetAttr
 from aifs.vfs import Caller
 from tests.support import modes
@@ -243,7 +243,7 @@ async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
 async def test_nothing_is_passed_through_to_a_server_of_the_network(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mountinfo, "is_local", lambda path: False)
+    monkeypatch.setattr(filesystems, "is_local", lambda path: False)
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)
