@@ -2,12 +2,13 @@
 that outlives its test.
 """
 
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from aifs.core import faults
 from aifs.meta import journal
 from aifs.store import ownership, store
-from tests.support import engines, postgres, processor, tiers
+from tests.support import collecting, engines, postgres, processor, tiers
 from tests.support.data_servers import threads_end
 from tests.support.memory import in_memory
 from tests.support.powercut import make_copies_one_disk
@@ -70,6 +71,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(processor.Measuring())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(processor.Report())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    collecting.import_ahead(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests are no garbage: they are not looked through while they are collected, nor
+    at each collection of garbage in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

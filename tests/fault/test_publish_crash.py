@@ -49,7 +49,10 @@ POINTS = [
     "vfs.burst.synced",
 ]
 POINTS += sorted(
-    name for name in faults.POINTS if name.startswith(("meta.", "vfs.drain.", "vfs.collect."))
+    name
+    for name in faults.POINTS
+    if name.startswith(("meta.", "vfs.drain.", "vfs.collect."))
+    and not name.startswith("meta.copy.")
 )
 LATEST, TRACKER, PENDING = b"latest", b"tracker", b"tmp"
 SIZES = (0, 10, 3000, 5000, 20_000, 70_000)
