@@ -13,6 +13,8 @@ from aifs.data.server import DataServer
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE
 
+_log = logger(__name__)
+
 
 @dataclass(slots=True)
 class Totals:
@@ -242,8 +244,6 @@ class Ledger:
             if copy.used_up:
                 totals.oldest_first.move_to_end(copy_id, last=False)
 
-
-_log = logger(__name__)
 
 _RESERVE_PART = 0.05
 _EVICT_AT = 0.75

@@ -34,6 +34,9 @@ from aifs.layout.placement import ACTIVE
 from aifs.meta.kv import Engine
 from aifs.meta.records import Copy
 
+_log = logger(__name__)
+
+
 _LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 10.0
 _FILL_RATE = 4e9
 """Bytes per second that a device is supposed to be filled with at most, between two looks at its
@@ -528,7 +531,6 @@ def _space_or_none(server: DataServer) -> Space | None:
 # Making one file in a worker costs the caller 80 to 160 us, a batch about 20 us a file, and taking
 # a spare one nothing.
 
-_log = logger(__name__)
 
 BATCH = 64
 KEEP_S = 2.0

@@ -82,9 +82,9 @@ def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]
     return json.loads(unpack(argument).text)
 
 
-ATTRIBUTE = "user.aifs.refused"
-"""The last refusal of each user on each inode (files/refusals.py): JSON with ``request`` (name of
-the hint, or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
+REFUSED = "user.aifs.refused"
+"""The attribute with the last refusal of each user on each inode (files/refusals.py): JSON with
+``request`` (name of the hint, or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def explained(where: str | int, request: str, path: str | None = None) -> Iterat
 
 def _reason(where: str | int, request: str, error: OSError, since_s: float) -> str:
     try:
-        told = json.loads(os.getxattr(where, ATTRIBUTE))
+        told = json.loads(os.getxattr(where, REFUSED))
         is_it = (told["request"], told["errno"]) == (request, error.errno)
         return told["reason"] if is_it and told["at_s"] >= since_s else ""
     except (OSError, ValueError, KeyError, TypeError):  # it is no mount of ours, or it says nothing

@@ -31,10 +31,11 @@ from aifs.meta.slices import read_slice
 _log = logger(__name__)
 
 _QUIET_S = 0.1  # after the last file was opened for writing
-_REST, _REST_MAX_S = (
-    3,
-    1.0,
-)  # how long a worker rests while somebody writes, of the time that it has worked
+_REST = 3
+"""How long a worker rests while a program writes, as a multiple of the time that it has worked."""
+
+_REST_MAX_S = 1.0
+"""How long it rests at most."""
 
 GRACE_S = 5.0
 """How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) may
@@ -294,9 +295,7 @@ class Drain:
         while start:
             some, start = await self._engine.view(_read_undrained, start, end, top.ino)
             for inode, since_ns in some:
-                file = self._io.table.open.get(inode.ino)
-                current = inode if file is None else self._io.inodes.attributes(file)
-                found.append(self._undrained(current, since_ns))
+                found.append(self._undrained(self._io.inodes.current(inode), since_ns))
             await trio.lowlevel.checkpoint()
         return found
 

@@ -44,6 +44,9 @@ from aifs.meta.mirrors import Mirrored
 from aifs.meta.records import Copy, Inode, MirrorOf
 from aifs.peers.transport import Answer, Body, FilePart, Peer
 
+_log = logger(__name__)
+
+
 _CLOSING_S = 0.1
 """How long a file that is open for writing is waited for: close(2) returns before we hear of it."""
 
@@ -322,8 +325,6 @@ def _open(device: DataServer, copy_id: int) -> tuple[int, int]:
         raise MissingObject(f"{device.name}: {device.where(key)} is missing")
     return fd, device.stat(key, fd).length
 
-
-_log = logger(__name__)
 
 _PIECE = 4 << 20
 _AT_ONCE = 4

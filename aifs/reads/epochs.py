@@ -53,6 +53,9 @@ from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
 from aifs.upkeep.evict import Evictor
 
+_log = logger(__name__)
+
+
 INDEX_MAX = 64 << 20
 """Bytes of an index that is followed: of some 2.5 million blocks."""
 
@@ -382,8 +385,6 @@ def _find_all(
             found.append(None)
     return found
 
-
-_log = logger(__name__)
 
 EXPIRES_S = 60.0
 

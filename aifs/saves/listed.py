@@ -55,8 +55,7 @@ async def look_up(
     found = []
     for start in range(0, len(files), _SLICE):
         for path, size, inode in await engine.view(_find_files, ino, files[start : start + _SLICE]):
-            file = io.table.open.get(inode.ino) if inode is not None else None
-            found.append((path, size, inode if file is None else io.inodes.attributes(file)))
+            found.append((path, size, inode and io.inodes.current(inode)))
         await trio.lowlevel.checkpoint()
     return found
 

@@ -23,6 +23,7 @@ from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import groups, hosts, keys, namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Dentry, decode_burst
+from aifs.meta.slices import read_slice
 from aifs.peers.transport import Answer, Body, Peer
 from aifs.saves.listed import find_unequal, first_wrong
 from aifs.saves.table import GroupTable
@@ -47,8 +48,8 @@ class OwnBarrier:
         of this host are returned as WriteBack.sync_bytes does, with their marks on record still.
 
         The cost is that of the unsynced bytes: files that are in order are not looked at. A file
-        that has had several names counts as lying below every directory. What a host that has died
-        has not drained is passed over, unless this is ``strict``. Raises NoSpace, Unavailable.
+        that has had several names counts as lying below every directory. ``strict`` concerns other
+        hosts. Raises NoSpace, Unavailable.
         """
         if dentry.type != _DIRECTORY:
             return await self._writeback.sync_bytes([dentry.ino])
@@ -86,7 +87,8 @@ class SharedBarrier:
         services.peers.serve(SYNC, self._serve)
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
-        """As ``OwnBarrier.sync_below``, on all hosts."""
+        """As ``OwnBarrier.sync_below``, on all hosts. What a host that has died has not drained is
+        passed over, unless this is ``strict``; then Unavailable is raised."""
         synced = await self._here.sync_below(dentry)
         await self._sync_elsewhere(dentry, strict)
         if strict:
@@ -206,8 +208,7 @@ def _slice(
     *args: Any,
 ) -> tuple[dict[int, int], bytes]:
     """What is chosen of the next records, and where others begin; b"": nowhere."""
-    records = list(tx.range(start, end, paths.SLICE))
-    following = records[-1][0] + b"\0" if len(records) == paths.SLICE else b""
+    records, following = read_slice(tx, start, end, paths.SLICE)
     return choose(tx, records, *args), following
 
 
@@ -292,7 +293,7 @@ class Readiness:
     ) -> dict[int, object | None]:
         """Make all that ``dentry`` names ready to show in ``new_parent``. Returns the files that
         had to be synced here, as OpenTable.forgetting wants them. ``strict``: see
-        OwnBarrier.sync_below."""
+        SharedBarrier.sync_below."""
         is_directory = dentry.type == _DIRECTORY
         if is_directory:
             await self.naming.require_complete(dentry.ino)

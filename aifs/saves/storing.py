@@ -309,10 +309,8 @@ class Storing:
     ) -> tuple[tuple[Striped, ...], dict[bytes, Assigned]]:
         """The plan for chunks of several hosts: slots, and which of these takes a chunk from which
         device. See sharing.ask. Raises NoSpace, NotSupported, Unavailable."""
-        slots, free = (
-            self._containers.slots(asked.redundancy, asked.servers),
-            self.bandwidths.free(),
-        )
+        slots = self._containers.slots(asked.redundancy, asked.servers)
+        free = self.bandwidths.free()
         rates = self.bandwidths.of_servers()
         known = {number: (rate, free[number]) for number, rate in rates.items()}
 

@@ -46,6 +46,9 @@ from aifs.data.workers import outcomes
 from aifs.meta.kv import Engine
 from aifs.store.owner import OwnerLock
 
+_log = logger(__name__)
+
+
 if TYPE_CHECKING:
     from aifs.store.hosts import Hosts
 
@@ -125,8 +128,6 @@ WATCH_S = 2.5 * INTERVAL_S
 
 _ANSWER_S = 30.0
 """How long a directory of a store that is not open is waited for."""
-
-_log = logger(__name__)
 
 
 class Ownership(StoreRight):

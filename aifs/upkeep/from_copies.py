@@ -43,6 +43,9 @@ from aifs.upkeep.evict import Evictor
 from aifs.upkeep.scrub_state import Findings
 from aifs.upkeep.scrubbing import Lost, ScrubResult
 
+_log = logger(__name__)
+
+
 COPIES_PIECE = 64 << 20
 """Bytes of copies that are compared together, at most."""
 
@@ -178,8 +181,6 @@ def _extents(
             offset = at
     return parts
 
-
-_log = logger(__name__)
 
 _SEEN_AT_ONCE = 16  # records of files
 _SMALL = 1 << 20  # bytes of a file that is compared together with others

@@ -40,6 +40,8 @@ from aifs.upkeep.moves import ColumnMover, NoTarget, Result, Strays
 from aifs.upkeep.passes import Results
 from aifs.upkeep.relayout import FileSubject, Relayout
 
+_log = logger(__name__)
+
 
 class Outcome(Enum):
     DONE = auto()  # nothing is due of it any more
@@ -262,8 +264,6 @@ def _see(tx: ReadTransaction, ino: int, oid: int, staying: Set[int]) -> _Seen:
     due = moves.due_columns(objects.layout, unread, staying)
     return _Seen(objects, unread, degraded.is_marked(tx, oid), moves.is_changing(tx, ino, oid), due)
 
-
-_log = logger(__name__)
 
 _SLICE = 128
 _LOOK_S = 30.0  # records that nobody has told us of are found within this time

@@ -25,6 +25,8 @@ from aifs.store.server_table import id_of
 from aifs.upkeep.scrub import Scrub
 from aifs.upkeep.server_admin import ServerAdmin
 
+_log = logger(__name__)
+
 
 async def _add(
     admin: ServerAdmin, path: str, role: str = "data", domain: str = "", **more: Any
@@ -142,8 +144,6 @@ class ServerOrders:
             raise Invalid(f"backup: {directory!r} is not an absolute path")
         self._backup.request(token, directory)
 
-
-_log = logger(__name__)
 
 Setter = Callable[[Any], None]
 """Has a part use another value from now on."""

@@ -22,7 +22,22 @@ from aifs.reads.virtual.sources import Counted, ReadRight, right_to
 
 _ENTRY, _INODE = b"e"[0], b"i"[0]
 
-_RIGHTS_MAX = 4096
+MEMBERS_MAX = 1 << 20
+"""Names that one virtual file is made of: some 60 bytes and the path are kept of each, and up to a
+KiB while it is made."""
+
+TEXT_MAX = 256 << 20
+"""Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
+names would cost much more than its members."""
+
+RIGHTS_MAX = 4096
+"""Different ones (owner, mode, ACL) of what one is made of: a caller that opens it is checked
+against each.
+"""
+
+_SLICE = 64
+"""Entries that are looked at before others get a turn: less than a millisecond."""
+
 _NOBODY = ReadRight(b"", 0, 0, 0)
 """A right that root alone has."""
 
@@ -38,7 +53,7 @@ class SourceWatch:
         self.directories: set[int] = set()
         """A directory is put here before it is looked at."""
         self.changed = False
-        """Whether something may be otherwise since; it is told again, in vain, that it is."""
+        """Whether something may have changed since; it stays set."""
         self.rights: set[ReadRight] = set()
         """The rights to what has been recorded there since."""
 
@@ -86,7 +101,7 @@ class Watches:
                 changed.add(parent)
                 for watch in watching:
                     if parent in watch.directories or not parent:
-                        is_full = len(watch.rights) >= _RIGHTS_MAX
+                        is_full = len(watch.rights) >= RIGHTS_MAX
                         right = right_to(decode_inode(keys.number(key), record))
                         watch.rights.add(_NOBODY if is_full else right)
         for watch in watching:
@@ -97,22 +112,6 @@ class Watches:
         if any(ino in watch.directories or not ino for ino in directories):
             watch.changed = True
 
-
-MEMBERS_MAX = 1 << 20
-"""Names that one virtual file is made of: some 60 bytes and the path are kept of each, and up to a
-KiB while it is made."""
-
-TEXT_MAX = 256 << 20
-"""Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
-names would cost much more than its members."""
-
-RIGHTS_MAX = 4096
-"""Different ones (owner, mode, ACL) of what one is made of: a caller that opens it is checked
-against each.
-"""
-
-_SLICE = 64
-"""Entries that are looked at before others get a turn: less than a millisecond."""
 
 Place = tuple[float, int]
 """Where the bytes of a file lie: container and offset; what lies in none comes last, in the order
@@ -146,9 +145,9 @@ async def walk(
 ) -> set[ReadRight]:
     """Show all that lies below ``top`` to ``visit``, which says whether it belongs to the virtual
     file; what is in a directory that does not is not looked at. ``with_places``: where files lie in
-    containers is looked up, too; else all are shown as if they lay in none. Returns the rights that
-    who reads the virtual file needs to what belongs to it. Raises Invalid for too many names, too
-    long paths, too many different rights."""
+    containers is looked up, too; else all are shown as if they lay in none. Returns the permissions
+    on the source files that a reader of the virtual file must have. Raises Invalid for too many
+    names, too long paths, too many different rights."""
     rights: set[ReadRight] = set()
     count = text = 0
     waiting = [(top, b"")]
@@ -220,7 +219,6 @@ NEXT = struct.Struct("<Q")
 FILE = struct.Struct("<QQqQQ")
 
 _FILES_MAX = 1600  # an extended attribute has up to 64 KiB
-_ENTRIES = 64  # looked at in one go: about 0.5 ms
 
 
 class _Placed(NamedTuple):
@@ -232,11 +230,10 @@ class _Placed(NamedTuple):
 async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes:
     """What ``user.aifs.places.COOKIE`` says; 0: from the start. Raises Unavailable."""
     told: list[bytes] = []
-    while len(told) <= _FILES_MAX - _ENTRIES:
+    while len(told) <= _FILES_MAX - _SLICE:
         following, found = await engine.view(_read, directory, cookie)
         for inode, container, offset in found:
-            file = io.table.open.get(inode.ino)
-            now = inode if file is None else io.inodes.attributes(file)
+            now = io.inodes.current(inode)
             told.append(FILE.pack(now.ino, now.size, now.mtime_ns, container, offset))
         cookie = following
         if not cookie:
@@ -247,16 +244,16 @@ async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes
 
 def _read(tx: ReadTransaction, directory: int, cookie: int) -> tuple[int, list[_Placed]]:
     """The files among some entries, and the cookie to go on with; 0: there are no more."""
-    entries = list(list_directory(tx, directory, cookie, _ENTRIES))
+    entries = list(list_directory(tx, directory, cookie, _SLICE))
     inodes = [inode for _, inode, _ in entries if inode.is_file]
     places = first_places(tx, inodes)
     found = [_Placed(inode, *places.get(inode.ino, (0, 0))) for inode in inodes]
-    return entries[-1][2] if len(entries) == _ENTRIES else 0, found
+    return entries[-1][2] if len(entries) == _SLICE else 0, found
 
 
 def first_places(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, tuple[int, int]]:
     """By inode number, in which container, and where there, the first chunk lies of each of these
-    files that has one; not of one whose list is damaged, which who reads it is told."""
+    files that has one. A file whose list is damaged has no place: its readers get the error."""
     stored = [inode for inode in inodes if inode.chunks is not None]
     lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
     places = {}
