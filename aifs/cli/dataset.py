@@ -257,7 +257,7 @@ def _plot(dataset: "Dataset", seed: int | None, path: str) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("row of the epoch")
     axes.set_ylabel("file, in the order of paths")
-    axes.set_title(f"{dataset.path}: what epoch {order.epoch} of seed {order.seed} reads")
+    axes.set_title(f"{dataset.path}: reads of epoch {order.epoch}, seed {order.seed}")
     figure.savefig(path)
 
 

@@ -421,7 +421,7 @@ def put_file(path: str, data: bytes) -> None:
 #
 # Format: two slots, at 0 and 65536, each an 8-digit hexadecimal CRC-32 of what follows up to the
 # end of the content, a space, the slot's generation and the content's length in bytes (16 and 8
-# digits, hexadecimal, each with a space behind it), and the content; what stands behind that means
+# digits, hexadecimal, each with a space behind it), and the content. Bytes behind that mean
 # nothing. The slot with the larger generation counts, and the other one is written next: a torn
 # write leaves the older content, and a full disk is no obstacle. A slot that is not whole counts as
 # empty.

@@ -338,8 +338,8 @@ class Unsynced(Generic[Thing]):
     """Keys of things (objects, directories) that are not durable yet. Used from any thread.
 
     A sync takes the generation of a thing first, syncs it, and then says that this generation is
-    done: a change meanwhile is not forgotten, and whoever else asks for a sync meanwhile does not
-    return before it is done.
+    done: a change meanwhile is not forgotten, and another caller that asks for a sync meanwhile
+    does not return before it is done.
     """
 
     __slots__ = ("_generations", "_lock", "_marks")

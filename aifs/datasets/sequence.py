@@ -20,8 +20,8 @@ from aifs.datasets.index import Index
 # a Feistel network with cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains,
 # 2002).
 #
-# Algorithm number 1. What it gives for a seed is never changed: golden files hold it, and states
-# that jobs have saved rely on it. Another algorithm gets another number.
+# Algorithm number 1. Its output for a seed never changes: golden files hold it, and states that
+# jobs have saved rely on it. Another algorithm gets another number.
 
 ALGORITHM = 1
 
@@ -39,8 +39,8 @@ def mix(value: int) -> int:
 
 
 def key_of(seed: int, *parts: int) -> int:
-    """The 64-bit key of one permutation: of a seed, and of what tells it from others (the epoch,
-    what is permuted, the number of the window)."""
+    """The 64-bit key of one permutation: of a seed, and of numbers that distinguish it (the
+    epoch, the things that are permuted, the window)."""
     key = mix(seed & _MASK)
     for part in parts:
         key = mix(key ^ (part & _MASK))

@@ -91,9 +91,9 @@ class Collector:
         self._failed = 0  # of the last batch
         self._retry_at_s = math.inf  # by trio's clock
         self._draining = trio.Lock()
-        """Held by whoever deletes."""
+        """Held by the task that deletes."""
         self._releasing = trio.Lock()
-        """Held by whoever asks for backups."""
+        """Held by the task that asks for backups."""
 
     def add_orphan(self, ino: int) -> None:
         """``ino`` has no name, no handle, and is unknown to the kernel."""

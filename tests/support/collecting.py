@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def import_ahead(config: pytest.Config) -> None:
-    """In a worker of a run of all tests: import its files, from another one on than the other
-    workers.
+    """In a worker of a run of all tests: import all files of tests. Each worker begins at another
+    one.
 
-    pytest rewrites the assertions of a file as it compiles it, 26 s for all, and writes the result
-    beside it. Workers that collect in one order do so side by side, and so does each for itself.
+    pytest rewrites the assertions of a file as it compiles it, which takes 26 s for all, and keeps
+    the result on disk. Workers that import in the same order compile every file at the same moment,
+    each for itself.
     """
     worker = getattr(config, "workerinput", None)
     if worker is None or config.args != config.getini("testpaths"):

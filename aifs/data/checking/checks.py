@@ -160,7 +160,7 @@ def _digest_of_zeros() -> bytes:
 
 def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protected: bool) -> bytes:
     """The checksums of a file of ``size`` bytes, from those of its pieces of ``piece`` bytes, by
-    offset; what lacks is a hole.
+    offset; a piece without checksums is a hole.
 
     A file that is mostly holes gets none, unless it is protected and not too large: they would take
     more space than it does.

@@ -330,9 +330,9 @@ class ContainerColumn:
 
     A container says itself what its bytes should be: each chunk has a header with a checksum. So it
     is gone through from its beginning, window by window, and only what has been judged becomes part
-    of the column. What is wrong, whichever columns tell it, is an error if a file needs it; else it
-    stays as it is. A column of a coded container that is only moved is copied from where it lies; a
-    wrong byte in it stays as wrong as it was.
+    of the column. A chunk for which no columns give the right bytes is an error if a file needs it;
+    else it stays as it is. A column of a coded container that is only moved is copied from where it
+    lies; a wrong byte in it stays as wrong as it was.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class ContainerColumn:
         self._column = column
         self._load_live = load_live
         self._is_copied = layout.parity > 0 and not unread >> column & 1
-        """Whether the column is told by its own bytes, as long as they are right."""
+        """Whether the bytes of the column itself are copied, as long as they are right."""
         self._inspection = Inspection(servers, buffers, columns, size, unread=unread, step=_STEP)
         self._spare = self._not_needed(unread)
         """Mask of columns that are read only where others are not enough."""
@@ -368,7 +368,7 @@ class ContainerColumn:
         self._at = 0
         """Where in the container it goes on."""
         self._turn = trio.Lock()
-        """Held by whoever tells the next piece."""
+        """Held by the task that reads the next piece."""
 
     def _new_check(self) -> ContainerCheck:
         return ContainerCheck(self._layout.row if self._layout.parity else 1)

@@ -51,8 +51,8 @@ class Inspection:
         unread: int = 0,
         step: int = STEP,
     ) -> None:
-        """``unread``: mask of columns that are not to be read, nor told about. ``step``: more than
-        what one check covers. ``columns``: closed with this."""
+        """``unread``: mask of columns that are not to be read, nor told about. ``step``: more
+        bytes than one check covers. ``columns``: closed with this."""
         self.columns = columns
         self._servers = servers
         self._buffers = buffers

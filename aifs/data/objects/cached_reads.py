@@ -43,7 +43,7 @@ class ObjectSource:
     """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes
     read.
 
-    ``in_use`` is told +1 when a read is handed to them and -1 when it has ended, on the trio
+    ``in_use`` is called with +1 when they get a read, and with -1 when it has ended, on the trio
     thread.
     """
 

@@ -44,8 +44,8 @@ class Hedges:
     all readers that wait for them. Nobody changes the file.
 
     The bytes that are read for that go through the read cache, too: the other data columns of a
-    coded file are there, or will be asked for next. So a hedge costs the parity of a block, and not
-    what tells it."""
+    coded file are there, or will be asked for next. So a hedge costs the parity of a block
+    alone."""
 
     def __init__(self, servers: Servers, columns: Columns, cached: CachedReads) -> None:
         self._cache = servers.cache

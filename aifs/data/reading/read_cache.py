@@ -70,9 +70,9 @@ Fill = Callable[[memoryview, int], Awaitable[int]]
 
 class FilledSource:
     """Bytes that cannot be had by one request: they have to be put together, unpacked, or compared
-    with checksums. ``fill`` runs in a task of its own, in the foreground whoever asks.
+    with checksums. ``fill`` runs in a task of its own, always as foreground work.
 
-    ``in_use`` is told +1 when that begins and -1 when it has ended.
+    ``in_use`` is called with +1 when that begins, and with -1 when it has ended.
     """
 
     cause = "data servers"
