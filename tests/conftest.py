@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         max_examples=100 if config.getoption("--all") or config.getoption("--long") else 40,
     )
     settings.load_profile("aifs")
-    config.pluginmanager.register(tiers.Tiers(config))
+    config.pluginmanager.register(tiers.Tiers(config), "tiers")
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:
         config.pluginmanager.register(processor.Measuring())
@@ -74,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    collecting.import_ahead(session.config)
+    chosen = session.config.pluginmanager.get_plugin("tiers")
+    assert chosen is not None
+    collecting.import_ahead(session.config, chosen.wants)
 
 
 @pytest.hookimpl(wrapper=True)

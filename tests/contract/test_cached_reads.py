@@ -103,6 +103,7 @@ async def test_many_readers_cost_no_more_than_one(servers, layout):
     objects.close()
 
 
+@pytest.mark.sweep
 async def test_random_small_reads_fetch_what_they_ask_for(servers):
     layout, size = Striped(MIB, (0, 1, 2, 3)), 32 * MIB
     objects, data = await written(servers, layout, size)
@@ -131,6 +132,7 @@ async def test_reads_in_memory_pass_the_cache_by(servers, layout):
     objects.close()
 
 
+@pytest.mark.sweep
 async def test_readers_and_writers(servers, layout):
     """A strict read while nobody writes shows all that was written before it, whatever is loaded
     meanwhile.

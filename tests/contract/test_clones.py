@@ -176,6 +176,7 @@ def changed(data: bytes, how: str) -> bytes:
     }[how]
 
 
+@pytest.mark.sweep
 @pytest.mark.engines
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("form", FORMS)
@@ -313,6 +314,7 @@ async def make_tree(fs: Filesystem, parent: int, width: int, depth: int) -> None
             await make_tree(fs, made.ino, width, depth - 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.engines
 async def test_a_tree_is_cloned_with_all_that_it_holds(fs: Filesystem) -> None:
     top = (await fs.mkdir(ROOT, b"top", 0o750, OWNER)).ino
@@ -471,6 +473,7 @@ async def test_who_clones_owns_the_clone_and_has_to_be_able_to_read_all(fs: File
         await find(fs, b"home", b"more")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_snapshot", [False, True])
 @pytest.mark.parametrize("caller", [OWNER, OTHER, ROOT_USER], ids=["owner", "other", "root"])
 async def test_privileges_in_attributes_are_cloned_by_root_alone(fs, caller, is_snapshot):

@@ -166,6 +166,7 @@ async def test_the_original_goes_on_either_host(scratch: Path, form: str, remove
         assert not await north.store.engine.view(shared.users, oid)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", ["in place", pytest.param("coded", marks=LONG)])
 @either_clones
 async def test_columns_move_while_the_other_host_clones(

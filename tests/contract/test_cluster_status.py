@@ -18,6 +18,7 @@ from tests.support.postgres import TestDatabase
 from tests.support.stores import OWNER, ask
 
 
+@pytest.mark.sweep
 async def test_delegations_are_those_of_each_host(scratch: Path, database: TestDatabase):
     async with joined(scratch, database) as hosts:
         for fs, count in zip(hosts, (3, 2), strict=True):
@@ -30,6 +31,7 @@ async def test_delegations_are_those_of_each_host(scratch: Path, database: TestD
             assert [one["state"] for one in told] == ["live", "live"]
 
 
+@pytest.mark.sweep
 async def test_a_host_counts_what_is_delegated_to_it_and_what_others_take(
     scratch: Path, database: TestDatabase
 ):
@@ -49,6 +51,7 @@ async def test_a_host_counts_what_is_delegated_to_it_and_what_others_take(
         assert (after["granted_delegations"], after["delegation_age_s"]) == (2, 0.0)
 
 
+@pytest.mark.sweep
 async def test_a_host_that_copies_the_map_is_joining(scratch: Path, database: TestDatabase):
     async with joined(scratch, database) as (one, _):
         await one.mkdir(ROOT_INO, b"d", 0o755, OWNER)
@@ -62,6 +65,7 @@ async def test_a_host_that_copies_the_map_is_joining(scratch: Path, database: Te
         map_database.close()
 
 
+@pytest.mark.sweep
 async def test_a_host_tells_how_old_its_lease_is_and_how_far_behind_it_is(
     scratch: Path, database: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ):

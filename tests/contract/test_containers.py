@@ -52,6 +52,7 @@ batches = st.lists(
 )
 
 
+@pytest.mark.sweep
 @settings(deadline=None, max_examples=25)
 @given(batches, st.booleans(), st.data())
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
@@ -90,6 +91,7 @@ def test_oracle(where, redundancy, batches, verify, data):
             trio.run(use, made)
 
 
+@pytest.mark.sweep
 async def test_containers_are_dense_and_few(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         size = 100_000
@@ -160,6 +162,7 @@ async def test_holes_take_no_space(servers, tmp_path):
         assert await made.content(2, 500_000) == bytes(500_000)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["open_file", "write_at", "sync_file", "sync_dir"])
 async def test_a_failing_server_leaves_nothing_that_counts(servers, tmp_path, op):
     with hooked(), shelf(servers, tmp_path) as made:
@@ -223,6 +226,7 @@ async def test_full_containers_are_sealed_when_the_metadata_takes_it(
         assert made.sealed == set(made.table) - open_ones and made.sealed
 
 
+@pytest.mark.sweep
 async def test_cancelled_between_stripes(servers, tmp_path):
     with shelf(servers, tmp_path) as made:
         await made.store({1: content(1, 200_000)})
@@ -443,6 +447,7 @@ async def test_who_reads_one_container_after_the_other_takes_no_more_descriptors
             assert files.descriptors() <= 6
 
 
+@pytest.mark.sweep
 async def test_neighbours_come_with_one_request(tmp_path):
     """Small files in the order in which they were stored: large reads, whatever the size of the
     files.

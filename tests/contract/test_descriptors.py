@@ -105,6 +105,7 @@ async def test_after_a_rush_idle_files_give_way_as_early_as_before_it(directory,
             await fs.release(handle)
 
 
+@pytest.mark.sweep
 async def test_many_that_read_cold_files(directory, few, way):
     async with opened(directory, way, servers=4) as fs:
         inos = [await write_file(fs, b"%d" % number, content(number)) for number in range(2 * MAX)]

@@ -152,6 +152,7 @@ async def fs_ino(fs: Filesystem, parent: int, name: bytes) -> int:
     return (await fs.lookup(parent, name)).ino
 
 
+@pytest.mark.sweep
 @pytest.mark.engines
 async def test_the_next_mount_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vfs_doomed, "NAMES", 2)
@@ -296,6 +297,7 @@ async def test_a_damaged_entry_holds_up_its_directory_alone(
         await emptied(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("damage", "kind"),
     [

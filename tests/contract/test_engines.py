@@ -225,6 +225,7 @@ async def test_a_file_stays_readable_for_who_opens_it_while_its_tree_goes(fs: Fi
         await fs.getattr(ino)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [b"f", b"g"])
 @pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
 async def test_what_gets_a_name_is_durable_though_the_old_name_leads_elsewhere_meanwhile(

@@ -157,6 +157,7 @@ async def test_old_copies_of_others_give_way_as_to_any_staging(fs: Filesystem) -
     assert 40 <= sum(left) <= 45, "as many went as had to"
 
 
+@pytest.mark.sweep
 @pytest.mark.store(SMALL)
 async def test_writers_are_never_refused_room_for_it(fs: Filesystem) -> None:
     data = await dataset(fs, 60)
@@ -228,6 +229,7 @@ async def test_a_window_that_cannot_be_kept_is_not_read_ahead(fs: Filesystem) ->
     await data.until(set(range(8)))
 
 
+@pytest.mark.sweep
 async def test_each_reader_has_its_own_files_brought(fs: Filesystem) -> None:
     data = await dataset(fs, 40)
     text = "seed=7,world=4,shares=4,rank="
@@ -464,6 +466,7 @@ async def test_a_daemon_that_dies_leaves_what_any_staging_leaves(directory: Path
             await trio.sleep(0.01)
 
 
+@pytest.mark.sweep
 async def test_each_host_fetches_its_own_share(scratch: Path) -> None:
     """And no more than that: all files are fetched once."""
     async with cluster_of(scratch / "s", SHAPE, ("a", "b")) as cluster:

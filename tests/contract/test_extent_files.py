@@ -37,6 +37,7 @@ def segments(seed: int, count: int = 40) -> list[Segment]:
     return shared.random_segments(random.Random(seed), POOL, count)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "level",
     [
@@ -83,6 +84,7 @@ async def test_seeking_tells_holes(fs: Filesystem) -> None:
     await fs.release(handle)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "in_place",
     [
@@ -110,6 +112,7 @@ async def test_a_file_is_changed_and_others_keep_its_chunks(fs, in_place):
     assert inode.blocks * 512 < len(data) - (1 << 20), "holes stay holes"
 
 
+@pytest.mark.sweep
 async def test_a_staged_copy_is_compared_by_extents(fs: Filesystem) -> None:
     big = Segment(random.Random(1).randbytes(LISTED - 1))
     rows = [Segment(b"x"), big, Segment(bytes(3 * LISTED)), *segments(3), big]

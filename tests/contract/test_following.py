@@ -596,6 +596,7 @@ WAITING: dict[str, Call] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", WAITING)
 async def test_waits_until_it_is_shown_and_has_happened_before(fs, other, name):
     inos = await _prepare(fs)
@@ -613,6 +614,7 @@ async def test_waits_until_it_is_shown_and_has_happened_before(fs, other, name):
     fs.forget(list(inos.values()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", WAITING)
 async def test_who_does_not_wait_any_longer_leaves_all_in_order(fs, other, name):
     inos = await _prepare(fs)

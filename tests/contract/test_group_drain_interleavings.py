@@ -15,6 +15,8 @@ from aifs.vfs.filesystem import Filesystem
 from tests.contract.test_group_drain import mounted, remove, write_file
 from tests.support.stores import read_file, rewrite
 
+pytestmark = pytest.mark.sweep
+
 CHUNK = 4096
 POLICIES = [Policy(), Policy(replicas=2), Policy(servers=(2,))]
 STEPS = range(1, 120, 8)

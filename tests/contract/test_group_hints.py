@@ -271,6 +271,7 @@ async def test_where_there_is_no_group(fs: Filesystem) -> None:
     assert await fs.listxattr(top) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("by", ["remove", "empty"])
 async def test_a_cancelled_group_leaves_its_files_to_the_usual_drain(fs, by):
     top = await group_in(fs, "ranks=2")
@@ -582,6 +583,7 @@ async def test_an_unmount_takes_nothing_from_who_is_storing(
         await durable(fs, top)
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"burst.drain_deadline": "1s"})
 async def test_the_deadline_does_not_wait_for_the_group(fs: Filesystem) -> None:
     top = await group_in(fs, "ranks=2")
@@ -765,6 +767,7 @@ async def test_who_begins_a_group_must_be_allowed_to_publish(fs: Filesystem) -> 
     assert (await durable(fs, top))["published"] is False
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_all_groups_of_who_begins_a_group_count_when_it_is_published(
     directory: Path, restarted: bool
@@ -829,6 +832,7 @@ async def test_a_directory_stays_pending_when_its_group_fails(directory: Path) -
 # --- from mount to mount --------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("commit", ["close", "explicit"])
 async def test_an_open_group_goes_on_after_a_mount(directory: Path, commit: str) -> None:
     data = os.urandom(SIZE)

@@ -54,6 +54,7 @@ async def commit(fs: Filesystem, ino: int, rank: int, file: bytes = b"") -> None
 # --- one size -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [b"1", b"\xff1"])
 async def test_files_that_are_closed_with_other_sizes_fail_the_group(
     directory: Path, name: bytes

@@ -96,6 +96,7 @@ def stored(extents: Sequence[Extent]) -> int:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("redundancy", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
     ("make", "level"), [(random_bytes, 0), (compressible, 3)], ids=["plain", "packed"]
@@ -218,6 +219,7 @@ class Chunks:
         return self.cache.peek(number, 4096) is not None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("lag", "most"), [(60, 1.0), (120, 1.0), (200, 2.0)])
 async def test_readers_who_drift_apart_have_chunks_fetched_once(lag, most):
     """An eighth of the budget is 32 chunks, a half 128."""

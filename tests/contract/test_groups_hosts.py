@@ -125,6 +125,7 @@ async def test_sizes_of_a_host_that_does_not_answer_at_once(scratch: Path, monke
         assert len(tries) == 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("last", [0, 1])
 async def test_what_a_group_publishes_is_whole_on_both_hosts(scratch: Path, last: int):
     async with two_hosts(scratch / "s") as hosts:
@@ -171,6 +172,7 @@ async def test_one_rank_commits_for_files_of_another_host(north, south):
     assert more not in await stores.numbers(south, b"w")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["named", "abandoned"])
 async def test_a_directory_is_pending_no_more_while_its_files_are_stored(
     cluster, north, south, monkeypatch, how
@@ -296,6 +298,7 @@ async def kept_no_more(fs: Filesystem) -> None:
         await trio.sleep(0.005)
 
 
+@pytest.mark.sweep
 async def test_what_both_hosts_have_is_stored_once_by_both(north, south):
     ino, there = await saved(north, south, SAME, MORE)
     told = await durable(north, ino)
@@ -459,6 +462,7 @@ async def test_a_rank_whose_host_dies_may_come_again_elsewhere(cluster, north):
                 await north.groups.wait(ino, 0, True, LIMIT_S)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["", "vfs.group.committed", "vfs.group.published"])
 async def test_the_host_that_sees_to_a_group_dies(scratch: Path, point: str):
     """Who has the role goes on with it."""

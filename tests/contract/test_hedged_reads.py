@@ -105,7 +105,7 @@ def fetched(servers: Servers) -> int:
     return sum(server.read_bytes for server in servers.values())
 
 
-@pytest.mark.sweep("behind")
+@pytest.mark.sweep
 @layouts
 @lags
 async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, behind):
@@ -146,6 +146,7 @@ async def test_what_a_slow_server_holds_is_told_once_for_all(
     assert fetched(servers) <= SIZE + MORE
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("behind", [[0], [0] * 8], ids=["one", "all"])
 async def test_hedges_that_wait_for_one_another_end_with_the_servers_they_wait_for(servers, behind):
     """Each of two columns would be needed to tell the other one."""

@@ -92,6 +92,7 @@ async def test_policies_are_inherited_and_keep_each_other(fs: Filesystem) -> Non
     assert (await fs.getattr(top)).policy is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -217,6 +218,7 @@ async def test_waiting_for_an_open_file_ends_with_the_time_out(fs: Filesystem) -
     assert await state(fs, ino) == "cached"
 
 
+@pytest.mark.sweep
 async def test_state_of_a_large_tree_does_not_hold_up_others(fs: Filesystem) -> None:
     top = await tree(fs, b"top")
     for number in range(1000):

@@ -185,6 +185,7 @@ def imagined(shape: tuple[int, int, int], seed: int, steps: int) -> tuple[list[E
     return one.events, bool(has_kernel)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_one_namespace_may_show_is_explained(
     shape: tuple[int, int, int], request: pytest.FixtureRequest

@@ -253,6 +253,7 @@ async def reading_past_us(
     return ino, reader
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_lent", [False, True])
 @pytest.mark.parametrize("is_clean", [False, True])
 async def test_what_programs_read_past_their_host_is_changed_there(

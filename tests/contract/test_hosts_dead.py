@@ -103,6 +103,7 @@ async def test_the_role_comes_with_the_death_of_its_holder(scratch: Path):
                 await trio.sleep(0.01)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.burst.entered", "vfs.stage.copied"])
 async def test_a_host_that_dies_while_it_takes_a_file_leaves_it_whole(cluster, north, point):
     """What north had is given up, and south dies on the way to change it."""

@@ -118,6 +118,7 @@ async def test_what_is_made_again_meanwhile_is_left_alone(cluster, north):
         assert await numbers_of(north, b"g") == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.collect.erased", "vfs.collect.deleted"])
 async def test_a_home_that_dies_while_it_collects_goes_on(cluster, north, point):
     with pytest.raises(SimulatedCrash):

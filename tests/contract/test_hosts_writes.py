@@ -112,6 +112,7 @@ async def test_a_file_on_data_servers_has_a_home_while_it_is_open_for_writing(no
         assert await read_file(fs, ino) == b"written" + DATA[7:] + b"southnorth" * 5
 
 
+@pytest.mark.sweep
 async def test_what_two_hosts_write_to_a_tiny_file_is_all_there(north, south, monkeypatch):
     ino = await write_file(north, b"log", b"begin ")
     assert (await north.getattr(ino)).data == b"begin "

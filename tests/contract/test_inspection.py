@@ -96,6 +96,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(servers, layout, size):
     assert await inspect(servers, layout, b"", size) == ([], [])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
 async def test_every_flip_is_found_and_told_right(servers: Servers, layout: Striped) -> None:
     """In any column and any place, as many at a time as can be told."""
@@ -121,6 +122,7 @@ async def test_every_flip_is_found_and_told_right(servers: Servers, layout: Stri
             flip(path_of(servers, layout, column), offset)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", PROTECTED, ids=name)
 async def test_objects_that_are_missing_short_or_long(servers: Servers, layout: Striped) -> None:
     data = await write(servers, layout)

@@ -240,6 +240,7 @@ async def test_run_works_in_the_background_while_the_store_changes(engine):
     assert await engine.view(everything) == expected
 
 
+@pytest.mark.sweep
 async def test_reads_are_right_between_the_lmdb_transactions_of_one_commit(tmp_path):
     """LMDB reuses pages that only snapshots before the newest hold, so nobody may read through such
     a one.

@@ -317,6 +317,7 @@ async def test_what_has_lost_its_mirror_is_drained(two: Hosts) -> None:
     await two.begin("south")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["hosts.mirror.copied", "hosts.mirror.kept"])
 async def test_a_mirror_host_that_dies_while_it_copies(two: Hosts, point: str, caplog) -> None:
     north, south = await two.begin("north"), await two.begin("south")

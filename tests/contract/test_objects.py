@@ -127,6 +127,7 @@ async def use(servers: Servers, layout: Striped, plan: list[tuple[str, int, int]
     assert lengths(servers, layout) == [None] * len(layout.servers)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("parent", [MEMORY, None], ids=["memory", "disk"])
 @pytest.mark.parametrize("threaded", [False, True], ids=["free", "hooked"])
 @settings(max_examples=25, deadline=None)

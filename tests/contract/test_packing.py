@@ -58,6 +58,7 @@ async def form_of(fs: Filesystem, size: int, policy: Policy) -> object:
     return (await fs.getattr(ino)).layout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("pack_below", "policy", "size", "expected"),
     [
@@ -148,6 +149,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     BUCKETS.clear()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("memory")
 async def test_small_files_go_beside_containers_where_only_those_servers_have_room_that_cannot_grow(
     directory: Path,
@@ -205,6 +207,7 @@ def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None
         assert [candidate.id for candidate in servers.candidates()] == [0, 1, 2]
 
 
+@pytest.mark.sweep
 async def test_files_that_find_no_room_keep_no_memory_from_others(directory: Path) -> None:
     """A batch of files once waited for ever for memory that the frames of its errors held."""
     settings = modes.WAITING | modes.STRIPED | {"memory.budget": "64MiB"}

@@ -109,6 +109,7 @@ async def test_calls_go_both_ways(two: Two) -> None:
         assert (two.a.connected, two.b.connected) == ({"b": 2}, {"a": 1})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("length", [0, 1, 100_000, 5_000_001, transport.MAX_BODY])
 async def test_bytes_come_from_a_file_into_a_buffer(two: Two, tmp_path: Path, length: int) -> None:
     path, content = tmp_path / "file", os.urandom(length + 3)
@@ -360,6 +361,7 @@ async def test_strangers_are_named_once_and_told_nothing(
     assert len(lines) == 2
 
 
+@pytest.mark.sweep
 async def test_silent_strangers_keep_no_host_out(two: Two) -> None:
     """As many as may wait did, for 3 s each, with more behind them."""
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
@@ -456,6 +458,7 @@ async def test_a_request_that_comes_twice_is_carried_out_once(two: Two) -> None:
             assert answer.value == expected
 
 
+@pytest.mark.sweep
 @given(fates=st.lists(st.sampled_from(["pass", "drop", "twice", "later"]), min_size=1, max_size=30))
 @settings(max_examples=30)
 async def test_what_is_pushed_may_be_lost_doubled_and_late(fates: list[str]) -> None:

@@ -291,6 +291,7 @@ async def test_a_commit_makes_its_files_durable(fs: Filesystem) -> None:
     assert await marks(fs) == {elsewhere}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrong", ["missing", "short", "directory"])
 async def test_a_file_that_is_not_what_was_committed_holds_up_the_publish(fs, wrong):
     ino = await pending(fs, b"tmp")

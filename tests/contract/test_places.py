@@ -28,6 +28,7 @@ async def placed(fs: Filesystem, directory: int) -> tuple[int, dict[int, tuple[i
             return answers, found
 
 
+@pytest.mark.sweep
 @pytest.mark.store(servers=2)
 async def test_all_files_of_a_directory_are_told_in_few_answers(fs: Filesystem) -> None:
     parent = (await fs.mkdir(ROOT, b"images", 0o755, OWNER)).ino

@@ -146,6 +146,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sweep
 @layouts
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 async def test_objects_that_lack_bytes_are_read_around_and_told_of(servers, layout, damage) -> None:
@@ -177,6 +178,7 @@ async def test_columns_that_must_not_be_read_are_not(servers: Servers, layout: S
             await require_all(objects)
 
 
+@pytest.mark.sweep
 @layouts
 async def test_servers_that_fail_are_read_around(servers: Servers, layout: Striped) -> None:
     for lost in losses(layout):
@@ -208,6 +210,7 @@ async def test_too_many_lost_columns_are_an_error(servers: Servers, layout: Stri
     await quiet(servers)
 
 
+@pytest.mark.sweep
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(LAYOUTS.values())), st.integers(1, 200_000), st.data())
 def test_random_reads_with_random_losses(layout: Striped, size: int, choice: st.DataObject) -> None:
@@ -408,6 +411,7 @@ def test_errors_are_those_of_the_filesystem() -> None:
     assert issubclass(NoSpace, FsError)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [LAYOUTS["3+2"], LAYOUTS["4+2"]], ids=["3+2", "4+2"])
 @pytest.mark.parametrize("step", [64 << 10, 100_000, 1 << 20])
 async def test_a_stream_reads_each_byte_of_a_degraded_file_once(servers, monkeypatch, layout, step):

@@ -81,6 +81,7 @@ async def check(made: Shelf, files: dict[int, bytes] = FILES) -> None:
         await settle(made)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("harm", [os.unlink, empty, cut, flip])
 async def test_any_servers_may_be_lost(scratch, redundancy, harm):
     verify = harm is flip
@@ -153,6 +154,7 @@ async def test_degraded_columns_are_not_read(scratch, redundancy):
 # --- appending ---
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("op", ["open_file", "write_at", "sync_file", "sync_dir"])
 async def test_a_column_that_fails_while_appending(scratch, redundancy, op, number):
@@ -210,6 +212,7 @@ async def test_when_too_many_fail_nothing_counts(scratch, redundancy):
         await check(made, {10: content(10, 200_000)} | FILES)
 
 
+@pytest.mark.sweep
 async def test_cancelled_between_stripes(scratch, redundancy):
     with enough(scratch, redundancy) as servers, shelf(servers, scratch, True, redundancy) as made:
         await made.store(FILES, 65536)
@@ -224,6 +227,7 @@ async def test_cancelled_between_stripes(scratch, redundancy):
         await check(made, FILES | big)
 
 
+@pytest.mark.sweep
 async def test_several_stripes_share_rows(scratch):
     """The end of an append is filled up to a row, not the end of each stripe."""
     redundancy = KINDS["2+1"]

@@ -440,6 +440,7 @@ async def test_a_file_that_stays_open_fails_the_publish(
 # --- what has been synced by programs -------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("later", ["nothing", "write", "mapping"])
 async def test_a_file_that_was_synced_before_it_was_closed_is_in_order(
     directory: Path, later: str

@@ -402,6 +402,7 @@ async def test_root_sets_and_readers_see(fs: Filesystem) -> None:
         await fs.getxattr(hidden, b"user.aifs.quota", OWNER)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "text", ["", "size", "size=1XB", "files=-1", "files=1.5", "room=1", "size=none"]
 )

@@ -121,6 +121,7 @@ async def wait_whole(fs: Filesystem, oid: int) -> None:
         await trio.sleep(0.01)
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"burst.stage_for_write": "4KiB"})
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
 async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(fs, text):
@@ -134,6 +135,7 @@ async def test_a_protected_file_is_changed_in_the_burst_tier_whatever_its_size(f
     assert await read_file(fs, ino) == DATA[:70_000] + b"new" + DATA[70_003:]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("text", ["replicas=2", "ec=2+1"])
 async def test_without_room_there_it_is_restriped_and_protected_again(fs, text):
     parent = await tree(fs, b"d", text)

@@ -31,6 +31,7 @@ from tests.support.replicas import (
 from tests.support.replicas import cluster as cluster
 
 
+@pytest.mark.sweep
 @postgres.BOTH
 async def test_what_one_host_commits_another_one_finds(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
@@ -43,6 +44,7 @@ async def test_what_one_host_commits_another_one_finds(cluster):
     assert await everything(b) == {b"k": b"1"}
 
 
+@pytest.mark.sweep
 async def test_a_conflict_runs_the_function_again_on_what_others_have_done(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
 
@@ -55,6 +57,7 @@ async def test_a_conflict_runs_the_function_again_on_what_others_have_done(clust
     assert found == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.sweep
 async def test_adds_and_patches_of_two_hosts_do_not_conflict(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     await a.transact(put, b"k", b"0123456789")
@@ -81,6 +84,7 @@ async def test_adds_and_patches_of_two_hosts_do_not_conflict(cluster):
     assert await b.view(get, b"k") == b"Changed 89"
 
 
+@pytest.mark.sweep
 async def test_a_range_conflicts_as_far_as_it_was_read(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     for number in range(0, 10, 2):
@@ -108,6 +112,7 @@ async def test_a_range_conflicts_as_far_as_it_was_read(cluster):
 # --- names ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 async def test_one_name_is_made_once(cluster):
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
@@ -116,6 +121,7 @@ async def test_one_name_is_made_once(cluster):
     assert (await b.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
 
 
+@pytest.mark.sweep
 async def test_names_in_one_directory_do_not_conflict(cluster):
     a, b = await two_with_root(cluster)
     runs = []
@@ -135,6 +141,7 @@ async def test_names_in_one_directory_do_not_conflict(cluster):
     assert await b.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 20
 
 
+@pytest.mark.sweep
 async def test_a_directory_is_removed_or_gets_a_name_but_not_both(cluster):
     a, b = await two_with_root(cluster)
     await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
@@ -148,6 +155,7 @@ async def test_a_directory_is_removed_or_gets_a_name_but_not_both(cluster):
         await b.transact(namespace.rmdir, ROOT_INO, b"e", 6)
 
 
+@pytest.mark.sweep
 async def test_a_rename_and_an_unlink_of_one_name_count_one_after_the_other(cluster):
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
@@ -218,6 +226,7 @@ async def test_a_transaction_is_cancelled_before_it_is_sent_or_not_at_all(cluste
     assert len(done) + len(cancelled) == 80 and cancelled
 
 
+@pytest.mark.sweep
 async def test_who_waits_behind_a_commit_that_fails_is_told(cluster):
     a = await cluster.join("a")
     told: list[int] = []
@@ -235,6 +244,7 @@ async def test_who_waits_behind_a_commit_that_fails_is_told(cluster):
     cluster.kill("a")
 
 
+@pytest.mark.sweep
 async def test_what_a_transaction_without_changes_has_read_is_older_than_what_is_read_later(
     cluster,
 ):
@@ -249,6 +259,7 @@ async def test_what_a_transaction_without_changes_has_read_is_older_than_what_is
     await a.barrier()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 async def test_the_isolation_that_a_database_has_by_default_does_not_matter(
     cluster, database, level

@@ -37,6 +37,7 @@ async def in_database(cluster: Cluster, key: bytes) -> bool:
     return key in await cluster.everything()
 
 
+@pytest.mark.sweep
 async def test_names_in_a_directory_of_ones_own_wait_for_no_commit(cluster):
     a, b = await two_with_root(cluster)
     await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
@@ -58,6 +59,7 @@ async def test_names_in_a_directory_of_ones_own_wait_for_no_commit(cluster):
     assert not cluster.exchange.recalls, "views recall nothing"
 
 
+@pytest.mark.sweep
 async def test_what_is_ahead_is_shipped_soon_and_shown_when_that_is_waited_for(cluster):
     a, b = await two_with_root(cluster)
     b.follow(lambda writes: b.note_shown(b.seq))
@@ -71,6 +73,7 @@ async def test_what_is_ahead_is_shipped_soon_and_shown_when_that_is_waited_for(c
             await b.view(namespace.lookup, ROOT_INO, b"f")
 
 
+@pytest.mark.sweep
 async def test_who_changes_names_in_anothers_directory_has_it_given_up(cluster, monkeypatch):
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
@@ -90,6 +93,7 @@ async def test_who_changes_names_in_anothers_directory_has_it_given_up(cluster, 
     assert not has(b, ROOT_INO) and len(cluster.exchange.recalls) == 2
 
 
+@pytest.mark.sweep
 async def test_a_directory_is_removed_or_gets_a_name_that_is_ahead_but_not_both(cluster):
     a, b = await two_with_root(cluster)
     await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
@@ -105,6 +109,7 @@ async def test_a_directory_is_removed_or_gets_a_name_that_is_ahead_but_not_both(
     assert not has(a, 11) and not await in_database(cluster, keys.delegation(11))
 
 
+@pytest.mark.sweep
 async def test_attributes_of_a_file_that_is_ahead_are_changed_by_one_host(cluster):
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
@@ -121,6 +126,7 @@ async def test_attributes_of_a_file_that_is_ahead_are_changed_by_one_host(cluste
     assert changed.mode == 0o100600
 
 
+@pytest.mark.sweep
 async def test_adds_ahead_count_over_those_of_others(cluster):
     a, b = await two_with_root(cluster)
     told: list[int] = []
@@ -137,6 +143,7 @@ async def test_adds_ahead_count_over_those_of_others(cluster):
     assert await b.view(lambda tx: tx.counter(count)) == 8
 
 
+@pytest.mark.sweep
 async def test_a_host_has_so_many_delegations_and_so_much_ahead(cluster, monkeypatch):
     monkeypatch.setattr(held, "MAX_DELEGATIONS", 4)
     a, _ = await two_with_root(cluster)
@@ -153,6 +160,7 @@ async def test_a_host_has_so_many_delegations_and_so_much_ahead(cluster, monkeyp
     assert a.session.cursor >= rows + 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "point", [replicated.AHEAD, replicated.BEFORE_COMMIT, replicated.COMMITTED]
 )
@@ -175,6 +183,7 @@ async def test_a_host_that_dies_with_changes_ahead_ships_them_when_it_is_back(
     assert await a.view(lambda tx: tx.counter(keys.COUNTER_INODES)) == 7
 
 
+@pytest.mark.sweep
 async def test_a_replica_that_a_power_cut_sets_back_ships_nothing_twice(cluster, tmp_path):
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
@@ -219,6 +228,7 @@ async def test_a_directory_of_a_host_that_has_died_is_taken_and_what_is_lost_is_
     await create(a, b"lost", 13)
 
 
+@pytest.mark.sweep
 async def test_what_changes_something_once_others_have_is_not_lost(cluster):
     """What is ahead is shipped first, by which rows of others are applied."""
     a, b = await two_with_root(cluster)
@@ -236,6 +246,7 @@ async def test_what_changes_something_once_others_have_is_not_lost(cluster):
     assert await b.view(get, b"k") is None
 
 
+@pytest.mark.sweep
 async def test_a_directory_that_was_made_and_removed_ahead_loses_nothing(cluster):
     a, _ = await two_with_root(cluster)
     await a.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
@@ -295,6 +306,7 @@ async def test_a_replica_that_has_what_is_lost_is_never_gone_on_with(cluster, po
     assert await a.view(lambda tx: tx.counter(b"n")) == 1
 
 
+@pytest.mark.sweep
 async def test_who_comes_back_ships_what_it_has_only_added_to(cluster):
     a, b = await two_with_root(cluster)
     await a.barrier()
@@ -313,6 +325,7 @@ async def test_who_comes_back_ships_what_it_has_only_added_to(cluster):
     assert await a.view(lambda tx: tx.counter(b"n")) == 1
 
 
+@pytest.mark.sweep
 async def test_who_comes_back_does_not_conflict_with_what_others_are_granted(cluster, monkeypatch):
     a, b = await two_with_root(cluster)
     await b.transact(namespace.create, ROOT_INO, b"d", new(10, 0o040755))
@@ -359,6 +372,7 @@ async def test_nobody_waits_for_the_delegations_of_who_copies_the_map(
         await cluster.join("a")
 
 
+@pytest.mark.sweep
 async def test_a_host_that_dies_when_it_has_given_a_directory_up_holds_up_nobody(
     cluster, monkeypatch
 ):
@@ -390,6 +404,7 @@ async def test_who_is_fenced_tells_what_is_not_in_the_database(cluster, caplog):
     assert (await a.view(namespace.lookup, ROOT_INO, b"f")).ino == 10
 
 
+@pytest.mark.sweep
 async def test_a_recall_that_fails_is_asked_for_again(cluster, monkeypatch):
     monkeypatch.setattr(replicated, "ASK_AGAIN_S", 0.0)
     a, b = await two_with_root(cluster)

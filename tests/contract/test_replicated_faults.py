@@ -21,6 +21,7 @@ from tests.support.replicas import END_OTHERS, caught_up, delete, get, put, runn
 from tests.support.replicas import cluster as cluster
 
 
+@pytest.mark.sweep
 async def test_an_answer_that_is_lost_counts_once(cluster, monkeypatch):
     a, b = await cluster.join("a"), await cluster.join("b")
     ask, lost = db.Connection.ask, []
@@ -42,6 +43,7 @@ async def test_an_answer_that_is_lost_counts_once(cluster, monkeypatch):
     assert await a.view(lambda tx: tx.counter(b"n")) == 3
 
 
+@pytest.mark.sweep
 async def test_an_answer_to_begin_that_is_lost_takes_no_name(cluster, monkeypatch):
     ask, lost = db.Connection.ask, []
 
@@ -85,6 +87,7 @@ async def test_a_database_that_takes_no_changes_is_connected_anew(cluster, datab
     primary.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("servers", ["gone.invalid:1,{0}", "{0},gone.invalid:1"])
 async def test_a_server_whose_name_is_not_known_is_passed_over(database, servers):
     good = database.conninfo.rpartition("@")[2].partition("/")[0]
@@ -115,6 +118,7 @@ async def test_a_server_that_does_not_answer_is_left_for_the_next_one(database, 
     named.close()
 
 
+@pytest.mark.sweep
 async def test_who_has_lost_a_server_tries_the_next_one_first(database):
     database.make_store()
     good = database.conninfo.rpartition("@")[2].partition("/")[0]
@@ -133,6 +137,7 @@ async def test_who_has_lost_a_server_tries_the_next_one_first(database):
     named.close()
 
 
+@pytest.mark.sweep
 async def test_who_gives_a_connection_up_leaves_nobody_in_the_database(cluster):
     given_up, other = [await cluster.database.connect() for _ in range(2)]
     pid = await given_up.value("select pg_backend_pid()")
@@ -149,6 +154,7 @@ async def test_who_gives_a_connection_up_leaves_nobody_in_the_database(cluster):
     other.close()
 
 
+@pytest.mark.sweep
 async def test_who_copies_the_map_does_not_have_the_role(cluster, monkeypatch):
     copy_pairs, begun, gate = db.Connection.copy_pairs, trio.Event(), trio.Event()
 
@@ -230,6 +236,7 @@ async def test_a_database_that_is_older_than_a_replica_is_not_followed(cluster, 
         await cluster.join(name)
 
 
+@pytest.mark.sweep
 async def test_nothing_is_trimmed_before_hosts_have_put_back_what_is_lost(cluster):
     a = await cluster.join("a")
     for number in range(5):
@@ -298,6 +305,7 @@ async def test_a_host_that_has_what_nobody_can_put_back_does_not_go_on(
     assert await a.view(get, b"k4") is None
 
 
+@pytest.mark.sweep
 async def test_a_commit_that_a_crash_takes_while_rows_before_it_are_fetched_is_made_anew(
     cluster, monkeypatch
 ):
@@ -326,6 +334,7 @@ async def test_a_commit_that_a_crash_takes_while_rows_before_it_are_fetched_is_m
     assert (await cluster.everything())[b"mine"] == b"1"
 
 
+@pytest.mark.sweep
 async def test_catching_up_ends_where_the_feed_ends(cluster):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"1")
@@ -333,6 +342,7 @@ async def test_catching_up_ends_where_the_feed_ends(cluster):
     assert a.session.cursor == 1
 
 
+@pytest.mark.sweep
 async def test_a_database_that_is_away_while_it_recovers_ends_no_session(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     await cluster.script("truncate aifs.head")

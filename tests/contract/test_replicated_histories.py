@@ -20,6 +20,8 @@ from tests.support.memory_engine import MemoryEngine
 from tests.support.replicas import HIGH, LOW, caught_up, has, new, put
 from tests.support.replicas import cluster as cluster
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_histories_of_three_hosts_are_serializable(cluster, seed):

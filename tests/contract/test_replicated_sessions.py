@@ -18,6 +18,7 @@ from tests.support.replicas import caught_up, get, put, running
 from tests.support.replicas import cluster as cluster
 
 
+@pytest.mark.sweep
 async def test_of_sessions_that_have_ended_one_is_kept_for_each_name(cluster):
     hosts = []
     for _ in range(4):
@@ -29,6 +30,7 @@ async def test_of_sessions_that_have_ended_one_is_kept_for_each_name(cluster):
     assert await cluster.value(kept) == "5 6 7 8"
 
 
+@pytest.mark.sweep
 async def test_looks_at_sessions_do_not_see_those_that_have_ended(cluster):
     await cluster.script(
         "insert into aifs.session (asking, name, host, address, lease_end, cursor, ended)"
@@ -43,6 +45,7 @@ async def test_looks_at_sessions_do_not_see_those_that_have_ended(cluster):
         assert "session_live" in plan, plan
 
 
+@pytest.mark.sweep
 async def test_who_has_lost_its_session_changes_nothing(cluster):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"1")
@@ -57,6 +60,7 @@ async def test_who_has_lost_its_session_changes_nothing(cluster):
     assert (a.host, a.session.number) == (1, 2)
 
 
+@pytest.mark.sweep
 async def test_who_is_silent_for_too_long_waits_until_it_is_sure_again(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     await a.transact(put, b"k", b"1")
@@ -70,6 +74,7 @@ async def test_who_is_silent_for_too_long_waits_until_it_is_sure_again(cluster):
     await caught_up(a)
 
 
+@pytest.mark.sweep
 async def test_who_beats_late_hears_of_what_was_committed_until_the_beat_counts(
     cluster, monkeypatch
 ):
@@ -90,6 +95,7 @@ async def test_who_beats_late_hears_of_what_was_committed_until_the_beat_counts(
     assert await b.view(get, b"k") == b"2" and late
 
 
+@pytest.mark.sweep
 async def test_a_session_whose_lease_is_over_is_ended_by_another_host(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     await cluster.script("update aifs.session set steady = '-infinity'")
@@ -101,6 +107,7 @@ async def test_a_session_whose_lease_is_over_is_ended_by_another_host(cluster):
     cluster.kill("b")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "state",
     [
@@ -121,6 +128,7 @@ async def test_nobodys_session_ends_because_the_database_was_away(cluster, state
     assert len(await a.session.live()) == 2
 
 
+@pytest.mark.sweep
 async def test_a_host_is_steady_while_its_beats_are_less_than_half_a_lease_apart(cluster):
     a = await cluster.join("a")
     for seconds, keeps in ((4, True), (6, False)):
@@ -133,6 +141,7 @@ async def test_a_host_is_steady_while_its_beats_are_less_than_half_a_lease_apart
         assert (await cluster.value("select steady from aifs.session") == before) is keeps
 
 
+@pytest.mark.sweep
 async def test_who_is_silent_is_not_asked_twice_nor_while_the_database_recovers(
     cluster, monkeypatch
 ):
@@ -159,6 +168,7 @@ async def test_who_is_silent_is_not_asked_twice_nor_while_the_database_recovers(
     await b.session.beat()
 
 
+@pytest.mark.sweep
 async def test_a_name_is_taken_over_when_its_host_was_silent_all_through_a_lease(
     cluster, monkeypatch, tmp_path
 ):
@@ -218,6 +228,7 @@ async def test_nobody_waits_for_a_host_whose_replica_takes_no_changes(cluster, m
     caplog.clear()
 
 
+@pytest.mark.sweep
 async def test_it_is_told_until_when_a_host_is_sure(cluster):
     a = await cluster.join("a")
     told: list[float] = []
@@ -233,6 +244,7 @@ async def test_it_is_told_until_when_a_host_is_sure(cluster):
     assert a.session.sure_until_s == told[-1] > 0.0
 
 
+@pytest.mark.sweep
 async def test_two_hosts_of_one_name_are_refused_but_not_one_that_comes_back(cluster, tmp_path):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"1")
@@ -246,6 +258,7 @@ async def test_two_hosts_of_one_name_are_refused_but_not_one_that_comes_back(clu
     assert await a.view(get, b"k") == b"1"
 
 
+@pytest.mark.sweep
 async def test_shown_waits_for_the_followers_of_others(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")
     told: list[tuple[int, dict]] = []
@@ -279,6 +292,7 @@ class Written(Exchange):
         self.rows.append(row)
 
 
+@pytest.mark.sweep
 async def test_rows_that_are_pushed_out_of_order_are_applied_in_order(cluster):
     rows = []
     a, b = await cluster.join("a", exchange=Written(rows)), await cluster.join("b")

@@ -197,6 +197,7 @@ async def test_what_is_read_ahead_is_recorded_if_the_job_opens_it(fs: Filesystem
     assert [(file.ino, file.runs) for file in found.files] == [(used, ((0, 1), (2, 1)))]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reader", [AHEAD, 0])
 @pytest.mark.parametrize("size", [5000, 2 * BLOCK])
 async def test_opens_are_heard_of_while_a_start_is_recorded(

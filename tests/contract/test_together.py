@@ -92,6 +92,7 @@ async def three(directory: Path) -> AsyncIterator[Readers]:
         yield three
 
 
+@pytest.mark.sweep
 async def test_each_mib_is_fetched_once_and_passed_on(three: Readers) -> None:
     await three.open(0, 1, 2)
     before = three.fetched
@@ -102,6 +103,7 @@ async def test_each_mib_is_fetched_once_and_passed_on(three: Readers) -> None:
     assert min(given) > 0
 
 
+@pytest.mark.sweep
 async def test_who_comes_later_gets_what_others_have_read(three: Readers) -> None:
     await three.open(0)
     await three.read(0)
@@ -125,6 +127,7 @@ async def test_the_share_of_a_host_that_has_ended_is_fetched_once(three: Readers
     assert three.fetched <= len(DATA) + 2 * HASHED  # what that one alone had
 
 
+@pytest.mark.sweep
 async def test_a_lone_reader_asks_nobody(three: Readers) -> None:
     await three.open(0)
     await three.read_all()
@@ -154,6 +157,7 @@ async def test_hosts_that_have_gone_are_done_without(three: Readers) -> None:
     three.cluster.silent.clear()
 
 
+@pytest.mark.sweep
 async def test_files_that_are_written_in_place_are_read_from_servers(three: Readers) -> None:
     await overwrite(three.hosts[0], three.ino, 5, DATA[5:6])
     await three.open(0, 1, 2)

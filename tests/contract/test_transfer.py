@@ -84,6 +84,7 @@ def digests(data: bytes) -> bytes:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 async def test_there_and_back(servers, layout):
     mover = make_mover()
@@ -104,6 +105,7 @@ async def test_there_and_back(servers, layout):
             used.close()
 
 
+@pytest.mark.sweep
 async def test_holes_stay_holes(servers):
     mover, size, layout = make_mover(), 40 * MIB + 5, Striped(MIB, (0, 1, 2))
     data = bytearray(size)
@@ -126,6 +128,7 @@ async def test_holes_stay_holes(servers):
         used.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("after", range(5))
 async def test_cancelled_between_pieces(servers, after):
     mover, copy = make_mover(), make_copy(servers)
@@ -160,6 +163,7 @@ async def test_the_task_is_cancelled(servers):
     copy.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["write_at", "sync_file", "open_file", "truncate"])
 async def test_a_server_that_fails(servers, op):
     mover, copy = make_mover(), make_copy(servers)
@@ -208,6 +212,7 @@ async def test_a_copy_that_is_shorter_than_it_was(servers):
     copy.close()
 
 
+@pytest.mark.sweep
 async def test_memory_stays_within_the_budget(servers):
     budget = Budget(2 * PIECE)
     mover = Mover(budget, Limiter(0), "best-effort")

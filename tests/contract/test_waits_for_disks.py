@@ -72,6 +72,7 @@ async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journ
     assert not await is_marked(fs, ino) and ino not in fs.io.table.unsynced
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [0, 100, SIZE])
 async def test_what_is_in_order_waits_for_the_journal_alone(fs: Filesystem, size: int) -> None:
     await make(fs, b"file", size=size)

@@ -49,6 +49,7 @@ def objects() -> int:
     return sum(len(bucket.objects) for bucket in BUCKETS.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "protected", [{}, modes.REPLICAS, modes.CODED], ids=["plain", "replicas", "coded"]
 )
@@ -185,6 +186,7 @@ async def test_what_changes_outside_of_it_goes_where_objects_can_change(fs: File
     assert await read_file(fs, other) == data
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("spoil", ["missing", "short", "wrong"])
 @pytest.mark.parametrize(
     ("protected", "count"), [(modes.REPLICAS, 2), (modes.CODED, 3)], ids=["replicas", "coded"]

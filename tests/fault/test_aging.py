@@ -131,6 +131,7 @@ async def test_a_file_that_changes_meanwhile_keeps_what_was_written(fs, kind):
     assert await read_file(fs, old) == b"new" + DATA[3:]
 
 
+@pytest.mark.sweep
 @every_kind
 async def test_a_crash_leaves_the_file_whole_and_the_next_pass_moves_it(
     scratch: Path, kind: str

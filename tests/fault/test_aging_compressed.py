@@ -40,6 +40,7 @@ async def is_compressed(fs: Filesystem, ino: int) -> bool:
     return (await info_of(fs, ino))["form"] == "interleaved"
 
 
+@pytest.mark.sweep
 @every_kind
 async def test_old_files_are_kept_compressed_in_the_class(scratch: Path, kind: str) -> None:
     config = await make(scratch, KINDS[kind])
@@ -65,6 +66,7 @@ async def test_old_files_are_kept_compressed_in_the_class(scratch: Path, kind: s
         assert await read_file(fs, old) == DATA
 
 
+@pytest.mark.sweep
 async def test_without_a_class_files_are_compressed_where_they_are(fs: Filesystem) -> None:
     top = (await fs.mkdir(ROOT_INO, b"top", 0o755, ROOT)).ino
     cold = await old_file(fs, "cold", data=DATA)
@@ -86,6 +88,7 @@ async def test_what_does_not_get_smaller_is_stored_as_it_is(fs: Filesystem) -> N
     assert await read_file(fs, old) == NOISE
 
 
+@pytest.mark.sweep
 @pytest.mark.store(KINDS["replicas"])
 async def test_a_compressed_file_that_is_changed_is_an_ordinary_one_again(fs: Filesystem) -> None:
     changed = await old_file(fs, "changed", data=DATA)
@@ -104,6 +107,7 @@ async def test_a_compressed_file_that_is_changed_is_an_ordinary_one_again(fs: Fi
     assert await read_file(fs, clone) == DATA
 
 
+@pytest.mark.sweep
 @pytest.mark.store(KINDS["coded"])
 async def test_a_file_that_changes_while_it_is_compressed_keeps_what_was_written(fs):
     old = await old_file(fs, "old", data=DATA)
@@ -122,6 +126,7 @@ async def test_a_file_that_changes_while_it_is_compressed_keeps_what_was_written
     assert await read_file(fs, old) == b"new" + DATA[3:]
 
 
+@pytest.mark.sweep
 @every_kind
 async def test_a_crash_leaves_the_file_whole_and_the_next_pass_compresses_it(
     scratch: Path, kind: str
@@ -160,6 +165,7 @@ async def test_a_full_class_leaves_the_file_and_takes_nothing(
     assert await read_file(fs, old) == DATA
 
 
+@pytest.mark.sweep
 async def test_bytes_that_nobody_can_tell_stay_where_they_are(fs: Filesystem) -> None:
     old = await old_file(fs, "old", data=DATA)
     inode = await fs.getattr(old)
@@ -183,6 +189,7 @@ async def test_protection_is_never_less_than_before(fs: Filesystem) -> None:
     assert "3 data servers" in fs.aging.status()["reason"]
 
 
+@pytest.mark.sweep
 async def test_a_long_list_is_recorded_beforehand(fs, monkeypatch):
     monkeypatch.setattr(transitions, "LISTED_AT_ONCE", 1)
     changed = await old_file(fs, "changed", data=DATA)
@@ -215,6 +222,7 @@ async def test_what_is_mostly_holes_moves_as_it_is(fs, monkeypatch):
     assert await read_file(fs, old) == bytes(40 * CHUNK) + b"end"
 
 
+@pytest.mark.sweep
 async def test_what_is_compressed_stays_in_its_class(fs: Filesystem) -> None:
     old = await old_file(fs, "old", data=DATA)
     await rule(fs, ROOT_INO, "30d:cold,compress=zstd")

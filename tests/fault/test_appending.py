@@ -101,6 +101,7 @@ async def copied(fs: Filesystem, level: int = 0) -> FileSource:
     return FileSource(ino, await fs.ids.take(), len(DATA), copy, Interleaved(CHUNK), level)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_chunks_of_all_kinds(directory: Path, kind: str, where: str) -> None:
@@ -141,6 +142,7 @@ async def test_chunks_of_all_kinds(directory: Path, kind: str, where: str) -> No
         ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 async def test_chunks_whose_bytes_are_in_objects(directory: Path, where: str) -> None:
     data = b"ab" * MIB + os.urandom(MIB) + b"cd" * 1000

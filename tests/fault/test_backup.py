@@ -199,7 +199,7 @@ async def look(source: Path) -> dict:
         return await read_tree(kernel)
 
 
-@pytest.mark.sweep("mode")
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_backed_up_comes_back(scratch: Path, mode: str) -> None:
     for seed in range(2):
@@ -287,6 +287,7 @@ def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPa
     use(source, run)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lost", ["clone after it", "changed after it", "removed after it"])
 @pytest.mark.parametrize("mode", ["striped", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_clones_come_back_with_the_bytes_that_they_share(
@@ -342,6 +343,7 @@ def test_clones_come_back_with_the_bytes_that_they_share(
     assert not check(modes.config_of(source), repair=False, deep=True).findings
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", ["drained before", "made after", "undrained in it"])
 def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -423,6 +425,7 @@ def test_deletions_where_no_backup_can_be_made(
     assert len(list(states(find(modes.config_of(empty), "")[1]))) == 1
 
 
+@pytest.mark.sweep
 def test_bases_take_the_place_of_increments(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers hold two bases, what came after them, and nothing that a crash has left; each on
     two servers.
@@ -487,6 +490,7 @@ def numbers(source: Path) -> list[int]:
     return sorted(name.seq for name in found if name.seq is not None)
 
 
+@pytest.mark.sweep
 def test_a_damaged_copy_is_passed_over(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     lose_metadata(source)
     for copies in segments(source).values():
@@ -531,6 +535,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_newest_base_falls_back_to_the_generation_before(
     generations: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -567,6 +572,7 @@ def test_a_damaged_newest_increment_leaves_the_state_before(
     assert b"c2" in use(generations, names_of)
 
 
+@pytest.mark.sweep
 def test_one_server_with_whole_copies_is_enough(
     generations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -579,6 +585,7 @@ def test_one_server_with_whole_copies_is_enough(
     assert b"d" in use(generations, names_of)
 
 
+@pytest.mark.sweep
 def test_a_lost_increment_ends_the_chain(source: Path) -> None:
     lose_metadata(source)
     newest = sorted(
@@ -594,6 +601,7 @@ def test_a_lost_increment_ends_the_chain(source: Path) -> None:
     assert use(source, names_of) == [b"a", b"b"]
 
 
+@pytest.mark.sweep
 def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
     first, second, *_ = numbers(source)
     back_up(modes.config_of(source), str(scratch / "copy"))
@@ -611,6 +619,7 @@ def test_an_older_state_and_a_directory(source: Path, scratch: Path) -> None:
     assert use(source, names_of) == [b"a", b"b"]
 
 
+@pytest.mark.sweep
 def test_backups_go_on_after_a_restore(source: Path) -> None:
     """Their numbers are beyond all that were used, so the newest is the newest; and so are ids."""
     base, old = min(numbers(source)), max(numbers(source))
@@ -791,6 +800,7 @@ def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
     assert use(left, look) == b"inline"
 
 
+@pytest.mark.sweep
 def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(
     empty: Path, scratch: Path
 ) -> None:
@@ -865,6 +875,7 @@ def test_numbers_of_servers_are_not_given_out_again(empty: Path, scratch: Path) 
     assert use(empty, add, "newer") == known + 1
 
 
+@pytest.mark.sweep
 def test_a_server_that_does_not_answer_is_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -323,6 +323,7 @@ async def test_a_copy_that_has_lost_bytes_never_becomes_a_cache(kernel, caplog):
     assert any(path in line for line in warnings(caplog))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["drained", "renamed", "truncated", "unlinked"])
 async def test_an_error_of_write_back_outlives_the_copy(kernel, how, caplog):
     ino = await make(kernel, b"f")
@@ -473,6 +474,7 @@ async def test_a_mount_ends_though_its_burst_directory_does_not_answer_any_more(
 # --- missing at mount -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("replacement", ["nothing", "empty directory"])
 async def test_a_missing_device_is_named_with_what_is_at_stake(
     directory: Path, replacement: str
@@ -570,6 +572,7 @@ async def test_a_device_that_is_gone_is_taken_out_of_the_store_and_its_place_is_
 FAULTS = {"read-only": errno.EROFS, "full": errno.ENOSPC, "failing": errno.EIO}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["striped", "interleaved"])
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_drain_waits_for_servers_that_cannot_be_written(

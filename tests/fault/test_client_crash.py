@@ -138,6 +138,7 @@ def test_a_save(tmp_path: Path, stride: int) -> None:
     assert outcomes == possible if stride == 1 else outcomes <= possible
 
 
+@pytest.mark.sweep
 @STRIDES
 def test_a_replacement(tmp_path: Path, stride: int) -> None:
     outcomes = set()
@@ -160,6 +161,7 @@ def test_a_replacement(tmp_path: Path, stride: int) -> None:
     assert outcomes == {"old", "new"}
 
 
+@pytest.mark.sweep
 @STRIDES
 def test_a_removal(tmp_path: Path, stride: int) -> None:
     def prepare(run: Path) -> None:

@@ -114,6 +114,7 @@ async def test_a_missing_column_is_made_anew_once(directory: Path, kind: str, ke
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @every_kind
 @pytest.mark.parametrize("keep", [True, False])
 async def test_columns_move_for_all_who_share_them(directory: Path, kind: str, keep: bool) -> None:
@@ -295,6 +296,7 @@ async def test_what_there_is_no_room_to_clone_leaves_nothing(directory: Path, fu
         assert await read_file(fs, copy) == await read_file(fs, ino)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("settings", [{}, {"burst.directories": ""}], ids=["staged", "restriped"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_shared_and_cannot_be_changed_stays_as_it_is(
@@ -326,6 +328,7 @@ async def test_what_is_shared_and_cannot_be_changed_stays_as_it_is(
 # --- a host that dies -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.clone.begun", "vfs.clone.sliced", "vfs.clone.filled"])
 async def test_a_tree_that_is_not_finished_is_removed_by_the_next_mount(
     directory: Path, point: str

@@ -39,6 +39,7 @@ async def leave(fs, ino: int) -> None:
     await change(fs, (await fs.getattr(ino)).layout.servers[0], DRAINING)
 
 
+@pytest.mark.sweep
 async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_moved_whole(directory):
     """A worker that saw it busy gave up its piece; the others went on, and the flip saw nothing of
     that.
@@ -135,6 +136,7 @@ async def test_what_was_cached_of_a_column_that_was_wrong_is_not_read_once_it_is
         await files.check(fs)
 
 
+@pytest.mark.sweep
 async def test_reports_that_keep_coming_while_a_round_hands_out_do_not_pile_up(directory):
     """Each was a level of recursion, until Python gave up and the daemon died."""
     async with mounted(directory, REDUNDANT["2+1"] | {"layout.unit": UNIT}) as fs:

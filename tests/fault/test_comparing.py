@@ -111,6 +111,7 @@ async def test_objects_that_are_right_and_objects_that_are_not(
         flip(path, layout.object_length(column, size) // 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["striped", "interleaved, coded"])
 async def test_what_is_asked_in_parts_is_what_is_asked_at_once(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ async def test_what_is_asked_in_parts_is_what_is_asked_at_once(
             assert read_bytes >= whole.end
 
 
+@pytest.mark.sweep
 @EACH_KIND
 @HERE_AND_ELSEWHERE
 async def test_burst_copies(directory: Path, kind: str, where: str) -> None:
@@ -204,6 +206,7 @@ async def test_chunks_of_a_container(fs: Filesystem, where: str) -> None:
     assert found == {(e.place.container, e.place.offset, e.digest) for e in origin.extents}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", [inspect, compare])
 async def test_what_is_not_wanted_any_more_ends(fs, function):
     await drained(fs, ino := await write_file(fs, b"file", DATA))

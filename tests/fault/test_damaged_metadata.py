@@ -94,6 +94,7 @@ async def test_no_backup_is_made_of_a_damaged_record_and_the_one_before_stays(sc
     assert before and sorted(path.name for path in scratch.glob("s/data/*/backup/*")) == before
 
 
+@pytest.mark.sweep
 def test_every_damage_is_named_and_nothing_dies(scratch):
     # A part of what there is; on a long run nothing else turned up.
     store = DamagedStore(scratch / "s")
@@ -239,6 +240,7 @@ async def run_until_an_error(engine: LmdbEngine, caplog: pytest.LogCaptureFixtur
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.sweep
 async def test_a_mount_looks_at_most_pages_later_while_others_change_them(filled, slowly):
     engine = LmdbEngine(str(filled), commit_interval_s=0.001, thorough=False)
     assert (filled / lmdb_database.UNCHECKED).exists()

@@ -33,6 +33,7 @@ def places(scratch: Path, database: TestDatabase) -> Places:
     return Places(scratch, database)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("many", [False, True], ids=["one host", "many hosts"])
 def test_a_format_that_dies_is_made_good_by_force(places: Places, many: bool) -> None:
     config = places.host() if many else places.directory()
@@ -44,6 +45,7 @@ def test_a_format_that_dies_is_made_good_by_force(places: Places, many: bool) ->
     assert not check(config, repair=False).findings
 
 
+@pytest.mark.sweep
 def test_a_store_of_an_earlier_format_is_refused_before_anything_is_written(
     places: Places, database: TestDatabase
 ) -> None:
@@ -66,6 +68,7 @@ def test_a_store_of_an_earlier_format_is_refused_before_anything_is_written(
     assert rows() == before and not Path(other.meta.directory).exists()
 
 
+@pytest.mark.sweep
 def test_hosts_that_fsck_knows(places: Places) -> None:
     many = places.host()
     format_store(many, force=False)

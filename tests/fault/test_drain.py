@@ -72,6 +72,7 @@ def objects_in(fs: Filesystem) -> list[str]:
 # --- drain ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
 async def test_a_drained_file_is_the_same_from_either_tier_and_after_a_remount(directory, kind):
     rng = random.Random(7)
@@ -131,6 +132,7 @@ async def test_checksums_are_recorded(directory):
         }
 
 
+@pytest.mark.sweep
 async def test_holes_stay_holes(fs: Filesystem) -> None:
     ino, handle = await write_file(fs, b"f", b"begin", close=False)
     await fs.write(handle, 64 << 20, b"end")
@@ -145,6 +147,7 @@ async def test_holes_stay_holes(fs: Filesystem) -> None:
     assert os.stat(path_of(fs, (await fs.getattr(ino)).copy)).st_blocks * 512 <= 2 << 20
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
 async def test_many_small_files(directory, kind):
     async with mounted(directory, WAITING | kind) as fs:
@@ -156,6 +159,7 @@ async def test_many_small_files(directory, kind):
             assert await read_file(fs, ino) == data
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
 @pytest.mark.parametrize("change", ["write", "truncate", "unlink", "open"])
 async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, change):
@@ -309,6 +313,7 @@ async def test_a_reader_keeps_its_copy(fs: Filesystem) -> None:
         assert await read_file(fs, ino) == data
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
 @pytest.mark.parametrize("op", ["write_at", "sync_file", "open_file"])
 async def test_a_failing_server_loses_nothing_and_is_told_once(directory, kind, op, caplog):
@@ -339,6 +344,7 @@ async def test_a_failing_server_loses_nothing_and_is_told_once(directory, kind, 
     caplog.clear()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["burst.drain.written", "vfs.drain.copied", "vfs.drain.flipped"])
 async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
     data = random.Random(5).randbytes((3 << 20) + 5)
@@ -366,6 +372,7 @@ async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
 # --- stage and evict ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS, ids=["striped", "interleaved"])
 async def test_staged_files_are_the_same(directory, kind):
     async with mounted(directory, modes.ON | kind) as fs:
@@ -393,6 +400,7 @@ async def test_staged_at_once_by_many_only_once(fs: Filesystem) -> None:
     assert fs.stager.status()["staged_files"] == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.store(WAITING | {"burst.stage_for_write": "0"})
 @pytest.mark.parametrize("change", ["write", "truncate", "unlink"])
 async def test_what_changes_while_it_is_staged_is_not(fs: Filesystem, change) -> None:
@@ -441,6 +449,7 @@ async def test_a_file_that_is_read_is_staged(fs: Filesystem) -> None:
     assert await read_file(fs, ino) == b"other" + data[5:]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.stage.copied", "vfs.evict.recorded"])
 async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point):
     data = random.Random(5).randbytes((3 << 20) + 5)
@@ -463,6 +472,7 @@ async def test_a_crash_while_staging_or_evicting_leaks_nothing(directory, point)
         assert not await numbers(fs, b"g")
 
 
+@pytest.mark.sweep
 async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
     settings = modes.ON | {
         "burst.capacity": "5MiB",
@@ -487,6 +497,7 @@ async def test_a_crowded_tier_evicts_the_least_recently_used(directory):
             assert await read_file(fs, ino) == bytes([n]) * (1 << 20)
 
 
+@pytest.mark.sweep
 def test_a_power_cut_does_not_bring_checksums_back_that_a_write_in_place_has_made_wrong(
     scratch, monkeypatch
 ):

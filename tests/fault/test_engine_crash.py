@@ -169,6 +169,7 @@ def crash_and_recover(directory, copy, begin, point, rng):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_power_cut_leaves_a_prefix_with_all_that_was_durable(scratch, point, seed):
@@ -537,7 +538,7 @@ def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeyp
     assert "No space" not in caplog.text
 
 
-@pytest.mark.sweep("remount")
+@pytest.mark.sweep
 @pytest.mark.parametrize("remount", [False, True])
 def test_what_was_deleted_on_a_full_disk_makes_room(small_disk, caplog, monkeypatch, remount):
     """LMDB's file does not shrink: its free pages are the room, though the disk stays full."""

@@ -218,6 +218,7 @@ async def test_the_kernel_is_told_when_the_count_of_blocks_becomes_exact(fs: Fil
         assert told == [ino]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("synced", [True, False])
 @pytest.mark.parametrize(
     ("size", "refused"),

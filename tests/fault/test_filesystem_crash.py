@@ -299,7 +299,7 @@ def test_many_power_cuts(scratch: Path, point: str, mode: str) -> None:
         shutil.rmtree(directory)
 
 
-@pytest.mark.sweep("mode")
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_churn_does_everything(store: Path, mode: str) -> None:
     """No kind of work is left out, and what it says of a store that nothing happened to is true."""
@@ -359,7 +359,7 @@ def sweep_kill(directory: Path, point: str, seed: int) -> None:
     ledger.check(find(directory), killed=True)
 
 
-@pytest.mark.sweep("point", "mode")
+@pytest.mark.sweep
 @CASES
 def test_a_kill_leaves_all_that_was_acknowledged(store: Path, point: str, mode: str) -> None:
     sweep_kill(store, point, seed=0)
@@ -478,7 +478,7 @@ def sweep_faults(
     assert failed - {""}, "nothing has failed"
 
 
-@pytest.mark.sweep("error", "mode")
+@pytest.mark.sweep
 @ERRORS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_is_told_and_survived(scratch: Path, mode: str, error: int) -> None:

@@ -242,6 +242,7 @@ async def needy(files: Files, fs: Filesystem) -> set[int]:
 # --- wrong bytes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @every_policy
 @pytest.mark.parametrize("how", ["wrong", long("missing")])
 async def test_a_scrub_restores_what_nothing_else_tells(files, fs, policy, how):
@@ -263,6 +264,7 @@ async def test_a_scrub_restores_what_nothing_else_tells(files, fs, policy, how):
     )  # nor is anything left in containers
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("policy", ["plain", "chunks"])
 async def test_without_leave_to_repair_the_copy_stays(files, fs, policy):
     await files.write(fs)
@@ -276,6 +278,7 @@ async def test_without_leave_to_repair_the_copy_stays(files, fs, policy):
     await files.settled(fs)
 
 
+@pytest.mark.sweep
 async def test_a_copy_that_is_wrong_itself_is_no_source(files: Files, fs: Filesystem) -> None:
     await files.write(fs)
     spoil(await files.objects_beyond_help(fs), "missing")
@@ -338,6 +341,7 @@ async def test_a_copy_that_cannot_be_read_now_is_a_source_later(files, fs, call,
     await files.settled(fs)
 
 
+@pytest.mark.sweep
 def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> None:
     """Whatever becomes of the pass that was to see to it, and of the mount."""
 
@@ -683,6 +687,7 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
     files.sound()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("policy", ["plain", long("chunks-coded")])
 @pytest.mark.parametrize(
     "point",

@@ -17,6 +17,8 @@ from aifs.meta.journal import AFTER_APPEND
 from aifs.meta.kv import Transaction
 from tests.support.damaged import DamagedStore
 
+pytestmark = pytest.mark.sweep
+
 CRASHES = 20
 RANDOM_STORES = 30
 
@@ -132,7 +134,6 @@ def test_a_repair_that_crashes_at_any_transaction_is_completed_by_the_next(
     assert 8 < crashes < CRASHES
 
 
-@pytest.mark.sweep
 def test_a_repair_that_crashes_while_it_moves_objects_loses_none(
     new_store: Callable[[], DamagedStore],
 ) -> None:
@@ -216,7 +217,6 @@ def _damage_and_repair(store: DamagedStore, seed: int) -> bool:
     return True
 
 
-@pytest.mark.sweep
 def test_after_any_damage_a_second_repair_finds_nothing_to_mend(
     new_store: Callable[[], DamagedStore],
 ) -> None:

@@ -22,6 +22,8 @@ from tests.support.modes import WAITING, config_of, make_store
 from tests.support.powercut import PowerCut, make_sizes_small
 from tests.support.stores import set_policy
 
+pytestmark = pytest.mark.sweep
+
 CHUNK = 4096
 POINTS = ["vfs.group.appended", "vfs.group.replaced", "vfs.group.flipped"]
 PROTECTED = [Policy(replicas=2), Policy(data=2, parity=1)]

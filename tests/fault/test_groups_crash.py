@@ -209,7 +209,7 @@ def test_a_crash_at_a_fault_point_of_a_group_loses_nothing(
     raise AssertionError(f"{point} is never reached")
 
 
-@pytest.mark.sweep("mode")
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_a_crash_at_any_moment_of_a_group_loses_nothing(scratch: Path, mode: str) -> None:
     for seed in range(3):

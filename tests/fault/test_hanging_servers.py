@@ -132,7 +132,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(mode, (op,), id=f"{mode}-{op}", marks=marks)
 
 
-@pytest.mark.sweep("mode")
+@pytest.mark.sweep
 @pytest.mark.parametrize(("mode", "ops"), list(cases()))
 async def test_others_go_on_and_what_lands_late_harms_nobody(
     directory: Path, mode: str, ops: tuple[str, ...]
@@ -186,6 +186,7 @@ async def test_others_go_on_and_what_lands_late_harms_nobody(
 # --- containers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["write_at", "truncate", *longer("sync_file", "start_writing")])
 async def test_a_container_that_something_may_land_in_is_not_appended_to(
     directory: Path, op: str
@@ -267,6 +268,7 @@ async def test_groups_are_stored_by_others(directory: Path, mode: str) -> None:
 # --- columns --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["write_at", "truncate", *longer("open_file", "sync_file")])
 async def test_a_column_that_is_made_anew_in_its_place(directory: Path, op: str) -> None:
     """It is, when what was left of the attempt before has landed."""
@@ -351,6 +353,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
 # --- files that are written in place --------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["truncate", "sync_file"])
 async def test_what_a_program_writes_comes_after_what_lands_late(directory: Path, op: str) -> None:
     """The settling of a closed file is given up, and would cut what is written after it."""
@@ -560,6 +563,7 @@ async def test_a_mount_ends_though_a_server_hangs(
             await trio.sleep(0.01)
 
 
+@pytest.mark.sweep
 async def test_a_mount_ends_though_what_is_written_there_cannot_be_synced(directory: Path) -> None:
     settings = modes.OFF | {
         "data.writeback_interval": "1h",
@@ -612,6 +616,7 @@ async def test_space_is_told_though_a_server_does_not_say_it(
 # --- the beginning --------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["replicas", "interleaved-coded"])
 async def test_a_store_is_opened_though_a_server_hangs_that_it_can_do_without(
     directory: Path, mode: str, caplog: pytest.LogCaptureFixture

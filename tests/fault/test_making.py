@@ -101,6 +101,7 @@ async def make(fs: Filesystem, where: str, *makings: Making | ColumnMaking) -> l
 HERE_AND_ELSEWHERE = pytest.mark.parametrize("where", ["here", "elsewhere"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @HERE_AND_ELSEWHERE
 async def test_new_objects_and_copies(directory: Path, kind: str, where: str) -> None:
@@ -126,6 +127,7 @@ async def test_new_objects_and_copies(directory: Path, kind: str, where: str) ->
             assert await read_objects(fs, making.target, made.digests) == DATA
 
 
+@pytest.mark.sweep
 @HERE_AND_ELSEWHERE
 @pytest.mark.parametrize("kind", ["coded", "replicated", "container"])
 async def test_columns(directory: Path, kind: str, where: str) -> None:
@@ -153,6 +155,7 @@ async def test_columns(directory: Path, kind: str, where: str) -> None:
             made.unlink()
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"layout.inline_limit": "0"})
 @HERE_AND_ELSEWHERE
 async def test_few_bytes(fs: Filesystem, where: str) -> None:
@@ -240,6 +243,7 @@ async def test_a_list_whose_extents_overlap_is_not_described(fs, long_list):
         await fs.io.capacity.describe(long_list)
 
 
+@pytest.mark.sweep
 @pytest.mark.store(KINDS["interleaved"])
 async def test_chunks_that_have_been_moved_are_described_anew(fs, monkeypatch):
     ino = await write_file(fs, b"file", DATA)

@@ -80,6 +80,7 @@ async def test_what_it_returns_comes_back(directory: Path, count: str) -> None:
         assert await fs.drain.movers.carry_out(work.pid, None, here=True) == os.getpid()
 
 
+@pytest.mark.sweep
 @WHERE
 @pytest.mark.parametrize(
     "error",
@@ -93,6 +94,7 @@ async def test_what_it_raises_is_raised(directory: Path, count: str, error: Exce
         assert getattr(caught.value, "errno", 0) == getattr(error, "errno", 0)
 
 
+@pytest.mark.sweep
 @WHERE
 async def test_damage_is_told(directory: Path, count: str) -> None:
     async with served(directory, data__movers=count) as fs:
@@ -103,6 +105,7 @@ async def test_damage_is_told(directory: Path, count: str) -> None:
         assert told == [wrong]
 
 
+@pytest.mark.sweep
 @WHERE
 async def test_it_ends_when_it_is_not_wanted(directory: Path, tmp_path: Path, count: str) -> None:
     """Asked between pieces; and when the task is cancelled nothing of it goes on."""
@@ -125,6 +128,7 @@ async def test_it_ends_when_it_is_not_wanted(directory: Path, tmp_path: Path, co
         assert movers.tools.mover.moved_bytes > 0
 
 
+@pytest.mark.sweep
 @WHERE
 async def test_writers_come_first(directory: Path, tmp_path: Path, count: str) -> None:
     """One piece at a time is moved while they need the processor."""
@@ -154,6 +158,7 @@ async def test_writers_come_first(directory: Path, tmp_path: Path, count: str) -
         assert begun == ended > 40
 
 
+@pytest.mark.sweep
 @WHERE
 async def test_the_last_pieces_of_a_file_wait_for_one_another(directory: Path, count: str) -> None:
     """Each is told when another one has ended, though that is followed by none."""
@@ -166,6 +171,7 @@ async def test_the_last_pieces_of_a_file_wait_for_one_another(directory: Path, c
 # --- processes ---
 
 
+@pytest.mark.sweep
 async def test_it_is_started_for_work_and_ends_when_it_is_idle(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,12 +197,14 @@ async def test_it_ends_when_others_need_its_memory(fs: Filesystem) -> None:
         assert fs.pool.status()["running"] == 0
 
 
+@pytest.mark.sweep
 async def test_it_goes_on_while_nobody_needs_its_memory(fs: Filesystem) -> None:
     pid = await fs.drain.movers.carry_out(work.pid, None)
     await fs.store.servers.budget.relax()
     assert await fs.drain.movers.carry_out(work.pid, None) == pid
 
 
+@pytest.mark.sweep
 async def test_what_needs_more_memory_than_it_has_is_done_by_the_daemon(fs: Filesystem) -> None:
     size = 100 << 20
     assert await fs.drain.movers.carry_out(work.take, size) == (os.getpid(), size)
@@ -204,6 +212,7 @@ async def test_what_needs_more_memory_than_it_has_is_done_by_the_daemon(fs: File
     assert (pid != os.getpid(), taken) == (True, MIB)
 
 
+@pytest.mark.sweep
 async def test_more_work_has_more_processes(directory: Path, tmp_path: Path) -> None:
     async with served(directory, data__movers="2") as fs:
         async with trio.open_nursery() as nursery:
@@ -223,6 +232,7 @@ async def test_what_it_logs_is_in_the_log(fs: Filesystem, caplog: pytest.LogCapt
     assert (record.levelname, record.getMessage()) == ("WARNING", "something odd")
 
 
+@pytest.mark.sweep
 async def test_work_that_kills_them_fails(fs: Filesystem, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Unavailable, match="3 mover processes have died of it"):
         await fs.drain.movers.carry_out(work.die, None)
@@ -281,6 +291,7 @@ async def test_what_cannot_be_started_is_not_needed(
         assert await fs.drain.movers.carry_out(work.pid, None) == os.getpid()
 
 
+@pytest.mark.sweep
 async def test_its_modules_are_ours(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,10 +302,12 @@ async def test_its_modules_are_ours(
         assert await fs.drain.movers.carry_out(work.pid, None) != os.getpid()
 
 
+@pytest.mark.sweep
 async def test_work_is_not_put_into_words_that_nobody_reads(fs: Filesystem) -> None:
     await fs.drain.movers.carry_out(work.echo, work.Unprintable())
 
 
+@pytest.mark.sweep
 async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,6 +330,7 @@ async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
         pass
 
 
+@pytest.mark.sweep
 async def test_what_it_writes_counts_for_the_rate_of_servers(directory: Path) -> None:
     async with served(directory, burst__drain_delay="1h") as fs:
         inos = [await write_file(fs, b"%d" % n, os.urandom(3 << 20)) for n in range(3)]
@@ -328,6 +342,7 @@ async def test_what_it_writes_counts_for_the_rate_of_servers(directory: Path) ->
         assert all(server.writing.total[1] > 0 for server in fs.store.servers.capacity())
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
 async def test_it_has_the_processor_when_nobody_needs_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -345,6 +360,7 @@ async def test_it_has_the_processor_when_nobody_needs_it(
             pass
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
 async def test_one_that_nobody_waits_for_starts_when_the_processor_is_free(
     directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -377,7 +393,7 @@ OPS = [("write_at", 1), ("write_at", 5), ("sync_file", 1), ("sync_dir", 1)]
 KILLED = pytest.mark.parametrize(("op", "number"), OPS, ids=lambda value: str(value))
 
 
-@pytest.mark.sweep("op", "number")
+@pytest.mark.sweep
 @KILLED
 @pytest.mark.parametrize("kind", ["striped", "replicated"])
 async def test_a_drain_goes_on(directory: Path, op: str, number: int, kind: str) -> None:
@@ -392,7 +408,7 @@ async def test_a_drain_goes_on(directory: Path, op: str, number: int, kind: str)
             assert await read_file(fs, ino) == DATA[n:]
 
 
-@pytest.mark.sweep("op", "number")
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "number"), OPS[:2])
 @pytest.mark.parametrize("kind", ["striped", "interleaved"])
 async def test_a_staging_goes_on(directory: Path, op: str, number: int, kind: str) -> None:
@@ -405,7 +421,7 @@ async def test_a_staging_goes_on(directory: Path, op: str, number: int, kind: st
         assert await read_file(fs, ino) == DATA
 
 
-@pytest.mark.sweep("settings", "count", "op", "number")
+@pytest.mark.sweep
 @pytest.mark.parametrize("settings", [{}, {"layout__replicas": "2"}], ids=["plain", "replicated"])
 @pytest.mark.parametrize("count", ["2", "0"], ids=["moved", "laid out anew"])
 @KILLED
@@ -462,6 +478,7 @@ async def test_a_server_that_hangs_there_hangs_for_all(
         assert "has not ended within" in caplog.text
 
 
+@pytest.mark.sweep
 async def test_the_table_of_servers_that_it_has_is_that_of_the_store(fs, directory):
     """One that is added is known to the processes that are given work from then on."""
     before = await fs.drain.movers.carry_out(work.pid, None)

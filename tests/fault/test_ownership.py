@@ -104,6 +104,7 @@ async def test_copied_metadata_are_refused_while_the_store_is_in_use(config: Con
     await require_sound(config)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("of_a_mount", [False, True], ids=["unmounted", "mounted"])
 async def test_metadata_that_were_copied_are_refused_when_the_store_was_used_since(
     config: Config, of_a_mount: bool

@@ -86,6 +86,7 @@ async def table(fs: Filesystem) -> dict[int, chunks.Container]:
     )
 
 
+@pytest.mark.sweep
 @redundant
 async def test_a_lost_server_is_not_noticed(directory, kind):
     async with mounted(directory, kind) as fs:
@@ -101,6 +102,7 @@ async def test_a_lost_server_is_not_noticed(directory, kind):
             await expect(fs, files)
 
 
+@pytest.mark.sweep
 @redundant
 async def test_fsck_knows_what_lacks(directory, kind):
     async with mounted(directory, kind) as fs:
@@ -117,6 +119,7 @@ async def test_fsck_knows_what_lacks(directory, kind):
         await expect(fs, files)
 
 
+@pytest.mark.sweep
 @redundant
 async def test_fsck_names_what_is_lost(directory, kind):
     async with mounted(directory, kind) as fs:
@@ -132,6 +135,7 @@ async def test_fsck_names_what_is_lost(directory, kind):
     )
 
 
+@pytest.mark.sweep
 @redundant
 async def test_a_server_that_fails_while_files_are_drained(directory, kind):
     with hooked():
@@ -169,6 +173,7 @@ async def leave_only(fs: Filesystem, files: dict[int, bytes], keep: set[int]) ->
     await fs.collector.drain()
 
 
+@pytest.mark.sweep
 @redundant
 async def test_compaction_of_protected_containers(directory, kind):
     async with mounted(directory, kind) as fs:
@@ -208,6 +213,7 @@ async def test_compaction_reads_around_a_lost_server(directory, kind):
         await expect(fs, {ino: files[ino] for ino in keep})
 
 
+@pytest.mark.sweep
 @redundant
 async def test_a_container_is_evacuated(directory, kind):
     async with mounted(directory, kind) as fs:
@@ -222,6 +228,7 @@ async def test_a_container_is_evacuated(directory, kind):
         assert await fs.compaction.evacuate(min(before)), "it has gone"
 
 
+@pytest.mark.sweep
 async def test_draining_servers_get_nothing_and_keep_no_open_container(directory):
     async with mounted(directory, "ec") as fs:
         files = await write_files(fs, some(1))
@@ -241,6 +248,7 @@ async def test_draining_servers_get_nothing_and_keep_no_open_container(directory
         await expect(fs, files)
 
 
+@pytest.mark.sweep
 async def test_a_plain_container_leaves_its_server(directory):
     async with mounted(directory, "plain") as fs:
         files = await write_files(fs, some(1))
@@ -254,6 +262,7 @@ async def test_a_plain_container_leaves_its_server(directory):
         fs.store.servers[1].standing = "active"
 
 
+@pytest.mark.sweep
 @redundant
 async def test_unfilled_containers_of_an_earlier_mount_are_sealed(directory, kind):
     async with mounted(directory, kind) as fs:

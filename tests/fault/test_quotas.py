@@ -24,6 +24,8 @@ from tests.support import modes, stores
 from tests.support.points import crash
 from tests.support.stores import require_sound, served, write_file
 
+pytestmark = pytest.mark.sweep
+
 SETTINGS = modes.WAITING | {"layout.unit": 4096, "layout.inline_limit": 100}
 STEPS = [1, 2, 3, 5, 8, 13]
 FILES = 40

@@ -139,6 +139,7 @@ def garble(path: Path) -> None:
 # --- columns that are lost ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @mostly_long
 @pytest.mark.parametrize("spoil", [remove, empty, truncate, garble])
 async def test_columns_that_were_lost_are_made_anew(directory, kind, spoil):
@@ -185,6 +186,7 @@ async def test_a_read_that_meets_a_missing_column_has_it_rebuilt(directory, kind
             assert noticed
 
 
+@pytest.mark.sweep
 @pytest.mark.store(REDUNDANT["3+2"])
 async def test_wrong_bytes_are_not_spread(fs: Filesystem) -> None:
     """A column is told by the right ones of the others, and the wrong ones are found and mended,
@@ -235,6 +237,7 @@ async def change(fs: Filesystem, number: int, standing: str) -> None:
     fs.rebuild.look()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["plain", *REDUNDANT])
 async def test_a_server_that_is_drained_holds_nothing_afterwards(directory, kind):
     files = Files()
@@ -258,6 +261,7 @@ async def test_a_server_that_is_drained_holds_nothing_afterwards(directory, kind
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @redundant
 async def test_a_lost_server_is_made_up_for(directory, kind):
     files = Files()
@@ -274,6 +278,7 @@ async def test_a_lost_server_is_made_up_for(directory, kind):
         assert not await numbers(fs, b"m")
 
 
+@pytest.mark.sweep
 @mostly_long
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get)
 async def test_a_server_that_takes_nothing_is_passed_over(directory, kind, number):
@@ -297,6 +302,7 @@ async def test_a_server_that_takes_nothing_is_passed_over(directory, kind, numbe
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["plain", "2x2"])
 async def test_files_that_lie_on_all_servers_are_laid_out_anew_to_leave_one(directory, kind):
     files = Files()
@@ -394,6 +400,7 @@ async def test_files_change_while_they_move(directory, kind, what):
         assert not await numbers(fs, b"m")
 
 
+@pytest.mark.sweep
 @pytest.mark.store(REDUNDANT["2x2"])
 async def test_open_files_are_read_from_their_new_places(fs: Filesystem) -> None:
     files = Files()
@@ -440,6 +447,7 @@ async def test_moves_are_throttled_and_make_way(fs: Filesystem) -> None:
 # --- protection that is due -----------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @redundant
 async def test_files_that_were_written_in_place_are_protected_later(directory, kind):
     files = Files()
@@ -467,6 +475,7 @@ async def test_files_that_were_written_in_place_are_protected_later(directory, k
 POINTS = sorted(name for name in faults.POINTS if name.startswith(("vfs.move.", "vfs.relayout.")))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["plain", "2x2", pytest.param("2+1", marks=pytest.mark.long)])
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("vfs.move.")])
 async def test_a_move_that_a_crash_has_ended_is_finished_by_the_next_mount(directory, kind, point):
@@ -533,6 +542,7 @@ async def test_containers_leave_a_server_too(directory, kind):
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["2+1", "2x2"])
 @pytest.mark.parametrize("spoil", [remove, truncate])
 async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
@@ -579,6 +589,7 @@ async def containers_of(directory: Path, kind: str, sizes: list[int], sound: boo
 CHUNKED = [5000, 60_000, 3000, 900_000, 1 << 20, 1 << 20, 100_000] * 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["1x3", "3+2"])
 async def test_wrong_bytes_of_containers_are_not_spread(directory, kind):
     """Of a lost column, a wrong byte in one that is left, in any part of it: in records, headers,
@@ -649,6 +660,7 @@ async def test_what_no_file_needs_does_not_hold_up_the_rebuild(directory):
         await files.check(fs)
 
 
+@pytest.mark.sweep
 async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
     async with containers_of(directory, "2x2", CHUNKED) as (fs, files, paths):
         right = {container: columns[0].read_bytes() for container, columns in paths.items()}
@@ -671,6 +683,7 @@ async def test_a_wrong_replica_of_a_container_is_not_moved(directory):
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.store(REDUNDANT["2+1"])
 async def test_a_successor_takes_over(fs: Filesystem, directory) -> None:
     files = Files()

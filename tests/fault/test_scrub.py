@@ -162,6 +162,7 @@ async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:
     return fs.scrub.status()
 
 
+@pytest.mark.sweep
 async def test_nothing_is_found_where_nothing_is_wrong(fs: Filesystem, files: Files) -> None:
     await files.write(fs)
     status = await scrub(fs)
@@ -170,6 +171,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(fs: Filesystem, files: Fi
     assert lengths <= status["read_bytes"] <= 2 * lengths
 
 
+@pytest.mark.sweep
 async def test_what_is_wrong_only_once_is_not_wrong(fs, files, monkeypatch):
     """Bytes, or lengths, that were read while something changed, which looks afterwards as it did
     before.
@@ -195,6 +197,7 @@ async def test_what_is_wrong_only_once_is_not_wrong(fs, files, monkeypatch):
     assert spoilt and (status["flaws"], status["repaired"], status["wrong"]) == (0, 0, [])
 
 
+@pytest.mark.sweep
 async def test_every_flip_is_found_and_repaired(fs: Filesystem, files: Files) -> None:
     """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were
     afterwards.
@@ -243,6 +246,7 @@ async def test_without_leave_to_repair_files_are_named_and_left(fs, files):
     assert (await scrub(fs))["repaired"] == 2
 
 
+@pytest.mark.sweep
 async def test_objects_that_are_missing_short_or_long_are_mended(fs, files):
     await files.write(fs, PROTECTED)
     objects = await files.objects(fs)
@@ -301,6 +305,7 @@ def test_what_is_lost_is_named_with_all_its_names(
     assert kinds == {"wrong-checksum"}
 
 
+@pytest.mark.sweep
 async def test_a_flip_in_a_file_that_is_deleted_is_no_error(fs: Filesystem, files: Files) -> None:
     await files.write(fs, [b"plain", b"chunks"])
     ino = files.inos[b"chunks", b"file-3"]
@@ -314,6 +319,7 @@ async def test_a_flip_in_a_file_that_is_deleted_is_no_error(fs: Filesystem, file
     assert (await scrub(fs))["wrong"] == []
 
 
+@pytest.mark.sweep
 async def test_a_wrong_burst_copy_is_dropped_and_only_that(fs: Filesystem, files: Files) -> None:
     await files.write(fs, [b"plain", b"chunks"])
     copies = []
@@ -329,6 +335,7 @@ async def test_a_wrong_burst_copy_is_dropped_and_only_that(fs: Filesystem, files
     await files.compare(fs)
 
 
+@pytest.mark.sweep
 def test_a_pass_that_is_interrupted_goes_on_after_a_restart(store: Config, files: Files) -> None:
     async def begin(fs: Filesystem) -> None:
         await files.write(fs)
@@ -472,6 +479,7 @@ async def test_an_object_that_cannot_be_read_is_made_anew(fs: Filesystem, files:
     await files.compare(fs)
 
 
+@pytest.mark.sweep
 async def test_a_server_that_does_not_answer_says_nothing_about_files(fs, files):
     await files.write(fs, [b"plain", b"chunks", b"mirror"])
     root = fs.store.servers[0].address

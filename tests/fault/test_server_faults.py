@@ -493,6 +493,7 @@ async def test_a_server_is_added_while_others_work(servers, tmp_path):
 # --- power cuts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(12))
 def test_what_was_synced_survives_a_power_cut(tmp_path, seed):
     """Files that share directories are written, synced, left unsynced and deleted; then the power

@@ -129,6 +129,7 @@ def objects_in(path: Path) -> list[str]:
 # --- coming and going -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @every_kind
 async def test_a_server_is_drained_and_removed(scratch: Path, kind: str) -> None:
     config = await make(scratch, KINDS[kind])
@@ -178,6 +179,7 @@ async def test_what_still_has_objects_is_not_removed(fs: Filesystem, config: Con
     await require_all(fs, sizes)
 
 
+@pytest.mark.sweep
 async def test_draining_goes_on_after_a_restart(scratch: Path) -> None:
     config = await make(scratch, KINDS["coded"])
     async with served(config) as fs:
@@ -227,6 +229,7 @@ async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced
     assert not (await removed(fs, id=3))["reason"]
 
 
+@pytest.mark.sweep
 @protected
 async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place(
     scratch: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -254,6 +257,7 @@ async def test_a_server_that_is_gone_is_replaced_by_rebuilding_at_the_same_place
 # --- missing ones ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_without(
     scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +289,7 @@ async def test_a_missing_server_with_unprotected_bytes_is_refused_or_done_withou
     await require_sound(config)
 
 
+@pytest.mark.sweep
 @protected
 async def test_a_missing_server_with_protected_bytes_alone_is_done_without(
     scratch: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -397,6 +402,7 @@ async def test_a_burst_directory_is_emptied_and_removed(fs, config, scratch):
 # --- crashes, races, nonsense ---------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.server.marked", "vfs.server.removed"])
 async def test_a_crash_on_the_way_is_made_up_for_by_trying_again(scratch: Path, point: str) -> None:
     config = await make(scratch, {})
@@ -589,6 +595,7 @@ async def test_what_is_protected_is_rebuilt_when_a_server_stays_away(
     await require_sound(config)
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"layout.count": 2, "data.lost_after": "100ms"})
 @pytest.mark.parametrize("is_drained", [False, True], ids=["in use", "drained"])
 async def test_what_is_not_protected_waits_for_a_server_that_is_gone(
@@ -611,6 +618,7 @@ async def test_what_is_not_protected_waits_for_a_server_that_is_gone(
     await require_all(fs, sizes)
 
 
+@pytest.mark.sweep
 @pytest.mark.store(KINDS["coded"])
 async def test_a_server_that_vanished_can_be_given_up(fs, config, scratch, soon):
     sizes = await write_files(fs)

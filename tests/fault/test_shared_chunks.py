@@ -223,6 +223,7 @@ def go_through(source: Path, redundancy: Redundancy, seed: int, lives: int) -> N
     assert findings(source) == []
 
 
+@pytest.mark.sweep
 @by_redundancy
 def test_references_are_right_after_any_work(source: Path, redundancy: Redundancy) -> None:
     go_through(source, redundancy, 3, LIVES)

@@ -63,6 +63,7 @@ async def by_opening(fs: Filesystem, ino: int) -> None:
 WAYS = {"read": by_reading, "asked": by_asking, "now": by_opening}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tier", ["", "burst", "pinned"])
 async def test_reading_stages_a_file_only_if_a_hint_wants_it_in_the_burst_tier(fs, tier):
     ino = await write_file(fs, b"file", os.urandom(SIZE))
@@ -131,6 +132,7 @@ async def test_a_bit_that_flips_on_a_server_is_not_copied_to_another_file(
         await fs.release(target)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verify", ["off", "read"])
 async def test_a_cold_file_is_read_once_from_its_servers(

@@ -16,6 +16,8 @@ from tests.support import modes
 from tests.support.kernel import Kernel
 from tests.support.powercut import PowerCut
 
+pytestmark = pytest.mark.sweep
+
 DATA = b"written" * 1000
 ME = Caller(0, 0, 0)
 CUTS = 8
@@ -72,7 +74,6 @@ async def beside_a_reader(kernel: Kernel, parent: int, flags: int) -> None:
         await write(kernel, handle, flags)
 
 
-@pytest.mark.sweep("how", "flags")
 @pytest.mark.parametrize("flags", [os.O_SYNC, os.O_DSYNC], ids=["sync", "dsync"])
 @pytest.mark.parametrize(
     "how", [new_file, opened_again, opened_twice, beside_a_reader], ids=lambda how: how.__name__

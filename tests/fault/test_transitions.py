@@ -73,6 +73,7 @@ async def meanwhile(fs: Filesystem, hold: Held, first, *others) -> None:
         hold.release.set()
 
 
+@pytest.mark.sweep
 @KINDS
 @WHEN
 @pytest.mark.parametrize("change", ["write", "cut", "unlink"])
@@ -101,6 +102,7 @@ async def test_a_change_while_a_drain_flips_is_not_lost(
             assert await read_file(fs, ino) == expected
 
 
+@pytest.mark.sweep
 @KINDS
 @WHEN
 async def test_a_write_while_a_copy_is_evicted_or_staged_is_not_lost(
@@ -125,6 +127,7 @@ async def test_a_write_while_a_copy_is_evicted_or_staged_is_not_lost(
         assert await read_file(fs, ino) == b"otwo" + data[4:]
 
 
+@pytest.mark.sweep
 @KINDS
 @WHEN
 async def test_attributes_that_are_set_while_a_file_flips_stay(
@@ -238,6 +241,7 @@ async def test_a_close_that_was_cancelled_is_done_later(fs: Filesystem) -> None:
     assert ino not in fs.io.table.open
 
 
+@pytest.mark.sweep
 @WHEN
 @pytest.mark.parametrize("function", ["put_garbage", "describe_objects"])
 async def test_a_file_that_is_emptied_before_a_staging_reads_it_is_not_staged(

@@ -77,6 +77,7 @@ async def _crash(directory: Path, act: Callable[[Filesystem], Awaitable[None]], 
     return False
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("before", "act", "again", "fewest"),
     [

@@ -162,6 +162,7 @@ def test_a_wrong_oracle_is_noticed(scratch: Path, monkeypatch: pytest.MonkeyPatc
         _run(scratch, {}, ops)
 
 
+@pytest.mark.sweep
 def test_kill_keeps_acknowledged_names_and_fsynced_bytes(scratch: Path) -> None:
     ops = [
         ("mkdir", (b"a",), 0o755, (0, 0)),

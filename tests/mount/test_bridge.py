@@ -65,6 +65,7 @@ def test_the_bridge_is_in_use(module_mount: Mounted) -> None:
     assert "not in use" not in module_mount.log.read_text()
 
 
+@pytest.mark.sweep
 def test_without_the_bridge_everything_else_works(mount_store: Callable[..., Mounted]) -> None:
     mounted = mount_store("kernel.bridge=off")
     status = bridge_of(mounted)
@@ -145,6 +146,7 @@ def test_no_ioctl_is_taken_for_another(module_mount: Mounted) -> None:
     assert bridge_of(module_mount)["in_use"] is True
 
 
+@pytest.mark.sweep
 def test_waiting_for_a_drain_ends_with_its_timeout_or_a_signal(module_mount: Mounted) -> None:
     path = module_mount.path / "drain.undrained"  # of no kind that is expected to be tiny
     with path.open("wb", buffering=0) as file:  # open for writing, so it cannot be drained
@@ -236,6 +238,7 @@ def directory(module_mount: Mounted, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.sweep
 def test_a_listing_is_cached_until_something_changes(
     module_mount: Mounted, directory: Path
 ) -> None:
@@ -263,6 +266,7 @@ def test_a_listing_is_cached_until_something_changes(
         assert set(os.listdir(directory)) == names
 
 
+@pytest.mark.sweep
 def test_a_listing_in_progress_is_complete_whatever_becomes_of_the_cache(directory: Path) -> None:
     rng = random.Random(2)
     for turn in range(20):
@@ -284,6 +288,7 @@ def test_a_listing_in_progress_is_complete_whatever_becomes_of_the_cache(directo
         assert before - victims <= set(found)
 
 
+@pytest.mark.sweep
 def test_seeking_in_a_listing(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY)
     whole: list[tuple[str, int]] = []
@@ -303,6 +308,7 @@ def test_seeking_in_a_listing(directory: Path) -> None:
     os.close(fd)
 
 
+@pytest.mark.sweep
 def test_listings_beside_writers_hold_every_lasting_name_once(directory: Path) -> None:
     lasting, ended, faults = set(os.listdir(directory)), threading.Event(), []
 
@@ -333,6 +339,7 @@ def test_listings_beside_writers_hold_every_lasting_name_once(directory: Path) -
     assert not faults
 
 
+@pytest.mark.sweep
 def test_two_at_once_remove_a_tree(directory: Path) -> None:
     for number in range(5):
         (directory / f"sub{number}").mkdir()
@@ -344,6 +351,7 @@ def test_two_at_once_remove_a_tree(directory: Path) -> None:
     assert said == [b"", b""] and not directory.exists()
 
 
+@pytest.mark.sweep
 def test_a_required_bridge_is_used(scratch: Path) -> None:
     with mounted_store(scratch, ("kernel.bridge=require", "kernel.max_background=7")) as mounted:
         device = mounted.path.stat().st_dev

@@ -17,6 +17,7 @@ from tests.support.checkpoints import names, save
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 
 
+@pytest.mark.sweep
 def test_a_save_gives_name_manifest_and_pointers_at_once(mounted: Mounted) -> None:
     run = mounted.path / "run"
     run.mkdir()
@@ -48,6 +49,7 @@ def test_a_save_gives_name_manifest_and_pointers_at_once(mounted: Mounted) -> No
     assert names(run) == {"step-200", "latest", "tracker"}
 
 
+@pytest.mark.sweep
 def test_without_the_bridge(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store("kernel.bridge=off")
     save(store.path / "step-1")
@@ -130,6 +132,7 @@ def test_a_damaged_file_is_named(on_mount: Path) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_of_publishers_that_race_for_a_name_one_wins(on_mount: Path) -> None:
     program = """
         import sys

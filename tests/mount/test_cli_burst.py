@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs, aifs_on_terminal
 
 WAITING = "burst.drain_delay=1h,burst.stage_on_read=0"
@@ -25,6 +27,7 @@ def state(path: Path) -> dict:
     return json.loads(os.getxattr(path, "user.aifs.state"))
 
 
+@pytest.mark.sweep
 def test_files_go_down_and_up_again(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store(WAITING, "data.movers=1")
     tree = store.path / "tree"
@@ -54,6 +57,7 @@ def test_files_go_down_and_up_again(mount_store: Callable[..., Mounted]) -> None
     ]
 
 
+@pytest.mark.sweep
 def test_umount_says_what_stays_undrained(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store(WAITING)
     make(store.path / "tree", 2)
@@ -75,6 +79,7 @@ def test_umount_says_what_stays_undrained(mount_store: Callable[..., Mounted]) -
     assert (store.path / "more/1").read_bytes() == b"1" * SIZE
 
 
+@pytest.mark.sweep
 def test_what_is_still_open_is_waited_for_until_the_time_out_or_an_interrupt(
     on_mount: Path,
 ) -> None:
@@ -108,6 +113,7 @@ def is_asleep(pid: int) -> bool:
     return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
 
 
+@pytest.mark.sweep
 def test_status_shows_the_burst_tier_and_the_drain(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store(WAITING)
     make(store.path / "tree", 2)

@@ -128,6 +128,7 @@ def test_a_mount_serves_when_the_command_returns(place: Place) -> None:
     assert (place.path / "file").read_bytes() == b"x" * (3 << 20)
 
 
+@pytest.mark.sweep
 def test_the_daemon_has_left_its_caller(served: Place) -> None:
     pid = served.status()["pid"]
     process = Path(f"/proc/{pid}")
@@ -143,6 +144,7 @@ def test_root_shares_the_mount_and_keeps_devices_and_suid(served: Place) -> None
     assert not {"nodev", "nosuid", "noexec"} & set(options.split(","))
 
 
+@pytest.mark.sweep
 def test_options_reach_the_kernel(place: Place) -> None:
     place.mount(
         *("-o", "ro,nodev", "-o", "nosuid,noexec,noatime,_netdev,noallow_other"),
@@ -200,6 +202,7 @@ def test_a_remount_changes_options(place: Place) -> None:
         place.mount("-o", "ro")
 
 
+@pytest.mark.sweep
 def test_keys_reach_the_filesystem(place: Place) -> None:
     place.mount("-o", "layout.unit=64KiB,burst.capacity=64MiB,log.level=debug")
     (place.path / "file").write_bytes(bytes(1 << 20))
@@ -224,6 +227,7 @@ def test_a_yaml_source_is_mounted(place: Place) -> None:
     assert "serving" in (place.directory / "m.log").read_text()
 
 
+@pytest.mark.sweep
 def test_a_dead_mount_is_taken_away_by_the_next_and_by_umount(place: Place) -> None:
     place.mount()
     (place.path / "file").write_text("kept")
@@ -271,6 +275,7 @@ def test_what_cannot_be_mounted_on_is_refused(place: Place) -> None:
     assert (code, said) == (3, "unknown option 'nosiud'; the nearest valid one is nosuid")
 
 
+@pytest.mark.sweep
 def test_a_server_that_nothing_needs_is_done_without_and_named(place: Place) -> None:
     server = place.source / "data" / "2"
     server.rename(place.source / "moved")
@@ -298,6 +303,7 @@ def test_a_daemon_that_cannot_start_says_why(place: Place) -> None:
     (place.source / "moved").rename(server)
 
 
+@pytest.mark.sweep
 def test_a_mount_that_the_kernel_refuses_says_why(place: Place) -> None:
     command = (
         f'mount --bind /dev/null /dev/fuse && exec {sys.executable} -m aifs.cli.main mount "$@"'
@@ -314,6 +320,7 @@ def test_a_mount_that_the_kernel_refuses_says_why(place: Place) -> None:
     assert re.fullmatch(rf"aifs: cannot mount on {place.path}: .*Invalid argument.*\n", done.stderr)
 
 
+@pytest.mark.sweep
 def test_a_fake_mount_checks_only(place: Place) -> None:
     place.mount("-f", "-v", "-n", "-t", "fuse.aifs")
     assert place.mounts() == []
@@ -339,6 +346,7 @@ def test_a_signal_unmounts_in_order_and_keeps_pages_that_mmap_left_dirty(
     assert path.read_bytes()[4096:4101] == b"dirty"
 
 
+@pytest.mark.sweep
 def test_the_log_is_for_its_owner_and_the_group_that_he_lets(place: Place) -> None:
     """It tells names below directories that others may not search."""
     for left, mode in ((None, 0o600), (0o644, 0o640), (0o600, 0o600)):
@@ -349,6 +357,7 @@ def test_the_log_is_for_its_owner_and_the_group_that_he_lets(place: Place) -> No
         aifs("umount", place.path)
 
 
+@pytest.mark.sweep
 def test_sigusr1_writes_stacks_to_the_log(place: Place) -> None:
     place.mount("-o", "log.level=error")
     os.kill(place.status()["pid"], signal.SIGUSR1)
@@ -358,6 +367,7 @@ def test_sigusr1_writes_stacks_to_the_log(place: Place) -> None:
     assert "thread MainThread" in log and "task <init>" in log and "aifs.fuse.session" in log
 
 
+@pytest.mark.sweep
 def test_mount_py_is_the_same_command(place: Place) -> None:
     command = [*MOUNT_PY, place.source, place.path, "-o", "nosuid"]
     subprocess.run(command, check=True, cwd="/", capture_output=True, timeout=TIMEOUT_S)
@@ -374,6 +384,7 @@ def test_umount_of_a_busy_mount_names_who_uses_it(served: Place) -> None:
     assert said.startswith(f"{served.path}: is in use by ") and f"(pid {os.getpid()})" in said
 
 
+@pytest.mark.sweep
 def test_a_lazy_umount_does_not_wait(place: Place) -> None:
     place.mount()
     daemon = os.pidfd_open(place.status()["pid"])
@@ -410,6 +421,7 @@ def test_umount_says_if_the_store_could_not_be_closed_in_order(place: Place) -> 
     aifs("fsck", place.source)
 
 
+@pytest.mark.sweep
 def test_info_tells_the_type_of_everything(served: Place) -> None:
     (served.path / "tiny").write_text("x")
     (served.path / "big").write_bytes(bytes(2 << 20))

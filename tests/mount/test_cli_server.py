@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.hosts import until
 from tests.support.mounts import Mounted, aifs
 
@@ -65,6 +67,7 @@ def aging_of(path: Path) -> dict:
     return json.loads(aifs("status", path, "--json").stdout)["aging"]
 
 
+@pytest.mark.sweep
 def test_old_files_move_to_a_server_with_a_class(
     mount_store: Callable[..., Mounted], scratch: Path
 ) -> None:

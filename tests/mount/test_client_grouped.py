@@ -49,6 +49,7 @@ def mount() -> Iterator[Mounted]:
         await_closed(store.path)
 
 
+@pytest.mark.sweep
 class TestMount(GroupContract):
     @pytest.fixture
     def place(self, mount: Mounted, request: pytest.FixtureRequest) -> Path:
@@ -57,6 +58,7 @@ class TestMount(GroupContract):
         return directory
 
 
+@pytest.mark.sweep
 def test_another_number_of_ranks(mount: Mounted) -> None:
     group = Group("step", 0, WORLD, directory=mount.path / "other")
     try:
@@ -137,6 +139,7 @@ def test_nobody_guesses_whose_commits_these_are(
     assert outcomes(start(range(WORLD), save, left, {})) == ["saved"] * WORLD
 
 
+@pytest.mark.sweep
 def test_a_rank_that_had_committed_itself_begins_anew(left: Path) -> None:
     again = start([1], save_in_phases, left, {})
     bring_to(again[0], "joined")
@@ -168,6 +171,7 @@ def test_who_comes_before_a_rank_that_had_committed_goes_on_with_it(
     check_files(left / "new")
 
 
+@pytest.mark.sweep
 def test_who_has_found_a_group_that_is_then_begun_anew_joins_the_new_one(
     left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +188,7 @@ def test_who_has_found_a_group_that_is_then_begun_anew_joins_the_new_one(
     saved.durable.result(WAIT_S)
 
 
+@pytest.mark.sweep
 def test_what_an_earlier_run_of_the_launcher_has_left_does_not_count(
     left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +202,7 @@ def test_what_an_earlier_run_of_the_launcher_has_left_does_not_count(
     assert outcomes(rest) == ["saved"] * (WORLD - 1)
 
 
+@pytest.mark.sweep
 def test_ranks_that_have_said_whose_they_are_may_be_gone(left: Path) -> None:
     """They need not wait for those that come later."""
     os.removexattr(left / "new", "user.aifs.group")
@@ -265,7 +271,7 @@ def test_other_mounts(
         await_closed(place)
 
 
-@pytest.mark.sweep("options")
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["bridge", "no-bridge"])
 def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
     mount_store: Callable[..., Mounted], options: tuple[str, ...]
@@ -284,7 +290,7 @@ def test_a_rank_that_gives_up_says_why_however_soon_it_hears_of_the_end(
     await_closed(Path(group.directory))
 
 
-@pytest.mark.sweep("phase")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "phase",
     [

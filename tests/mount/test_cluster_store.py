@@ -80,6 +80,7 @@ def everything_in(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.sweep
 @BOTH
 def test_a_store_is_made_in_a_database_and_two_hosts_join(
     host: Host, mounts: Callable[[Path], Path]
@@ -124,6 +125,7 @@ def test_a_store_in_a_database_is_not_overwritten_by_mistake(
     assert os.listdir(mounts(alpha)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("command", ["format", "mount"])
 def test_wrong_input_is_one_line_and_nothing_is_written(
     host: Host,
@@ -164,6 +166,7 @@ def test_wrong_input_is_one_line_and_nothing_is_written(
     assert sorted(scratch.rglob("*")) == before
 
 
+@pytest.mark.sweep
 def test_a_host_refuses_what_is_not_its_stores(
     host: Host, mounts: Callable[[Path], Path], a_postgres: Postgres, scratch: Path
 ) -> None:

@@ -75,7 +75,7 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Any], int], dict[str,
 }
 
 
-@pytest.mark.sweep("name")
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format(on_mount: Path, scratch: Path, name: str):
     write, number, options = FORMATS[name]
@@ -95,6 +95,7 @@ def test_a_format(on_mount: Path, scratch: Path, name: str):
         assert rows[0] == rows[1]
 
 
+@pytest.mark.sweep
 def test_an_epoch_goes_on_after_the_daemon_was_killed(mounted: Mounted):
     directory = mounted.path / "set"
     directory.mkdir()
@@ -200,6 +201,7 @@ def padded_records(directory: Path) -> None:
         (directory / f"{part}.rec").write_bytes(b"".join(b"%0120d" % row for row in rows))
 
 
+@pytest.mark.sweep
 def test_records_are_there_before_the_reader_comes_to_them(mounted: Mounted):
     options = {"format": "records", "record_bytes": 120}
     directory = cold(mounted, padded_records, **options)
@@ -211,6 +213,7 @@ def test_records_are_there_before_the_reader_comes_to_them(mounted: Mounted):
     assert sorted(rows) == list(range(ROWS))
 
 
+@pytest.mark.sweep
 def test_files_are_there_before_the_reader_comes_to_them(mounted: Mounted):
     directory = cold_parquet(mounted)
     with data.reader(data.open(directory), seed=3, buffer=128, transform=column) as reader:
@@ -313,7 +316,7 @@ def following(whole: list[int], state: dict[str, Any]) -> list[int]:
     return rows
 
 
-@pytest.mark.sweep("world", "workers", "killed")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("world", "workers", "killed"),
     [(1, 0, "rank"), (2, 0, "rank"), (1, 2, "rank"), (2, 2, "rank"), (2, 2, "worker")],

@@ -76,6 +76,7 @@ def test_many_random_system_calls(mount_store: MountStore, reference: Path, shap
         require_agreement(store.path, reference, _generate(shape, seed, 3000))
 
 
+@pytest.mark.sweep
 def test_the_tree_is_the_same_after_a_remount(mounted: Mounted, reference: Path) -> None:
     directory = mounted.path / "tree"
     directory.mkdir(mode=0o777)

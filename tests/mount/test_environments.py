@@ -64,6 +64,7 @@ def require_works(environment: Path) -> None:
     assert done.stderr.startswith(f"{environment}/lib/")
 
 
+@pytest.mark.sweep
 def test_what_pip_installs_works_in_place(mounted: Mounted, wheel: Path) -> None:
     require_works(installed(mounted.path / "envs", *by_pip(wheel)))
 

@@ -14,6 +14,8 @@ import pytest
 from tests.support.machine import RENAME_EXCHANGE, renameat2
 from tests.support.shared_mount import SharedMount
 
+pytestmark = pytest.mark.sweep
+
 ROOT = 1
 FILE, DIRECTORY, LINK = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFLNK | 0o777
 
@@ -63,7 +65,6 @@ def test_a_file_that_is_open_and_one_that_was(mount: SharedMount) -> None:
         assert file.read() == "newer"
 
 
-@pytest.mark.sweep
 def test_symlinks_extended_attributes_and_acls(mount: SharedMount) -> None:
     path = mount.path
     mount.make(ROOT, "link", LINK, "one")
@@ -99,7 +100,6 @@ def test_symlinks_extended_attributes_and_acls(mount: SharedMount) -> None:
         os.getxattr(path / "file", "system.posix_acl_access")
 
 
-@pytest.mark.sweep
 def test_capabilities_count_from_the_first_write_on(mount: SharedMount) -> None:
     path, ino = mount.path / "file", mount.make(ROOT, "file", FILE, "x")
     with path.open("a") as file:
@@ -111,7 +111,6 @@ def test_capabilities_count_from_the_first_write_on(mount: SharedMount) -> None:
     assert os.listxattr(path) == []
 
 
-@pytest.mark.sweep
 def test_a_directory_that_somebody_is_in(mount: SharedMount) -> None:
     path = mount.path
     top, other = mount.make(ROOT, "top", DIRECTORY), mount.make(ROOT, "other", DIRECTORY)
@@ -180,7 +179,6 @@ def test_programs_that_wait_for_the_other_host_do_not_keep_it_waiting(mount: Sha
     assert sorted(os.listdir(path)) == ["elsewhere", "moved", "new"]
 
 
-@pytest.mark.sweep
 def test_a_directory_that_the_kernel_takes_for_another_one_stays(mount: SharedMount) -> None:
     """While this host removes a directory, or renames one onto it, another host gives the name to a
     second one. The kernel must not take the first one, which lives on elsewhere, for removed."""

@@ -86,6 +86,7 @@ def test_arrow_reads_and_writes_a_dataset(directory: Path):
     assert found.to_table().sort_by("a").equals(table)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torch_saves_a_distributed_checkpoint_by_url(directory: Path):
     torch = pytest.importorskip("torch")

@@ -321,6 +321,7 @@ def _thrash_region(path: Path, start: int, end: int, seed: int) -> bytes:
     return bytes(expected)
 
 
+@pytest.mark.sweep
 def test_several_processes_on_one_file(mounted: Mounted) -> None:
     """Each has a part of the file to itself, with borders inside pages and stripe units."""
     os.setxattr(mounted.path, "user.aifs.layout", b"unit=4KiB")

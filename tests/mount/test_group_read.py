@@ -17,6 +17,8 @@ import pytest
 from tests.support.groups import begin, wait_durable
 from tests.support.mounts import Mounted, aifs, mounted_store
 
+pytestmark = pytest.mark.sweep
+
 MIB = 1 << 20
 SIZE = 16 * MIB
 READERS = 4

@@ -98,6 +98,7 @@ READY = "print('ready', flush=True); sys.stdin.read()"
 # --- shells ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_shell_is_enough(mounted: Mounted) -> None:
     script = f"""
         set -e
@@ -136,6 +137,7 @@ def test_a_shell_is_enough(mounted: Mounted) -> None:
     assert none.returncode == 1 and "has no group" in none.stderr and none.stderr.count("\n") == 1
 
 
+@pytest.mark.sweep
 def test_without_the_bridge_attributes_are_enough(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store("kernel.bridge=off")
     begin(store.path, "ranks=2,commit=explicit")
@@ -180,6 +182,7 @@ def test_ranks_use_ioctls(top: Path) -> None:
     assert errno_of(wait, top, number=number + 1) == errno.ESTALE
 
 
+@pytest.mark.sweep
 @needs_bridge
 def test_mistakes_are_refused_and_named(top: Path) -> None:
     for mistake in (query, lambda path: join(path, 0), lambda path: commit(path, 0), wait):
@@ -215,6 +218,7 @@ def test_mistakes_are_refused_and_named(top: Path) -> None:
     )
 
 
+@pytest.mark.sweep
 @needs_bridge
 def test_others_may_look_only(top: Path) -> None:
     os.chmod(top, 0o755)
@@ -279,6 +283,7 @@ int main(int argc, char **argv)
 # --- death ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @needs_bridge
 @pytest.mark.parametrize("phase", ["joined", "writing", "written"])
 def test_the_others_are_told_at_once_of_a_rank_that_dies(top: Path, phase: str) -> None:
@@ -329,6 +334,7 @@ def test_a_thread_that_ends_is_not_a_rank_that_dies(top: Path) -> None:
     wait(top)
 
 
+@pytest.mark.sweep
 @needs_bridge
 def test_a_rank_comes_back_within_its_grace(top: Path) -> None:
     create(top, 1, grace=f"{LIMIT_MS}ms")
@@ -340,6 +346,7 @@ def test_a_rank_comes_back_within_its_grace(top: Path) -> None:
     wait(top)
 
 
+@pytest.mark.sweep
 @needs_bridge
 def test_who_waits_may_be_interrupted(top: Path) -> None:
     create(top, 1)

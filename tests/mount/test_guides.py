@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,16 +208,25 @@ def reader(scratch: Path) -> Iterator[Reader]:
         one.end_python()
 
 
-@pytest.mark.timeout(2 * TIMEOUT_S)
-def test_every_block_works(scratch: Path) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("an example needs torch, which is not installed")
+def run_pages(scratch: Path, pages: Iterable[str]) -> None:
     with reader(scratch) as one:
-        for page in PAGES:
+        for page in pages:
             there = blocks(page)
             assert there, page
             for block in there:
                 one.run(block)
+
+
+def test_the_first_pages_work(scratch: Path) -> None:
+    run_pages(scratch, PAGES[:2])
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_every_block_works(scratch: Path) -> None:
+    if find_spec("torch") is None:
+        pytest.skip("an example needs torch, which is not installed")
+    run_pages(scratch, PAGES)
 
 
 @pytest.mark.long

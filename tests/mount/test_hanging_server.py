@@ -175,6 +175,7 @@ def test_a_report_of_stages_says_which_server_it_was(pair: Pair) -> None:
     assert "data server 1 " in aifs("start", "report", "job", "--dir", top).stdout
 
 
+@pytest.mark.sweep
 def test_a_mount_beside_a_server_that_hangs_is_refused_in_time(pair: Pair) -> None:
     """It may have bytes of unprotected files; without them it is mounted, and says so."""
     outer = pair.outer

@@ -116,6 +116,7 @@ def test_nothing_is_seen_in_the_state_before(both: Both, request: pytest.Fixture
     assert not stale
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ends", ["fsync", "close"])
 def test_what_is_written_to_a_mapped_page_twice_is_seen(both: Both, ends: str) -> None:
     """The kernel changes the file's mtime when a page becomes writable, and not when it is written
@@ -209,6 +210,7 @@ def test_what_is_written_by_a_mapping_is_not_lost_when_the_other_host_has_writte
         assert (there / "file").read_bytes()[:15] == b"neweragainolder"
 
 
+@pytest.mark.sweep
 def test_both_hosts_work_in_one_directory(both: Both) -> None:
     here, there = both
     with working(here / "a"), working(there / "b"):
@@ -220,6 +222,7 @@ def test_both_hosts_work_in_one_directory(both: Both) -> None:
     assert set(os.listdir(here)) == set(os.listdir(there)) == wanted
 
 
+@pytest.mark.sweep
 def test_an_exclusive_create_is_of_one_host(both: Both) -> None:
     made: dict[Path, set[int]] = {path: set() for path in both}
 
@@ -244,6 +247,7 @@ def test_an_exclusive_create_is_of_one_host(both: Both) -> None:
 LONG = pytest.mark.long
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "how", ["killed", pytest.param("stopped", marks=LONG), pytest.param("cut off", marks=LONG)]
 )
@@ -348,6 +352,7 @@ def test_the_database_is_restarted(two: Cluster, both: Both, kill: bool) -> None
         host.expected.append(r"metadata: ")
 
 
+@pytest.mark.sweep
 def test_one_host_alone_has_no_hosts(scratch: Path) -> None:
     with mounted_store(scratch) as store:
         refused = aifs("host", "ls", store.path, check=False)

@@ -16,6 +16,8 @@ from tests.support.players import Going, players, playing, writers
 from tests.support.postgres import Postgres
 from tests.support.registers import Register
 
+pytestmark = pytest.mark.sweep
+
 LONG = pytest.mark.long
 
 
@@ -58,7 +60,6 @@ def test_one_namespace_explains_what_three_mounts_see(
         require_same(hosts.paths)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_opens_a_file_sees_what_was_closed(
     two: Cluster, both: Both, seed: int, request: pytest.FixtureRequest

@@ -64,6 +64,7 @@ def test_a_file_that_is_closed_is_whole_on_the_other_host(two: Cluster, both: Bo
             assert (there / path).read_bytes() == content + b"more"
 
 
+@pytest.mark.sweep
 def test_shell_tools(two: Cluster, both: Both, tmp_path: Path) -> None:
     here, there = both
     source = tmp_path / "source"
@@ -131,6 +132,7 @@ def test_git(two: Cluster, both: Both) -> None:
     git(there, "fsck", "--strict")
 
 
+@pytest.mark.sweep
 def test_sqlite_one_host_after_the_other(two: Cluster, both: Both) -> None:
     here, there = both
     for number in range(6):
@@ -159,6 +161,7 @@ def load(torch: Any, path: Path, step: int, mmap: bool) -> None:
     assert torch.equal(state["weights"], torch.arange(1 << 18, dtype=torch.float32))
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_is_saved_on_one_host_and_loaded_on_the_other(both: Both) -> None:
     torch = pytest.importorskip("torch")
     here, there = [path / "last.pt" for path in both]
@@ -296,6 +299,7 @@ def test_a_file_that_is_read_while_the_other_host_removes_it(two: Cluster, both:
                 (there / "f").open("rb")
 
 
+@pytest.mark.sweep
 def test_a_file_that_is_opened_while_the_other_host_removes_it(two: Cluster, both: Both) -> None:
     here, there = both
     for number in range(ROUNDS):
@@ -342,6 +346,7 @@ def at_once(places: Both, code: str, name: str, *arguments: str) -> None:
     assert [process.wait(TIMEOUT_S) for process in running] == [0, 0]
 
 
+@pytest.mark.sweep
 def test_both_hosts_write_to_one_file_at_once(two: Cluster, both: Both) -> None:
     """A log without locks, a database with a rollback journal, and what is open on both."""
     here, there = both
@@ -471,6 +476,7 @@ def _tells_nothing_old(a: Host, b: Host) -> None:
         b.wait_for_end()
 
 
+@pytest.mark.sweep
 def test_a_large_file_that_both_hosts_read_is_passed_on(two: Cluster, both: Both) -> None:
     data = os.urandom(24 << 20)
     (both[0] / "large").write_bytes(data)

@@ -29,6 +29,8 @@ from tests.support.postgres import Postgres, Servers
 from tests.support.registers import Register
 from tests.support.storms import Stormer, prepare, require_manifests
 
+pytestmark = pytest.mark.sweep
+
 LONG = pytest.mark.long
 
 
@@ -98,7 +100,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.sweep("number")
 @pytest.mark.parametrize("number", [0, 1])
 def test_random_system_calls_while_the_other_host_looks(
     two: Cluster, both: Both, reference: Path, number: int
@@ -152,7 +153,6 @@ def storm(
     require_manifests(stormers, places)
 
 
-@pytest.mark.sweep
 def test_a_storm_in_one_directory(two: Cluster, both: Both) -> None:
     storm(two, list(both), 1, 40)
 
@@ -194,7 +194,6 @@ def make_bad(relay: Meddler, seed: object, breaks: float) -> Counter[str]:
     return fates
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("breaks", [0, 0.01])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in range(1, 6))])
 def test_names_and_bytes_through_a_bad_network(
@@ -223,7 +222,6 @@ def test_names_and_bytes_through_a_bad_network(
                 one.check(len(one.versions) - 1, (path / one.name).read_bytes())
 
 
-@pytest.mark.sweep
 def test_a_storm_through_a_bad_network(two: Cluster, both: Both, relay: Meddler) -> None:
     fates = make_bad(relay, 1, 0.02)
     storm(two, list(both), 2, 30)

@@ -50,6 +50,7 @@ def kept(path: Path) -> list[str]:
     return sorted(os.path.relpath(one["path"], path) for one in told)
 
 
+@pytest.mark.sweep
 def test_what_one_host_removes_another_restores(both: Both) -> None:
     here, there = both
     os.setxattr(here, "user.aifs.trash", b"7d")

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_installation import COMMAND, WITHOUT_EXTRAS
+
+pytestmark = pytest.mark.sweep
 
 COMMANDS = [
     (["status", "."], 0),

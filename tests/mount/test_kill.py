@@ -304,6 +304,7 @@ def test_everything_acknowledged_survives_many_kills(store: Mounted, scratch: Pa
     _kill_again_and_again(store, scratch, rounds=200)
 
 
+@pytest.mark.sweep
 def test_no_mover_is_left(scratch: Path) -> None:
     """They die with the daemon, whatever they are doing, and the next mount does it again."""
     with mounted_store(scratch, ["burst.drain_delay=0s", "data.movers=2"]) as store:

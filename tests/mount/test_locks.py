@@ -165,6 +165,7 @@ def waits(program: Program) -> bool:
     return state in LOCKING
 
 
+@pytest.mark.sweep
 def test_the_kernel_keeps_locks_of_directories_and_fifos_to_itself(cluster: Mounted) -> None:
     """So they cannot hold over hosts, nor be refused, as README and `aifs doctor` say. A kernel
     that sends them makes this fail."""
@@ -211,6 +212,7 @@ def test_a_lock_becomes_one_of_the_other_kind(file: Path) -> None:
         assert one.lockf("SH") == "None"
 
 
+@pytest.mark.sweep
 def test_who_waits_gets_it_and_holds_nobody_up(file: Path) -> None:
     with programs(3, file) as (holder, first, second):
         assert holder.lockf("EX") == "None"
@@ -230,6 +232,7 @@ def test_who_waits_gets_it_and_holds_nobody_up(file: Path) -> None:
         assert other.answer() == "None"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", ["fcntl.lockf", "fcntl.flock"])
 def test_a_signal_ends_a_wait(file: Path, call: str) -> None:
     with programs(2, file) as (holder, waiter):
@@ -242,6 +245,7 @@ def test_a_signal_ends_a_wait(file: Path, call: str) -> None:
         assert holder.do(f"{call}(files['f'], fcntl.LOCK_EX | fcntl.LOCK_NB)") == "None"
 
 
+@pytest.mark.sweep
 def test_the_end_of_a_process_ends_its_locks_and_its_waits(file: Path) -> None:
     with programs(4, file) as (holder, waiter, killed, flocker):
         assert holder.lockf("EX") == "None"
@@ -416,6 +420,7 @@ def test_sqlite_of_two_processes(cluster: Mounted) -> None:
     database.close()
 
 
+@pytest.mark.sweep
 def test_a_thousand_locks_leave_nothing(cluster: Mounted) -> None:
     path = cluster.path / "many"
     path.write_bytes(b"")

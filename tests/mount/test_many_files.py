@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.mounts import Mounted
 
+pytestmark = pytest.mark.sweep
+
 MountStore = Callable[..., Mounted]
 
 
@@ -58,7 +60,6 @@ def _used(store: Mounted) -> int:
     return found.f_files - found.f_ffree
 
 
-@pytest.mark.sweep
 def test_10_000_files_in_a_directory(mounted: Mounted) -> None:
     _fill_and_empty(mounted, 10_000)
 
@@ -68,7 +69,6 @@ def test_100_000_files_in_a_directory(mounted: Mounted) -> None:
     _fill_and_empty(mounted, 100_000)
 
 
-@pytest.mark.sweep
 def test_two_stores_at_once(mount_store: MountStore) -> None:
     stores = [mount_store(), mount_store("layout.unit=4KiB")]
     problems: list[BaseException] = []

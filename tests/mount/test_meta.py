@@ -8,9 +8,12 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import Mounted, aifs
 
 
+@pytest.mark.sweep
 def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) -> None:
     content = os.urandom(3 << 20)
     (mounted.path / "file").write_bytes(content)
@@ -65,6 +68,7 @@ def test_nothing_is_restored_under_a_daemon_that_goes_on(mounted: Mounted, tmp_p
     mounted.unmount()
 
 
+@pytest.mark.sweep
 def test_a_mount_of_a_broken_database_says_what_to_do(mounted: Mounted) -> None:
     (mounted.path / "file").write_bytes(b"here")
     mounted.unmount()

@@ -75,6 +75,7 @@ def refused(directory: Path, *options: str, code: int = 4) -> str:
     return line
 
 
+@pytest.mark.sweep
 def test_a_database_is_served_and_found_again(serve: Callable[..., Served], place: Path) -> None:
     served = serve()
     assert f"serves {place} at 127.0.0.1:" in served.says[0], served.end(signal.SIGKILL)

@@ -175,6 +175,7 @@ def test_mount_8_mounts_and_umount_8_returns_when_all_is_safe(system: System, fo
     assert system.run("cat", system.path / "file").stdout == "kept\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 def test_mount_8_passes_options_on_and_shows_our_error(system: System, form: str) -> None:
     arguments = [word.format(source=system.source) for word in FORMS[form]]
@@ -205,6 +206,7 @@ def test_a_sloppy_mount_ignores_unknown_options(system: System) -> None:
     assert len(system.mounts()) == 1
 
 
+@pytest.mark.sweep
 def test_fstab(system: System) -> None:
     printed = system.install().stdout
     line = next(line for line in printed.splitlines() if " aifs " in line and "/mnt/store" in line)
@@ -234,7 +236,7 @@ def test_umount_8_of_a_busy_mount_says_who_uses_it(system: System) -> None:
     assert system.mounts() == []
 
 
-@pytest.mark.sweep("what")
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", ["root", "directory", "file"])
 def test_umount_8_of_a_bind_mount_leaves_the_mount(system: System, what: str) -> None:
     system.run("mount", "-t", "aifs", system.source, system.path)
@@ -260,11 +262,13 @@ def test_umount_8_of_a_bind_mount_leaves_the_mount(system: System, what: str) ->
     assert not system.mounts() and not system.daemons()
 
 
+@pytest.mark.sweep
 def test_a_fake_mount_checks_only(system: System) -> None:
     system.run("mount", "--fake", "-t", "aifs", system.source, system.path)
     assert system.mounts() == []
 
 
+@pytest.mark.sweep
 def test_uninstall_leaves_nothing(own_system: System) -> None:
     sbin = own_system.directory / "sbin"
     unit = own_system.directory / "etc" / "systemd" / "system" / "aifs@.service"
@@ -280,6 +284,7 @@ def test_uninstall_leaves_nothing(own_system: System) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_a_helper_of_somebody_else_is_left_alone(own_system: System) -> None:
     helper = own_system.directory / "sbin" / "mount.aifs"
     helper.write_text("#!/bin/sh\n")
@@ -293,6 +298,7 @@ def test_a_helper_of_somebody_else_is_left_alone(own_system: System) -> None:
     assert helper.read_text() == "#!/bin/sh\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
 def test_the_systemd_unit_is_valid(scratch: Path) -> None:
     command = scratch / "aifs"

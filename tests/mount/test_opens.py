@@ -135,9 +135,13 @@ def test_pages_of_a_file_that_is_not_passed_through_stay_cached(
     path = written(store, store.path / f"inline{size}", CONTENT[:size])
     assert path.read_bytes() == CONTENT[:size]
     until_closed(store)
-    with by_python(store) as asked:
-        for _ in range(5):
-            assert path.read_bytes() == CONTENT[:size]
+    for _ in range(5):  # the kernel may take a page that it has not seen in use, at any moment
+        with by_python(store) as asked:
+            for _ in range(5):
+                assert path.read_bytes() == CONTENT[:size]
+        if asked[READ] == 0:
+            break
+        until_closed(store)
     assert (asked[OPEN], asked[READ], asked[RELEASE]) == (0, 0, 0)
     assert asked["answered" + OPEN] == 5
     with path.open("rb", buffering=0) as reader:

@@ -151,6 +151,7 @@ def test_a_source_that_changes_is_noticed(here: Path) -> None:
     assert b'"N"' in path.read_bytes()
 
 
+@pytest.mark.sweep
 def test_it_gives_nobody_more_rights(here: Path) -> None:
     write_lines(here)
     data.open(here)

@@ -6,7 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import Mounted, aifs
+
+pytestmark = pytest.mark.sweep
 
 
 def test_a_copy_of_the_metadata_is_not_mounted_beside_its_owner(

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from aifs.core import files
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
@@ -135,6 +137,7 @@ def test_times_beyond_what_is_kept_are_cut(file: Path) -> None:
         assert (os.stat("file").st_atime_ns, os.stat("file").st_mtime_ns) == (kept_ns, kept_ns)
 
 
+@pytest.mark.sweep
 def test_times_are_in_the_order_of_changes(here: Path) -> None:
     """As make(1) needs it: of bytes, names, attributes and accesses, by the kernel and by us."""
     there, other = here / "there", here / "other"
@@ -225,6 +228,7 @@ def test_an_old_access_time_is_renewed_after_a_day(file: Path) -> None:
     assert os.stat("file").st_atime_ns > before
 
 
+@pytest.mark.sweep
 def test_special_files(here: Path, module_mount: Mounted) -> None:
     os.mknod("char", stat.S_IFCHR | 0o600, os.makedev(1, 3))
     os.mknod("block", stat.S_IFBLK | 0o600, os.makedev(259, 70000))
@@ -296,6 +300,7 @@ def test_extended_attributes(file: Path) -> None:
     assert errno_of(os.setxattr, "file", "unknown.a", b"") == errno.EOPNOTSUPP
 
 
+@pytest.mark.sweep
 def test_limits_of_extended_attributes(file: Path) -> None:
     large = os.urandom(65536)
     os.setxattr("file", "user.large", large)

@@ -26,6 +26,7 @@ _MS_SYNC = 4
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_sparse_file_of_8_tib(here: Path) -> None:
     size = 8 << 40
     fd = os.open("sparse", os.O_RDWR | os.O_CREAT)
@@ -204,6 +205,7 @@ def test_a_program_runs_from_the_mount(here: Path) -> None:
 # --- locks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_locks_between_processes(file: Path) -> None:
     def try_lock(lock: Callable[[int, int], object]) -> int:
         def act() -> int:
@@ -318,6 +320,7 @@ def test_sync_calls(file: Path) -> None:
     assert file.read_bytes() == b"x" * 10_000
 
 
+@pytest.mark.sweep
 def test_inode_numbers_are_permanent(here: Path, module_mount: Mounted) -> None:
     os.mkdir("d")
     open("d/f", "x").close()

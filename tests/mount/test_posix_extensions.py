@@ -94,6 +94,7 @@ def reads(path: str) -> str:
     return Path(path).read_text()
 
 
+@pytest.mark.sweep
 def test_an_acl_decides_who_may(alike: Alike) -> None:
     def rights() -> list[Any]:
         may_write = outcome(os.open, "file", os.O_WRONLY) != "EACCES"
@@ -165,6 +166,7 @@ def test_a_default_acl_of_modes_alone_takes_the_place_of_the_umask(alike: Alike)
     assert "-rw-rw----" in alike(scenario)[1]
 
 
+@pytest.mark.sweep
 def test_setfacl_of_who_is_not_of_the_group_takes_setgid_away(alike: Alike) -> None:
     def scenario() -> Any:
         modes = []
@@ -204,6 +206,7 @@ def test_what_cannot_be_set_as_an_acl(alike: Alike) -> None:
     alike(scenario)
 
 
+@pytest.mark.sweep
 def test_acls_of_a_store_are_kept_by_a_remount(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store("allow_other")
     store.path.parent.parent.chmod(0o755)
@@ -269,6 +272,7 @@ def test_birth_times(alike: Alike, module_mount: Mounted) -> None:
     alike(scenario)
 
 
+@pytest.mark.sweep
 def test_birth_times_outlive_the_mount(remounted: Mounted, on_remounted: Path) -> None:
     (on_remounted / "file").touch()
     born = shell(f"stat -c %w {remounted.path} {on_remounted} {on_remounted}/file")
@@ -309,6 +313,7 @@ def changes_of(path: str, other: str) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("flag", ["i", "a"])
 def test_what_may_be_done_to_a_guarded_file(alike: Alike, flag: str) -> None:
     def scenario() -> Any:
@@ -449,6 +454,7 @@ def test_projects_are_inherited(here: Path) -> None:
     assert project_of("taken") == (0, 7)
 
 
+@pytest.mark.sweep
 def test_no_tree_is_removed_with_an_immutable_file_in_it(
     remounted: Mounted, on_remounted: Path
 ) -> None:
@@ -544,6 +550,7 @@ def test_nameless_files_inherit_the_group_and_the_umask(alike: Alike) -> None:
     assert alike(scenario)[1:] == (USER, 1234)
 
 
+@pytest.mark.sweep
 def test_a_crash_leaves_no_nameless_file(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store()
     inodes = os.statvfs(store.path)

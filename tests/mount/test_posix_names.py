@@ -7,6 +7,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.support import caches
 from tests.support.machine import RENAME_EXCHANGE, RENAME_NOREPLACE, renameat2
 from tests.support.mounts import Mounted
@@ -17,6 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # --- names ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_names_up_to_255_bytes(here: Path) -> None:
     for make in (
         os.mkdir,
@@ -34,6 +37,7 @@ def test_names_up_to_255_bytes(here: Path) -> None:
     assert os.listdir() == []
 
 
+@pytest.mark.sweep
 def test_names_may_hold_any_byte_but_slash_and_nul(here: Path) -> None:
     names = [bytes([byte]) for byte in range(1, 256) if byte not in b"/."]
     names += [b"...", b". ", b"\xc3\x28", "ä".encode(), b"-rf", b"\n\n"]
@@ -183,6 +187,7 @@ class _Dir:
         _libc.closedir(self._stream)
 
 
+@pytest.mark.sweep
 def test_telldir_and_seekdir(here: Path) -> None:
     names = {f"n{number}" for number in range(700)}
     for name in names:
@@ -206,6 +211,7 @@ def test_telldir_and_seekdir(here: Path) -> None:
     directory.close()
 
 
+@pytest.mark.sweep
 def test_readdir_while_the_directory_changes(here: Path) -> None:
     stay = {f"stay{number}" for number in range(600)}
     go = [f"go{number}" for number in range(600)]
@@ -230,6 +236,7 @@ def test_readdir_while_the_directory_changes(here: Path) -> None:
     assert len(os.listdir()) == 1200
 
 
+@pytest.mark.sweep
 def test_removing_while_listing(here: Path) -> None:
     """What rm -r does: each name is removed as soon as it has been read."""
     for number in range(1500):
@@ -304,6 +311,7 @@ def _open_by_handle(handle: _FileHandle, flags: int = os.O_RDONLY) -> int:
         os.close(mount)
 
 
+@pytest.mark.sweep
 def test_file_handles_find_what_the_kernel_has_forgotten(here: Path) -> None:
     os.makedirs("a/b")
     Path("a/b/file").write_bytes(b"content")
@@ -382,6 +390,7 @@ def test_an_unlinked_open_file_is_reached_by_proc(here: Path) -> None:
     os.close(fd)
 
 
+@pytest.mark.sweep
 def test_space_of_deleted_files_comes_back(here: Path, module_mount: Mounted) -> None:
     def sizes() -> dict[Path, int]:
         """Meanwhile the objects go that other tests have left, and directories of objects."""

@@ -99,6 +99,7 @@ def sources(scratch: Path) -> Path:
     return tree
 
 
+@pytest.mark.sweep
 def test_git(remounted: Mounted, on_remounted: Path, scratch: Path) -> None:
     need("git")
     options = {
@@ -191,6 +192,7 @@ def test_sqlite_survives_kill(remounted: Mounted, on_remounted: Path, journal: s
     assert acknowledged >= 19
 
 
+@pytest.mark.sweep
 def test_sqlite_with_two_writers(on_mount: Path) -> None:
     path = on_mount / "base.sqlite"
     base = sqlite3.connect(path)
@@ -274,6 +276,7 @@ def test_cp_keeps_holes_and_attributes(on_mount: Path, sources: Path) -> None:
     assert list(on_mount.iterdir()) == []
 
 
+@pytest.mark.sweep
 def test_find_and_du_agree(on_mount: Path, sources: Path) -> None:
     copy = on_mount / "copy"
     run("cp", "-a", sources, copy)
@@ -357,6 +360,7 @@ def test_pip_install_to_the_mount(remounted: Mounted, on_remounted: Path, scratc
     ) == (f"installed {target}/tiny/__init__.py\n")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pip", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_python_venv(remounted: Mounted, on_remounted: Path, pip: bool) -> None:
     environment = on_remounted / "venv"
@@ -392,6 +396,7 @@ _FIO = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", _FIO)
 def test_fio_verifies(remounted: Mounted, on_remounted: Path, kind: str) -> None:
     need("fio")
@@ -411,6 +416,7 @@ def test_fio_verifies(remounted: Mounted, on_remounted: Path, kind: str) -> None
     assert (on_remounted / "file").stat().st_size > 0
 
 
+@pytest.mark.sweep
 def test_text_tools_and_redirections(remounted: Mounted, on_remounted: Path) -> None:
     script = """
         set -e

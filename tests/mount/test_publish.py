@@ -57,6 +57,7 @@ def runs(shared: Mounted, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.mark.sweep
 def test_a_shell_is_enough(mounted: Mounted) -> None:
     runs = mounted.path / "runs"
     runs.mkdir()
@@ -162,6 +163,7 @@ def test_members_commit_by_ioctl(runs: Path) -> None:
     require_step(runs, "final", 1)
 
 
+@pytest.mark.sweep
 def test_who_may(runs: Path) -> None:
     tmp = make_tree(runs / "tmp")
     for path in (runs, tmp, *tmp.rglob("*")):
@@ -181,6 +183,7 @@ def test_who_may(runs: Path) -> None:
     require_step(runs, "final", 1)
 
 
+@pytest.mark.sweep
 def test_two_processes_publish_under_one_name(runs: Path) -> None:
     for _ in range(5):
         trees = [make_tree(runs / f"tmp{number}") for number in range(3)]

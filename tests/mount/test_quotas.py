@@ -41,6 +41,7 @@ def dd(path: Path, mib: int, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [(), ("oflag=direct",), ("conv=fsync",)])
 def test_dd_is_stopped_at_the_last_byte(team: Path, options: tuple[str, ...]) -> None:
     limit(team, "--size", "20MiB")

@@ -170,6 +170,7 @@ def test_the_table_has_the_operations_that_are_counted() -> None:
     assert sorted(_table()) == sorted(OPERATIONS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_sends_no_more_requests_than_the_table_says(
     operation: str, requests: Requests, here: Path
@@ -214,6 +215,7 @@ def _changes(directory: Path) -> Iterator[Callable[[], object]]:
     yield file.unlink
 
 
+@pytest.mark.sweep
 def test_what_is_told_of_a_directory_is_what_is_on_record(
     module_mount: Mounted, here: Path
 ) -> None:
@@ -255,6 +257,7 @@ def _looked_up(requests: Requests, path: Path) -> tuple[int, int]:
     return everything["LOOKUP"], of_python["LOOKUP"]
 
 
+@pytest.mark.sweep
 def test_the_bridge_knows_what_a_new_directory_does_not_have(
     requests: Requests, here: Path
 ) -> None:
@@ -281,6 +284,7 @@ def test_the_bridge_knows_what_a_new_directory_does_not_have(
     assert counted in seen, seen
 
 
+@pytest.mark.sweep
 def test_what_was_there_before_the_mount_is_found(module_mount: Mounted, here: Path) -> None:
     (here / "before").mkdir()
     (here / "before" / "file").touch()

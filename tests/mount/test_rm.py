@@ -41,7 +41,7 @@ def wait_until_empty(mount: Path) -> None:
         assert time.monotonic() < end, doomed(mount)
 
 
-@pytest.mark.sweep("options")
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [(), ("kernel.bridge=off",)], ids=["ioctl", "xattr"])
 def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
     mounted = mount_store(*options)
@@ -73,6 +73,7 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
         pass
 
 
+@pytest.mark.sweep
 def test_a_name_is_free_as_soon_as_the_command_returns(here: Path) -> None:
     name = here / "name"
     for _ in range(20):
@@ -129,6 +130,7 @@ def test_what_is_refused(shared: Mounted, on_mount: Path, tmp_path: Path) -> Non
 ALICE, BOB, TEAM = 1000, 1001, 4242
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("parent", "owner", "caller", "groups", "answer"),
     [

@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.mounts import Mounted
 
+pytestmark = pytest.mark.sweep
 
-@pytest.mark.sweep
+
 def test_a_listing_in_progress_brings_nothing_back(remounted: Mounted, on_remounted: Path) -> None:
     directory = on_remounted / "d"
     directory.mkdir()

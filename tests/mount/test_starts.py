@@ -203,6 +203,7 @@ def masks(told: str) -> list[int]:
     return [int(mask, 16) & 0x7FFFFFFF for mask in told.split()[1::2]]
 
 
+@pytest.mark.sweep
 def test_the_command_is_as_if_it_ran_alone(mounted: Mounted, tmp_path: Path) -> None:
     top = mounted.path / "start"
     done = start(mounted, "sh", "-c", "cat; echo out; echo err >&2; exit 7")
@@ -247,6 +248,7 @@ def test_a_job_runs_where_nothing_can_be_recorded(mounted: Mounted, tmp_path: Pa
     assert (mounted.path / "start" / "job" / "2.start").exists()
 
 
+@pytest.mark.sweep
 def test_a_launcher_needs_no_command(mounted: Mounted) -> None:
     (mounted.path / "job").mkdir()
     (mounted.path / "read").write_bytes(b"x" * 5000)
@@ -260,10 +262,10 @@ def test_a_launcher_needs_no_command(mounted: Mounted) -> None:
 STAYS_OPEN = """
 import glob, os, sys, time
 from contextlib import suppress
-from aifs.core import page_cache
+from aifs.burst.copy import resident
 table, block = sys.argv[1], 1 << 20
 fd = os.open(table, os.O_RDONLY)
-while not page_cache.resident(fd, os.fstat(fd).st_size, block)[6]:
+while not resident(fd, os.fstat(fd).st_size, block)[6]:
     time.sleep(0.001)
 os.close(fd)
 found = set()

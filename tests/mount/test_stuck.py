@@ -69,6 +69,7 @@ def stalling(mounted: Mounted) -> Mounted:
     return mounted
 
 
+@pytest.mark.sweep
 def test_a_killed_daemon_ends_though_the_kernel_holds_one_of_its_threads(
     stalling: Mounted,
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 from aifs import client
 from tests.support.mounts import Mounted
 
+pytestmark = pytest.mark.sweep
+
 ALIGNMENT = 4096
 
 

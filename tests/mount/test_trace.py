@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from aifs.cli import door
 from tests.support.mounts import Mounted
 from tests.support.users import errno_of, in_process
@@ -106,6 +108,7 @@ def test_the_command_prints_lines(module_mount: Mounted, here: Path) -> None:
     assert re.match(r"\d\d:\d\d:\d\d\.\d{6} +\d+  mkdir +ok +- +0 +\d+  /.*/0$", line), line
 
 
+@pytest.mark.sweep
 def test_the_command_stops_and_prints_json(module_mount: Mounted, here: Path) -> None:
     with command(module_mount, "--for", "1s", "--json", "--pid", str(os.getpid())) as process:
         assert process.stdout is not None

@@ -18,6 +18,8 @@ import pytest
 from aifs import client
 from tests.support.mounts import TIMEOUT_S, Mounted
 
+pytestmark = pytest.mark.sweep
+
 torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
 RANKS = 4

@@ -113,6 +113,7 @@ def test_programs_in_a_removed_directory_and_open_files(bridged: Mounted, here: 
     assert os.listdir(here / "d") == ["new"]
 
 
+@pytest.mark.sweep
 def test_users_have_what_was_theirs(bridged: Mounted, here: Path) -> None:
     here.chmod(0o1777)
     private = here / "private"
@@ -152,6 +153,7 @@ def test_without_the_bridge_names_are_kept_as_well(kept_mount: Mounted, here: Pa
         assert said.returncode == 1 and "without its bridge" in said.stderr
 
 
+@pytest.mark.sweep
 def test_status_and_df_count_what_is_in_it(bridged: Mounted, here: Path) -> None:
     before = json.loads(aifs("status", bridged.path, "--json").stdout)["trash"]
     (here / "f").write_bytes(bytes(5000))

@@ -86,6 +86,7 @@ def test_modes_of_files(here: Path, mode: int, uid: int, groups: tuple[int, ...]
     assert attempt(uid, lambda: os.truncate(path, 1), groups) == expected["w"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mode", "list_it", "pass_through", "change_it"),
     [
@@ -114,6 +115,7 @@ def test_modes_of_directories(
         assert attempt(BOB, lambda: os.unlink(directory / "moved")) == 0
 
 
+@pytest.mark.sweep
 def test_sticky_directories(here: Path) -> None:
     directory = here / "dir"
     directory.mkdir()
@@ -133,6 +135,7 @@ def test_sticky_directories(here: Path) -> None:
     assert attempt(NOBODY, lambda: os.rmdir(directory / "sub")) == 0
 
 
+@pytest.mark.sweep
 def test_chmod_is_for_the_owner(here: Path) -> None:
     path = owned(here / "file", ALICE, ALICE, 0o666)
     assert attempt(BOB, lambda: os.chmod(path, 0o777)) == EPERM
@@ -149,6 +152,7 @@ def test_chmod_drops_setgid_for_a_foreign_group(here: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o2750
 
 
+@pytest.mark.sweep
 def test_chown_is_for_root_and_groups_for_members(here: Path) -> None:
     path = owned(here / "file", ALICE, ALICE, 0o666)
     assert attempt(ALICE, lambda: os.chown(path, BOB, -1)) == EPERM
@@ -162,6 +166,7 @@ def test_chown_is_for_root_and_groups_for_members(here: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o777
 
 
+@pytest.mark.sweep
 def test_times_are_for_the_owner_or_a_writer(here: Path) -> None:
     path = owned(here / "file", ALICE, ALICE, 0o644)
     assert attempt(BOB, lambda: os.utime(path, ns=(1, 1))) == EPERM
@@ -184,6 +189,7 @@ def test_new_files_belong_to_their_maker(here: Path) -> None:
     assert {(info.st_uid, info.st_gid) for info in infos} == {(ALICE, TEAM)}
 
 
+@pytest.mark.sweep
 def test_extended_attributes_of_others(here: Path) -> None:
     path = owned(here / "file", ALICE, ALICE, 0o644)
     assert attempt(ALICE, lambda: os.setxattr(path, "user.a", b"1")) == 0
@@ -205,6 +211,7 @@ def test_extended_attributes_of_others(here: Path) -> None:
     assert attempt(BOB, lambda: os.setxattr(sticky, "user.a", b"1")) == EPERM
 
 
+@pytest.mark.sweep
 def test_device_nodes_are_for_root(here: Path) -> None:
     assert (
         attempt(ALICE, lambda: os.mknod(here / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3)))
@@ -224,6 +231,7 @@ def test_an_open_descriptor_keeps_its_rights(here: Path) -> None:
     assert path.read_bytes() == b"inherited"
 
 
+@pytest.mark.sweep
 def test_cached_permissions_are_not_stale(here: Path) -> None:
     """The kernel keeps attributes for long: a change by one user must reach all others at once."""
     path = owned(here / "file", ALICE, ALICE, 0o644)
@@ -239,6 +247,7 @@ def mounted_only(here: Path, module_mount: Mounted) -> None:
         pytest.skip("of a mount alone")
 
 
+@pytest.mark.sweep
 def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
     here: Path, module_mount: Mounted
 ) -> None:
@@ -267,6 +276,7 @@ def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
     assert attempt(ALICE, lambda: os.getxattr(shared, "user.aifs.state")) == EACCES
 
 
+@pytest.mark.sweep
 def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> None:
     mounted_only(here, module_mount)
     shared = here / "shared"
@@ -302,6 +312,7 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     )
 
 
+@pytest.mark.sweep
 def test_ioctls_are_for_who_may_write(here: Path, module_mount: Mounted) -> None:
     mounted_only(here, module_mount)
 

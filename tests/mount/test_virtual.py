@@ -36,6 +36,7 @@ def archive_of(directory: Path) -> Path:
     return directory / ".aifs-data" / "files.tar"
 
 
+@pytest.mark.sweep
 def test_it_is_what_lies_below(tree: Path) -> None:
     archive = archive_of(tree)
     before = archive.stat()
@@ -127,6 +128,7 @@ def test_it_cannot_be_changed(tree: Path) -> None:
     assert errno_of(lambda: os.getxattr(archive, "user.aifs.info")) == errno.ENODATA
 
 
+@pytest.mark.sweep
 def test_who_changes_a_source_is_noticed(tree: Path) -> None:
     archive = archive_of(tree)
     before = archive.stat()
@@ -155,6 +157,7 @@ def test_who_changes_a_source_is_noticed(tree: Path) -> None:
             assert file is not None and file.read(7) == b"changed"
 
 
+@pytest.mark.sweep
 def test_it_gives_nobody_more_rights(tree: Path) -> None:
     archive = archive_of(tree)
     assert in_process(lambda: errno_of(archive.read_bytes), ALICE) == 0
@@ -169,6 +172,7 @@ def test_it_gives_nobody_more_rights(tree: Path) -> None:
     assert in_process(lambda: errno_of(archive_of(tree / "cat").read_bytes), ALICE) == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", ["cat/3.bin", "dog", "."], ids=["file", "below", "top"])
 def test_a_descriptor_from_before_gives_no_rights(tree: Path, what: str) -> None:
     """O_PATH finds the file by its name, and is no open: that may come after a chmod."""

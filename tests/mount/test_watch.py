@@ -36,6 +36,7 @@ def get(place: Path, path: str) -> str:
     return body.decode()
 
 
+@pytest.mark.sweep
 def test_what_programs_do_is_counted(scratch: Path, mount_store: Callable[..., Mounted]) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     place = scratch / "socket"
@@ -81,6 +82,7 @@ def test_what_programs_do_is_counted(scratch: Path, mount_store: Callable[..., M
     )
 
 
+@pytest.mark.sweep
 def test_a_mount_that_was_killed_leaves_no_place_taken(
     scratch: Path, mount_store: Callable[..., Mounted]
 ) -> None:

@@ -3,6 +3,7 @@ them.
 """
 
 import importlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def import_ahead(config: pytest.Config) -> None:
-    """In a worker of a run of all tests: import all files of tests. Each worker begins at another
-    one.
+def import_ahead(config: pytest.Config, is_wanted: Callable[[Path], bool]) -> None:
+    """In a worker of a run of all folders: import the files of tests that are wanted. Each worker
+    begins at another one.
 
     pytest rewrites the assertions of a file as it compiles it, which takes 26 s for all, and keeps
     the result on disk. Workers that import in the same order compile every file at the same moment,
@@ -22,7 +23,7 @@ def import_ahead(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     if worker is None or config.args != config.getini("testpaths"):
         return
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if is_wanted(file)]
     first = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
     for file in files[first:] + files[:first]:
         # The collection says why a file cannot be imported, or is skipped.

@@ -96,11 +96,14 @@ class Tiers:
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Files of which no test is wanted are not even imported: torch takes seconds."""
-        if not collection_path.name.startswith("test_"):
-            return None
+        is_test = collection_path.name.startswith("test_")
+        return True if is_test and not self.wants(collection_path) else None
+
+    def wants(self, file: Path) -> bool:
+        """Whether any test of a file may be wanted."""
         if self._reached is not None:
-            return str(collection_path.relative_to(reach.ROOT)) not in self._reached or None
-        return (self._wanted == {DEFAULT} and _SWEPT_FILE in collection_path.read_text()) or None
+            return str(file.relative_to(reach.ROOT)) in self._reached
+        return self._wanted != {DEFAULT} or _SWEPT_FILE not in file.read_text()
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]

@@ -9,6 +9,7 @@ from aifs.core.aging import AgeRule, format_age_rule, parse_age_rule, parse_clas
 CLASSES = st.from_regex("[a-z0-9][a-z0-9-]{0,31}", fullmatch=True)
 
 
+@pytest.mark.sweep
 @given(st.integers(0, 10**9), CLASSES | st.just(""), st.integers(0, 19))
 def test_a_rule_is_what_it_says(age_s: int, storage_class: str, level: int) -> None:
     assume(storage_class or level)

@@ -68,6 +68,7 @@ def walked(epoch: Epoch, window: int, shares: list[int]) -> list[FileNeed]:
     )
 
 
+@pytest.mark.sweep
 @given(epochs())
 def test_files_are_those_that_the_shares_read_most_of(drawn: tuple[Epoch, list[int]]) -> None:
     epoch, shares = drawn
@@ -162,6 +163,7 @@ def test_what_is_no_order_is_refused(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.sweep
 @given(INDEXES, st.data())
 def test_an_index_that_contradicts_itself_is_refused(index: Index, data: st.DataObject) -> None:
     """Whoever wrote it: who reads it may trust what it says."""

@@ -100,6 +100,7 @@ def test_neighbours_that_are_small_are_one_range():
     ]
 
 
+@pytest.mark.sweep
 def test_a_header_longer_than_what_is_read_at_once():
     tensors = [rng.randbytes(SMALL) for _ in range(30)]
     for spaces in (0, 1):
@@ -162,6 +163,7 @@ def test_what_is_odd_is_cut_plainly(data):
     assert ranges(data) == plain(len(data))
 
 
+@pytest.mark.sweep
 @given(st.data())
 def test_damage_never_hurts(data):
     made = bytearray(data.draw(st.sampled_from([_SAFE, _ZIP])))

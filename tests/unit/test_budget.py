@@ -164,6 +164,7 @@ uses = st.tuples(
 )  # as of ``use`` below
 
 
+@pytest.mark.sweep
 @given(st.lists(uses, max_size=30))
 def test_never_more_than_the_total(plan):
     budget = Budget(100)

@@ -144,6 +144,7 @@ def test_equal_devices_take_turns_and_the_emptier_takes_more():
     assert (chosen.count(0), chosen.count(1)) == (8, 2)
 
 
+@pytest.mark.sweep
 @given(
     st.integers(1, 3),
     st.sampled_from([0, 64, 200]),

@@ -282,6 +282,7 @@ def test_a_full_disk_captures_nothing(tmp_path: Path, site: Path, op: str, which
     assert tree(again).keys() == tree(site).keys()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "which"), [("link", 2), ("write_at", 1), ("make_dir", 4)])
 def test_what_a_full_disk_has_put_there_by_half_is_mended(
     tmp_path: Path, site: Path, op: str, which: int
@@ -309,7 +310,7 @@ def killed(point: int, envs: Path, path: Path, work: str, op: str = "") -> None:
     assert list(path.glob(".aifs-capture"))
 
 
-@pytest.mark.sweep("point")
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", [20, 45, 66, 74])
 def test_a_capture_that_is_killed_is_made_anew(tmp_path: Path, site: Path, point: int) -> None:
     """While it copies, writes what it has captured, syncs, and publishes."""
@@ -321,6 +322,7 @@ def test_a_capture_that_is_killed_is_made_anew(tmp_path: Path, site: Path, point
     assert len(startup.list_made(envs)) == 1 == len(os.listdir(envs)) - 1
 
 
+@pytest.mark.sweep
 def test_what_was_killed_while_it_put_files_there_leaves_none_of_its_own(
     tmp_path: Path, site: Path
 ) -> None:

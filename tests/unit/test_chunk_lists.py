@@ -71,6 +71,7 @@ extent = (
 )
 
 
+@pytest.mark.sweep
 @given(
     st.integers(0, 1 << 60),
     st.lists(extent, min_size=1, max_size=CHUNKS_PER_RECORD)
@@ -129,6 +130,7 @@ class Reads:
         return self.tx.get(key)
 
 
+@pytest.mark.sweep
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=900), st.data())
 async def test_extents_are_found_by_offset(lengths, data):
     engine = MemoryEngine()

@@ -27,6 +27,7 @@ def test_show(directory: Path):
     assert "rows     300\n" in aifs("dataset", "show", directory).stdout
 
 
+@pytest.mark.sweep
 def test_show_of_a_directory_of_files(directory: Path):
     told = json.loads(aifs("dataset", "show", directory, "--format", "files", "--json").stdout)
     assert (told["files"], told["rows"], told["bytes"]) == (3, 3, None)
@@ -39,6 +40,7 @@ def test_the_order_is_drawn(directory: Path, tmp_path: Path):
     assert "<svg" in (tmp_path / "order.svg").read_text()
 
 
+@pytest.mark.sweep
 def test_index_is_made_once(directory: Path):
     assert aifs("dataset", "index", directory).stdout.startswith("3 files, 300 rows: ")
     made = (directory / ".aifs-index").stat()
@@ -47,15 +49,18 @@ def test_index_is_made_once(directory: Path):
     assert (again.st_ino, again.st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
 
 
+@pytest.mark.sweep
 def test_a_terminal_is_shown_how_far_it_is(directory: Path):
     assert "3 files, 300 rows" in aifs_on_terminal("dataset", "index", directory)
     assert "all right" in aifs_on_terminal("dataset", "verify", directory)
 
 
+@pytest.mark.sweep
 def test_verify(directory: Path):
     assert aifs("dataset", "verify", directory).stdout == "300 rows in 3 blocks: all right\n"
 
 
+@pytest.mark.sweep
 def test_a_damaged_file_is_named_once(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -70,6 +75,7 @@ def test_a_damaged_file_is_named_once(tmp_path: Path):
     assert done.stderr.count(str(path)) == 1 and "damaged in the block at byte 4" in done.stderr
 
 
+@pytest.mark.sweep
 def test_verify_names_files_of_other_columns(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -83,6 +89,7 @@ def test_verify_names_files_of_other_columns(tmp_path: Path):
     assert said in done.stderr and "1 block of 3" in done.stderr
 
 
+@pytest.mark.sweep
 def test_verify_names_what_is_damaged(directory: Path):
     path = directory / "1.jsonl"
     path.write_text(path.read_text().replace('{"n": 50}', '{"n" 50}}'))
@@ -101,6 +108,7 @@ def test_bench(directory: Path):
     assert [line.split()[0] for line in lines] == ["order", "in", "shuffled", "row"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -115,6 +123,7 @@ def test_wrong_options_are_one_line(directory: Path, words: list[str], says: str
     assert says in said.stderr
 
 
+@pytest.mark.sweep
 def test_what_is_no_dataset_is_one_line(tmp_path: Path):
     for path in (tmp_path, tmp_path / "none"):
         said = aifs("dataset", "show", path, check=False)

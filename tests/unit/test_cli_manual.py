@@ -65,6 +65,7 @@ def examples(command: click.Command) -> list[list[str]]:
     return found
 
 
+@pytest.mark.sweep
 def test_each_example_is_a_command_as_its_help_describes_it(monkeypatch: pytest.MonkeyPatch):
     """And each command has one of itself."""
     found = []
@@ -83,6 +84,7 @@ def test_each_example_is_a_command_as_its_help_describes_it(monkeypatch: pytest.
         assert not isinstance(called[-1], click.Group), arguments
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff is not installed")
 def test_pages_are_in_the_language_of_man(pages: dict[str, str]):
     for text in pages.values():
@@ -97,6 +99,7 @@ def test_a_shell_gets_a_script(shell: str):
     assert "_AIFS_COMPLETE" in aifs("completion", shell).stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("words", "answers"),
     [("aifs pi", ["plain,pin"]), ("aifs pin --h", ["plain,--help"]), ("aifs pin /x", ["file,/x"])],

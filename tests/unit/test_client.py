@@ -32,6 +32,7 @@ PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1,
 # --- the manifest ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @given(st.none() | st.integers(0), st.dictionaries(PATHS, DIGESTS, max_size=8))
 def test_a_manifest_is_read_as_it_was_written(step: int | None, files: manifest.Files) -> None:
     written = Manifest(step, 1763735314.25, 4, "5f0c", "unit=4MiB", files)
@@ -279,6 +280,7 @@ def _race(barrier, directory: str, number: int, results) -> None:  # noqa: ANN00
         results.put(-1)
 
 
+@pytest.mark.sweep
 def test_of_publishers_that_race_for_a_name_one_wins(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for round_ in range(5):
@@ -401,6 +403,7 @@ def test_a_removal_takes_what_a_crashed_one_has_left(tmp_path: Path) -> None:
         client.remove(tmp_path / "step-1")
 
 
+@pytest.mark.sweep
 def test_keep_spares_what_is_in_use(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path / f"step-{step}")
@@ -417,6 +420,7 @@ def test_keep_spares_what_is_in_use(tmp_path: Path) -> None:
         client.keep(tmp_path, "some")
 
 
+@pytest.mark.sweep
 def test_keep_neither_counts_nor_removes_what_may_not_be_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,7 @@ FAST, SLOW = Speeds(100e9, 1e9), Speeds(0.1e9, 1e9)
 ranges = st.lists(st.tuples(st.integers(-5, 300), st.integers(-5, 300)), max_size=8)
 
 
+@pytest.mark.sweep
 @given(st.integers(0, 250), ranges, st.integers(1, 100))
 def test_pieces_cover_each_byte_once_and_what_is_wanted_first_comes_first(size, order, piece):
     found = list(pieces(size, order, piece))
@@ -197,6 +198,7 @@ def several_files(rank: int, directory: Path) -> None:
         read_files(find, "parts")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("body", [one_host, many_hosts, two_hosts, several_files])
 def test_all_get_all_and_storage_is_asked_once(body, file, tmp_path):
     (tmp_path / "empty").touch()

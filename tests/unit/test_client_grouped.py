@@ -47,6 +47,7 @@ DTYPES = [dtype for dtype, _ in tensor_file.KINDS.values()]
 # --- the format -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @given(
     st.dictionaries(
         st.text(max_size=6).filter(lambda name: name != "__metadata__"),
@@ -222,6 +223,7 @@ def test_a_put_leaves_alone_what_others_are_writing(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.sweep
 def test_puts_of_one_path_follow_each_other(tmp_path: Path) -> None:
     for turn in range(20):
         saved = [

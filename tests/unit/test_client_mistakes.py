@@ -107,6 +107,7 @@ def test_what_cannot_be_removed_does_not_fail_the_save(
     assert client.latest(shared) == shared / "step-2" and (shared / "step-1").exists()
 
 
+@pytest.mark.sweep
 def test_a_clock_that_goes_back_does_not_make_a_checkpoint_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

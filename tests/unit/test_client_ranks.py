@@ -82,6 +82,7 @@ def test_all_return_when_it_is_there(job: Job) -> None:
     job.finish(job.all())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("late", range(4))
 def test_nobody_returns_before_the_last_has_written(job: Job, late: int) -> None:
     """Nor is anything visible; whether rank 0 or another one comes last."""

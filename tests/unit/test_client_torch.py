@@ -138,6 +138,7 @@ def test_shared_storages_are_written_once(tmp_path: Path) -> None:
     assert names(tmp_path) == {"x.pt"}
 
 
+@pytest.mark.sweep
 def test_more_records_than_16_bits_count() -> None:
     image = archive.Image("x", b"pickle", (1,) * 66_000, "0" * 20)
     stream = Written()
@@ -212,7 +213,7 @@ def test_sizes_and_offsets_beyond_32_bits() -> None:
     assert length == ours.position == archive.length_of(image)
 
 
-@pytest.mark.sweep("method")
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", [sinks.BUFFERED, sinks.DIRECT])
 @settings(max_examples=12, deadline=None)
 @given(
@@ -294,6 +295,7 @@ def _refuse() -> None:
 # --- pipelined ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_pipelined_saves_what_the_state_was(tmp_path: Path) -> None:
     now = state()
     with PipelinedCheckpointer(tmp_path / "step-{step}", keep="last=2") as checkpointer:

@@ -264,11 +264,13 @@ def test_wrong_lists_of_servers_are_refused(tmp_path: Path, servers: str, expect
     assert refusal(source).startswith(f"{source}:2: servers: {expected}")
 
 
+@pytest.mark.sweep
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "deep.yaml", "servers: " + "[" * 1000)
     assert refusal(path) == f"{path}: not valid YAML: nested too deeply"
 
 
+@pytest.mark.sweep
 def test_thirty_thousand_servers_are_read(tmp_path: Path) -> None:
     """When each place was compared with all others, 3,000 took 20 s."""
     servers = tuple(f"/data/{number}" for number in range(30_000))

@@ -57,6 +57,7 @@ def taken(dataset: data.Dataset, world: int, workers: int, rows: int, **how: Any
     return found, states
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_each_row_once(small: data.Dataset, shuffle: str):
     rows = sequence(small, shuffle=shuffle, seed=3, buffer=128)
@@ -68,6 +69,7 @@ def test_each_row_once(small: data.Dataset, shuffle: str):
         assert rows != sequence(small, shuffle=shuffle, seed=3, epoch=1, buffer=128)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize(("world", "workers"), [(2, 1), (4, 2), (1, 4), (8, 8)])
 def test_readers_divide_one_sequence(small, shuffle: str, world: int, workers: int):
@@ -82,6 +84,7 @@ def test_readers_divide_one_sequence(small, shuffle: str, world: int, workers: i
     assert all(state["done"] == len(whole) for state in states)
 
 
+@pytest.mark.sweep
 def test_a_resume_in_another_world(small: data.Dataset):
     """The rows that were given are not divided by the readers that go on."""
     whole = sequence(small, seed=3, buffer=128)
@@ -100,6 +103,7 @@ def test_a_resume_in_another_world(small: data.Dataset):
     assert all(state["done"] == 333 for state in states)
 
 
+@pytest.mark.sweep
 @given(st.data())
 def test_any_way_through_an_epoch(small: data.Dataset, draw: st.DataObject):
     """Worlds and workers change at any place; each row comes once."""
@@ -189,6 +193,7 @@ def test_a_transform_that_fails_loses_no_row(small: data.Dataset):
         assert next(rows) == failed[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_batches_hold_the_same_rows(tmp_path: Path, shuffle: str):
     lines = [json.dumps({"n": number}) for number in range(500)]

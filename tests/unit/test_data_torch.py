@@ -39,6 +39,7 @@ def numbers(batches: Any) -> list[int]:
     return [number for batch in batches for number in batch.tolist()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_workers_divide_an_epoch(dataset: data.Dataset, workers: int):
     batches = list(loader(dataset, num_workers=workers))
@@ -51,6 +52,7 @@ def test_workers_divide_an_epoch(dataset: data.Dataset, workers: int):
         assert sorted(run) == sorted(sequence[8 * first : 8 * (first + steps)])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_dataloader_takes_the_rows(dataset: data.Dataset, workers: int):
     rows = data.TorchRows(dataset, transform=int, workers=workers, **ORDER)
@@ -63,6 +65,7 @@ def test_rows_by_number(dataset: data.Dataset):
     assert [int(row) for batch in found for row in batch] == list(range(ROWS))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
 def test_each_iteration_is_an_epoch(dataset: data.Dataset, options: dict[str, Any]):
     one = loader(dataset, **options)
@@ -75,7 +78,7 @@ def test_each_iteration_is_an_epoch(dataset: data.Dataset, options: dict[str, An
             assert rows == whole(dataset, epoch=number)
 
 
-@pytest.mark.sweep("batches", "before", "after")
+@pytest.mark.sweep
 @pytest.mark.parametrize("batches", [0, 1, 3, 10, 40])
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 0), (0, 2)])
 def test_a_state_goes_on_with_other_workers(dataset, batches: int, before: int, after: int):

@@ -62,6 +62,7 @@ def refusal(directory: Path) -> str:
     return f"{found.output}{found.exception}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("counts", [[0], [1], [0, 1, 0], [20, 0, 1]], ids=str)
 def test_few_rows(tmp_path: Path, format: str, counts: list[int]) -> None:
@@ -115,6 +116,7 @@ def test_a_corrupt_footer_is_named(tmp_path: Path, format: str) -> None:
     assert str(path) in refusal(tmp_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, format: str) -> None:
     suffix, write = FORMATS[format]

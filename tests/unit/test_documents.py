@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import click
+import pytest
 
 from aifs.cli.main import cli
 from scripts import reference
+
+pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parents[1] / "support"

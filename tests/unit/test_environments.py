@@ -219,6 +219,7 @@ def test_a_record_that_is_torn_counts_as_empty(tmp_path: Path) -> None:
         assert not again.made and again.record == startup.MadeRecord()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("field", ["took_s", "expire_s", "bytes", "made_s", "attempt"])
 @pytest.mark.parametrize("value", [float("nan"), 1e300, -1, 10**400])
 def test_a_record_of_impossible_numbers_counts_as_empty(

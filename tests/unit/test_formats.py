@@ -297,6 +297,7 @@ def test_a_block_has_no_more_lines_than_it_may() -> None:
     assert [block.rows for block in blocks_of("text", Memory(data))] == [BLOCK_ROWS, 1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_tar(tmp_path: Path, format: int) -> None:
     path = a_tar(tmp_path / "a.tar", format=format)
@@ -393,6 +394,7 @@ def test_megatron_as_megatron_reads_it(tmp_path: Path) -> None:
         assert np.array_equal(row, np.concatenate(parts))
 
 
+@pytest.mark.sweep
 def test_files(tmp_path: Path) -> None:
     for label in ("dog", "cat"):
         (tmp_path / label).mkdir()

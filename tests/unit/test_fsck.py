@@ -37,6 +37,7 @@ def before(template: DamagedStore) -> dict[str, int]:
     return template.tree()
 
 
+@pytest.mark.sweep("damage")
 @pytest.mark.parametrize("damage", MENDED.values(), ids=MENDED)
 def test_damage_is_named_and_mended(
     store: DamagedStore, before: dict[str, int], damage: Damage
@@ -85,6 +86,7 @@ def test_what_cannot_be_mended_is_named_and_left_alone(store: DamagedStore, dama
 # --- the whole ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_healthy_store_has_no_findings_and_is_counted(store: DamagedStore) -> None:
     report = store.check()
     assert report.findings == [] and report.ok
@@ -220,6 +222,7 @@ def test_paths_are_printable(store: DamagedStore) -> None:
     assert finding.where == "/new\\nline \\xff é"
 
 
+@pytest.mark.sweep
 def test_a_store_that_recovery_would_damage_is_not_recovered_without_repair(
     store: DamagedStore,
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support.damages import store as store
 from tests.support.damages import template as template
 
 
+@pytest.mark.sweep
 def test_all_bytes_are_what_was_stored(store: DamagedStore) -> None:
     calls: list[tuple[str, int, int]] = []
     report = check(store.config, False, lambda *call: calls.append(call), deep=True)
@@ -46,6 +47,7 @@ def test_changed_bytes_of_striped_files_are_found_by_a_deep_check_alone(
     assert finding.detail == f"bytes 0 to 49999, on {servers}"
 
 
+@pytest.mark.sweep
 def test_each_wrong_mib_of_a_large_file_is_told(store: DamagedStore) -> None:
     mib = 1 << 20
     data = bytes(range(256)) * (20 * mib // 256) + b"end"
@@ -113,6 +115,7 @@ def test_bytes_that_a_server_does_not_give_are_named(
     monkeypatch.setattr(files, "read_into", read_into)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", ["/z/moved", "/a/chunks"])
 def test_a_cached_copy_with_other_bytes_is_dropped(store: DamagedStore, path: str) -> None:
     data = store.read(path)

@@ -17,6 +17,7 @@ from tests.support.damages import store as store
 from tests.support.damages import template as template
 
 
+@pytest.mark.sweep
 def test_a_missing_burst_copy_is_named_with_the_lost_bytes(store: DamagedStore) -> None:
     path = store.copy("/fast/new")
     path.unlink()

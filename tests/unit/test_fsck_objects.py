@@ -24,6 +24,7 @@ from tests.support.damages import store as store
 from tests.support.damages import template as template
 
 
+@pytest.mark.sweep
 def test_a_missing_object_is_named_with_the_lost_bytes_and_stays_missing(
     store: DamagedStore,
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_short_object_is_named_with_the_lost_bytes(store: DamagedStore) -> Non
     assert path.stat().st_size == UNIT + 10
 
 
+@pytest.mark.sweep
 def test_every_file_of_a_lost_server_is_named(store: DamagedStore) -> None:
     shutil.rmtree(Path(store.config.servers[0], "objects"))
     report = store.check()
@@ -109,6 +111,7 @@ def test_a_file_with_a_dirty_mark_may_lack_objects_until_recovery_has_settled_it
     assert path.stat().st_size == 3 * UNIT
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ino", [4000, "inline", "other oid", "other server"])
 def test_an_orphan_object_is_moved_aside(store: DamagedStore, ino: int | str) -> None:
     root = Path(store.config.servers[2])

@@ -72,6 +72,7 @@ def likenesses(draw: st.DrawFn) -> list[bytes]:
     return draw(st.lists(chunk, min_size=1, max_size=6))
 
 
+@pytest.mark.sweep
 @given(likenesses(), st.data())
 def test_digests_are_those_of_each_alone(contents: list[bytes], data: st.DataObject) -> None:
     shifts = [data.draw(st.integers(0, 3)) for _ in contents]

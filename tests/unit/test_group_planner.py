@@ -98,6 +98,7 @@ def least_s(pattern: Pattern) -> float:
     return max(bounds)
 
 
+@pytest.mark.sweep
 @given(patterns())
 def test_a_plan_is_close_to_the_least_time_of_all(pattern: Pattern) -> None:
     room = [node.space for node in pattern.destinations]

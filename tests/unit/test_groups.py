@@ -161,6 +161,7 @@ def test_a_wrong_text_is_refused_and_named(text: str, named: str) -> None:
 # --- records --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @given(records())
 def test_a_record_is_read_as_it_was_written(record: GroupRecord) -> None:
     assert groups.decode_group(record.encode()) == record
@@ -240,6 +241,7 @@ def test_a_group_that_is_drained_is_on_record_as_committed() -> None:
     assert groups.decode_group(record.encode()).state == "committed"
 
 
+@pytest.mark.sweep
 @given(records(), st.data())
 def test_a_damaged_record_is_no_group(record: GroupRecord, data: st.DataObject) -> None:
     encoded = record.encode()

@@ -62,6 +62,7 @@ def left(where: Path) -> list[str]:
     return sorted(path.name for path in (where / "images").rglob("*") if path.name != ".aifs-env")
 
 
+@pytest.mark.sweep
 def test_layers_are_applied_as_another_unpacker_does(tmp_path: Path) -> None:
     digest = oci_layout(tmp_path / "oci", typical())
     with import_image(tmp_path / "oci", tmp_path / "out") as made:
@@ -80,6 +81,7 @@ def test_layers_are_applied_as_another_unpacker_does(tmp_path: Path) -> None:
     assert described(rootfs) == described(tmp_path / "bundle/rootfs")
 
 
+@pytest.mark.sweep
 def test_all_ways_to_pack_an_image_give_the_same(tmp_path: Path) -> None:
     layers = typical()
     digest = oci_layout(tmp_path / "oci", layers, ["tar", "tar+gzip", "tar+zstd"])
@@ -227,6 +229,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, packing: str) -> No
     assert left(tmp_path / "out") == []
 
 
+@pytest.mark.sweep
 def test_an_import_that_is_killed_leaves_no_image(tmp_path: Path) -> None:
     source, out = tmp_path / "image.tar", tmp_path / "out"
     digest = docker_archive(source, typical())

@@ -64,6 +64,7 @@ def reachable(modules: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.sweep
 def test_the_client_imports_what_is_always_installed() -> None:
     client = {name for name in MODULES if name.startswith("aifs.client")}
     data = {name for name in client if name.startswith("aifs.client.data")}
@@ -82,6 +83,7 @@ def test_the_client_imports_what_is_always_installed() -> None:
         assert {module.split(".")[1] for module in ours if "." in module} <= layers
 
 
+@pytest.mark.sweep
 def test_nothing_says_to_install_a_package_of_our_name_that_is_not_ours() -> None:
     """AIFS is installed from a checkout; the index has something else under its name."""
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*")]

@@ -1,5 +1,6 @@
 """How chunks are dealt out into stripes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from aifs.layout.redundancy import Redundancy
 sizes = st.lists(st.integers(1, CHUNK_MAX + HEADER_BYTES) | st.integers(1, 200_000), max_size=80)
 
 
+@pytest.mark.sweep
 @given(sizes, st.integers(1, 7), st.integers(0, 1 << 40))
 def test_deal(sizes, slots, start):
     stripes = deal(sizes, slots, start)

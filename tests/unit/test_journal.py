@@ -49,6 +49,7 @@ def test_golden_segment_header(tmp_path, monkeypatch):
         assert content[20:] == bytes(journal.SEGMENT_BYTES - 20)
 
 
+@pytest.mark.sweep
 @given(st.lists(WRITES, max_size=5), st.integers(1, 1 << 60), st.binary(max_size=40))
 def test_decode_returns_what_was_encoded_up_to_the_end(batches, first, tail):
     records = [encode(seq, batch, SALT) for seq, batch in enumerate(batches, first)]

@@ -9,6 +9,7 @@ from aifs.core.errors import StoreError
 from aifs.core.limits import within
 
 
+@pytest.mark.sweep
 def test_what_a_call_returns_or_raises() -> None:
     assert within(60, os.path.basename, "/a/b") == "b"
     with pytest.raises(FileNotFoundError):

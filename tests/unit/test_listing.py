@@ -66,6 +66,7 @@ def timeouts() -> None:
     )
 
 
+@pytest.mark.sweep
 @given(PLACES, st.booleans())
 def test_c_reads_records_as_python_does(
     places: list[tuple[Inode, bytes, int]], are_kept: bool
@@ -88,6 +89,7 @@ def test_c_reads_records_as_python_does(
             assert getattr(entry, f"{which}_ns") == rest
 
 
+@pytest.mark.sweep
 @given(PLACES, st.integers(0, 1000))
 def test_a_reply_holds_as_many_entries_as_fit(
     places: list[tuple[Inode, bytes, int]], size: int

@@ -116,6 +116,7 @@ def _ofd(fd: int, command: int, step: Step) -> tuple[int, ...]:
     return _OFD.unpack(fcntl.fcntl(fd, command, packed))
 
 
+@pytest.mark.sweep
 @given(st.lists(steps(), max_size=30))
 def test_ranges_are_those_of_linux(asked: list[Step]) -> None:
     table = LockTable(False)

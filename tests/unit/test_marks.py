@@ -10,6 +10,7 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,7 @@ def test_marks_of_the_command_and_its_children_are_stages(tmp_path: Path) -> Non
     assert 0.1 < json.loads(end)["spent_s"]["processor"] < 10
 
 
+@pytest.mark.sweep
 def test_the_output_comes_at_once_and_as_it_is(tmp_path: Path) -> None:
     """The command waits for an answer to what it has printed, without end of line."""
     script = (
@@ -117,6 +119,7 @@ def test_a_reader_that_has_enough_ends_the_command(tmp_path: Path) -> None:
     assert running.returncode == 128 + 13  # SIGPIPE
 
 
+@pytest.mark.sweep
 def test_output_that_is_lost_is_an_error(tmp_path: Path) -> None:
     command = started(tmp_path, "echo")
     with open("/dev/full", "wb") as full:

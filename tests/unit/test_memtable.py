@@ -1,5 +1,6 @@
 """Memtable and run arithmetic, against plain dictionaries."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ def within(table: dict, start: bytes, end: bytes) -> list:
     return sorted((key, value) for key, value in table.items() if start <= key < end)
 
 
+@pytest.mark.sweep
 @given(st.lists(TABLES, max_size=6), KEYS, KEYS)
 def test_a_memtable_is_the_dictionary_of_its_transactions_in_key_order(batches, start, end):
     table, model = Memtable(), {}
@@ -28,6 +30,7 @@ def test_sorted_range(table, start, end):
     assert list(sorted_range(table, start, end)) == within(table, start, end)
 
 
+@pytest.mark.sweep
 @given(TABLES, TABLES)
 def test_the_upper_run_wins(upper, lower):
     merged = overlay(iter(sorted(upper.items())), iter(sorted(lower.items())))

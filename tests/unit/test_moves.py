@@ -216,6 +216,7 @@ candidate_sets = st.lists(
 )
 
 
+@pytest.mark.sweep
 @given(layouts, candidate_sets, st.integers(0, 1 << 40), st.data())
 def test_a_target_is_the_best_of_those_that_the_layout_does_not_name(
     layout, candidates, seed, data

@@ -9,6 +9,7 @@ from aifs.datasets import sequence
 KEYS = st.integers(0, (1 << 64) - 1)
 
 
+@pytest.mark.sweep
 @given(st.integers(0, 5000), KEYS)
 def test_a_permutation_takes_each_index_somewhere_else(size: int, key: int) -> None:
     assert sorted(sequence.permuted(index, size, key) for index in range(size)) == list(range(size))

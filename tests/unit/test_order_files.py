@@ -200,6 +200,7 @@ def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
     assert len(contents) == 3 and len({bytes(sorted(each)) for each in contents}) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_more_ranks_than_blocks(tmp_path: Path, format: Format) -> None:
     """Who has no block has a file without rows, which readers take."""

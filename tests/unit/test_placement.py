@@ -92,6 +92,7 @@ def test_a_spread_is_distinct_servers_in_domains_as_different_as_can_be(seed, ca
             assert len({domain[server] for server in chosen[column::width]}) == replicas
 
 
+@pytest.mark.sweep
 def test_servers_with_more_space_get_more():
     first = Counter(spread(2, seed, RACKS[:4], 1)[0] for seed in range(1500))
     assert first == {0: 100, 1: 200, 2: 400, 3: 800}

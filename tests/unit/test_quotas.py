@@ -162,6 +162,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.sweep
 @given(STEPS)
 async def test_counters_are_the_sums_of_inodes(steps: list[tuple[str, int, int, int]]) -> None:
     store = Store()

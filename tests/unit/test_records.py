@@ -258,6 +258,7 @@ def test_inodes_come_back(inode: Inode, form: bytes | Striped | Interleaved | No
     assert records.decode_inode(inode.ino, inode.encode()) == inode
 
 
+@pytest.mark.sweep
 @given(INODES, some.none() | LAYOUTS | some.binary(max_size=99), INODES)
 def test_a_record_takes_attributes_and_inline_bytes_without_being_decoded(
     inode: Inode, form: Striped | bytes | None, opened: Inode
@@ -279,6 +280,7 @@ def test_a_record_takes_attributes_and_inline_bytes_without_being_decoded(
             assert found == after.but(data=data or None)
 
 
+@pytest.mark.sweep
 @given(
     some.builds(Dentry, U64, U64, U8),
     some.builds(Garbage, U64, PLAIN_LAYOUTS, U16),

@@ -122,6 +122,7 @@ def test_runs_of_one_directory_have_nothing_to_do_with_each_other() -> None:
     assert steps(decide(ones, Keep(last=2), NOW)) == [500]
 
 
+@pytest.mark.sweep
 @given(checkpoints, keeps)
 def test_what_never_goes(ones: list[ListedCheckpoint], keep: Keep) -> None:
     going = decide(ones, keep, NOW)
@@ -133,6 +134,7 @@ def test_what_never_goes(ones: list[ListedCheckpoint], keep: Keep) -> None:
     assert decide(list(reversed(ones)), keep, NOW) == going
 
 
+@pytest.mark.sweep
 @given(checkpoints, keeps)
 def test_what_must_go_goes(ones: list[ListedCheckpoint], keep: Keep) -> None:
     assume(not find_disorder(ones))

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "scripts/benchmarks"

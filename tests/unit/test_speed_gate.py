@@ -51,6 +51,7 @@ def test_a_tenth_is_found(gate: ModuleType) -> None:
     assert all(0.05 < one.ratio - 1 < 0.15 for one in found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [ROUNDS, 8])
 @pytest.mark.parametrize("other_load", [False, True])
 def test_a_tree_is_not_slower_than_itself(gate: ModuleType, other_load: bool, count: int) -> None:
@@ -73,6 +74,7 @@ def test_noise_is_not_taken_for_slowness(gate: ModuleType) -> None:
     assert not found.is_slower and not found.is_clear
 
 
+@pytest.mark.sweep
 def test_processor_time_is_that_of_all_descendants(gate: ModuleType) -> None:
     """Of those that live, and of those that have ended and were waited for."""
     from trees import processor_s

@@ -43,6 +43,7 @@ hot_files = st.builds(
 )
 
 
+@pytest.mark.sweep
 @given(st.lists(hot_files, max_size=5))
 def test_what_is_encoded_is_decoded(files: list[HotFile]) -> None:
     assert decode(encode(record(*files))) == record(*files)
@@ -189,6 +190,7 @@ def test_what_is_prefetched_lies_on_the_mount(tmp_path: Path) -> None:
         assert startup.prefetch(str(job)).files == fetched, each.path
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "files",
     [

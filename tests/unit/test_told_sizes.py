@@ -2,12 +2,15 @@
 
 import stat
 
+import pytest
 import trio
 from trio.testing import Sequencer
 
 from aifs.files.kernel import Kernel
 from aifs.files.open_table import ToldSizes
 from aifs.meta.records import Inode
+
+pytestmark = pytest.mark.sweep
 
 
 def file_of(size: int) -> Inode:

@@ -117,6 +117,7 @@ async def test_what_goes_on_after_the_end_counts_no_more(clock: Callable[[int], 
     assert LOCK not in asked.spent_ns()
 
 
+@pytest.mark.sweep
 async def test_without_an_activity_nothing_is_noted() -> None:
     async def wait() -> None:
         with waits_for(LOCK):

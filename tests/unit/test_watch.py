@@ -354,6 +354,7 @@ async def test_what_is_no_request_ends_the_connection(tmp_path: Path, sent: byte
         assert not uids and (await ask(path, "/healthz"))[0] == 200
 
 
+@pytest.mark.sweep
 async def test_a_fault_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(uid: int) -> dict[str, Any]:
         raise ValueError("a fault")
