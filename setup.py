@@ -13,6 +13,7 @@ setup(
                 "aifs/fuse/messages.h",
                 "aifs/fuse/names.h",
                 "aifs/fuse/opens.h",
+                "aifs/fuse/places.h",
                 "aifs/fuse/records.h",
             ],
             # Functions of a module have parameters whether they need them or not.

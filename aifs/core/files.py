@@ -113,6 +113,13 @@ def open_file(
     return fd
 
 
+def duplicate(fd: int) -> int:
+    """Another descriptor of what is open as ``fd``, to be closed by itself. Does not block."""
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    _open.add(copy)
+    return copy
+
+
 def close_file(fd: int) -> None:
     _open.discard(fd)
     _paths.pop(fd, None)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -87,6 +88,20 @@ class Lent(NamedTuple):
     """
 
 
+class Place(NamedTuple):
+    """Bytes ``start`` to ``end`` - 1 of a file are those of a source from ``offset`` on."""
+
+    start: int
+    end: int
+    offset: int
+    source: int
+    """Its number."""
+
+
+EVERY_SOURCE = -1
+"""In place of a source's number: see ``Passthrough.take_source``."""
+
+
 class Passthrough(Protocol):
     """The kernel reads and writes a backing file by itself. No method blocks."""
 
@@ -111,6 +126,10 @@ class Passthrough(Protocol):
     def find_lent(self, ino: int) -> Lent | None:
         """The inode, if it is lent."""
 
+    def open_lent(self, ino: int, flags: int, uid: int) -> bool:
+        """As if the open of the inode by this user came first when it is lent. Whether it was
+        answered without us: then the answer to it is the handle LENT_HERE."""
+
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
         """The inodes that are lent: those that have handles, or that were used since that was asked
         last, whose access is ours to record now, or all of them. Takes a millisecond.
@@ -123,12 +142,41 @@ class Passthrough(Protocol):
         """Inode and uid of each open that was noted since this was asked last, the first one alone
         of those by the same user; in order, without opens that are ``AHEAD``."""
 
+    def put_source(self, number: int, unit: int, in_memory: bool, fds: Sequence[int]) -> None:
+        """From its first place on, and as long as it has one, this is a source: bytes that are
+        striped over the files behind ``fds`` in units of ``unit`` bytes; -1 for one that does not
+        exist. ``in_memory``: reads there never wait. Else only those are answered without us that
+        need not wait. Raises ValueError beyond SOURCES_MAX and COLUMNS_MAX.
+        """
+
+    def put_places(
+        self, ino: int, size: int, places: Sequence[Place]
+    ) -> tuple[bool, Sequence[int]]:
+        """Reads of an inode of ``size`` bytes are answered without us from now on, where it has
+        ``places``, which are in order and do not overlap; nobody changes it. Returns whether that
+        is so: not of more than PLACES_MAX. And the sources that have lost their last place by it,
+        and are no more: another file may have given way.
+        """
+
+    def take_places(self, ino: int) -> Sequence[int]:
+        """Reads of the inode come to us from now on. Returns the sources that are no more."""
+
+    def take_source(self, number: int) -> Sequence[int]:
+        """The same of all inodes that have a place in this source; EVERY_SOURCE: of those that were
+        not read since that was asked last. Takes a millisecond."""
+
+
+SOURCES_MAX, COLUMNS_MAX, PLACES_MAX = 1 << 14, 16, 64
+"""How many sources there are at most; local files that one may have; places of an inode."""
 
 WRITABLE = 1 << 32
 """A handle that can write has this bit."""
 
 LENT = 1 << 63
 """A handle of an inode that was lent is this and the inode number."""
+
+LENT_HERE = 0
+"""The handle with which we answer an open of an inode that is lent: it becomes the inode's."""
 
 
 class Opened(NamedTuple):

@@ -43,6 +43,8 @@ struct custom_io {
 #define TURN_NS 1000000
 #define BUSY_POLL_NS 40000
 
+#define LONG_READ ((size_t)64 << 10) /* others have the interpreter while so much is copied */
+
 static struct bridge bridge = {.state.device = -1};
 static PyObject *on_request; /* NULL: switched off */
 static size_t handed_over;   /* requests that Python has not yet answered */
@@ -97,13 +99,31 @@ static uint64_t kernel_ns(void)
     return (uint64_t)stamped.st_mtim.tv_sec * 1000000000 + (uint64_t)stamped.st_mtim.tv_nsec;
 }
 
-static bool is_readable(int fd, uint64_t until_ns)
+static char read_bytes[READ_MAX] __attribute__((aligned(4096)));
+
+/* Whether read_bytes is all of these parts; not if one would have to be waited for, or is not there. */
+static bool read_parts(const struct part *parts, size_t count)
+{
+    char *at = read_bytes;
+    for (size_t i = 0; i < count; i++) {
+        const struct iovec target = {at, parts[i].length};
+        const int flags = parts[i].in_memory ? 0 : RWF_NOWAIT;
+        if (preadv2(parts[i].fd, &target, 1, (off_t)parts[i].offset, flags) != (ssize_t)target.iov_len)
+            return false;
+        at += target.iov_len;
+    }
+    return true;
+}
+
+/* read(), which waits until then for a request. */
+static ssize_t read_request(int fd, void *buffer, size_t capacity, uint64_t until_ns)
 {
     struct pollfd waiting = {.fd = fd, .events = POLLIN};
-    int ready;
-    while ((ready = poll(&waiting, 1, 0)) == 0 && clock_ns(CLOCK_MONOTONIC) < until_ns)
-        ;
-    return ready > 0;
+    ssize_t size = read(fd, buffer, capacity);
+    while (size < 0 && errno == EAGAIN && clock_ns(CLOCK_MONOTONIC) < until_ns)
+        if (poll(&waiting, 1, 0) != 0)
+            size = read(fd, buffer, capacity);
+    return size;
 }
 
 /*
@@ -114,11 +134,11 @@ static bool is_readable(int fd, uint64_t until_ns)
  */
 static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata)
 {
-    uint64_t end_ns = 0;
+    uint64_t end_ns = 0, until_ns = 0;
     PyThreadState *released = NULL;
     ssize_t size, passed = -1;
     for (;;) {
-        size = read(fd, buffer, capacity);
+        size = read_request(fd, buffer, capacity, until_ns);
         if (size < 0) {
             if (errno == ENOENT || errno == EAGAIN) /* it was withdrawn; libfuse would wait, or pyfuse3 give up */
                 errno = EINTR;
@@ -131,6 +151,10 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         bool is_sure = sure_until_ns == 0 || clock_ns(CLOCK_BOOTTIME) < sure_until_ns;
         enum verdict verdict =
             examine_request(&bridge, buffer, (size_t)size, clock_ns(CLOCK_REALTIME), is_sure, &answer);
+        if (answer.size >= LONG_READ && released == NULL)
+            released = PyEval_SaveThread();
+        if (answer.parts != 0 && !read_parts(bridge.parts, answer.parts))
+            verdict = PASS;
         if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
             passed = size;
             break;
@@ -142,7 +166,9 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
                 if (answer.accessed->backing == 0) /* the kernel does not know */
                     drop_attributes(header->nodeid);
             }
-            send_reply(header->unique, answer.error, &answer.open, answer.size);
+            bool is_read = header->opcode == FUSE_READ && answer.error == 0;
+            bridge.state.read_bytes += is_read ? answer.size : 0;
+            send_reply(header->unique, answer.error, is_read ? (void *)read_bytes : &answer.open, answer.size);
         } else if (verdict == HAND_OVER) {
             handed_over++; /* before it: it may be answered at once */
             if (!hand_over(header)) {
@@ -155,10 +181,11 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         end_ns = end_ns ? end_ns : now_ns + TURN_NS;
         if (waits && released == NULL)
             released = PyEval_SaveThread();
-        if (now_ns >= end_ns || !is_readable(fd, waits ? now_ns + BUSY_POLL_NS : 0)) {
+        if (now_ns >= end_ns) {
             errno = EINTR;
             break;
         }
+        until_ns = waits ? now_ns + BUSY_POLL_NS : 0;
     }
     if (released != NULL)
         PyEval_RestoreThread(released);
@@ -232,6 +259,8 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
  */
 static PyObject *configure(PyObject *self, PyObject *callable)
 {
+    for (struct placed *file = bridge.places.placed; file < bridge.places.placed + PLACED_SETS * PLACED_WAYS; file++)
+        free(file->places);
     memset(&bridge, 0, sizeof bridge);
     bridge.state.device = -1;
     handed_over = 0;
@@ -380,6 +409,26 @@ static PyObject *find_lent_method(PyObject *self, PyObject *ino)
     return bytes_of(found, found != NULL);
 }
 
+/* open_lent(ino, flags, uid): whether the open is as if it had been answered here, which its reply then says. */
+static PyObject *open_lent_method(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    unsigned int flags, uid;
+    if (!PyArg_ParseTuple(args, "KII", &ino, &flags, &uid))
+        return NULL;
+    const struct fuse_open_in in = {.flags = flags};
+    struct answer answer = {0};
+    uint32_t last_uid = bridge.state.uid;
+    bridge.state.uid = uid;
+    bool is_open = opens_lent(&bridge, ino, &in, clock_ns(CLOCK_REALTIME), &answer);
+    bridge.state.uid = last_uid;
+    if (answer.accessed != NULL) {
+        answer.accessed->accessed_ns = kernel_ns();
+        drop_attributes(ino);
+    }
+    return PyBool_FromLong(is_open);
+}
+
 /* all_lent(which): of those that are 'open', of those 'used' since that was asked last, or of 'all'. */
 static PyObject *all_lent(PyObject *self, PyObject *which)
 {
@@ -403,6 +452,68 @@ static PyObject *noted_opens(PyObject *self, PyObject *Py_UNUSED(nothing))
     return PyBytes_FromStringAndSize((const char *)opens->noted, (Py_ssize_t)(count * sizeof *opens->noted));
 }
 
+/* --- places (places.h). Each of these returns the numbers of the sources that are no more, as bytes --- */
+
+static PyObject *idle_sources(void)
+{
+    struct places *places = &bridge.places;
+    size_t count = places->idle_count;
+    places->idle_count = 0;
+    return PyBytes_FromStringAndSize((const char *)places->idle, (Py_ssize_t)(count * sizeof *places->idle));
+}
+
+/* put_source(number, unit, in_memory, fds): nothing. Raises ValueError if it cannot be one. */
+static PyObject *put_source_method(PyObject *self, PyObject *args)
+{
+    struct source source = {0};
+    unsigned int number, in_memory;
+    const char *fds;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "IIpy#", &number, &source.unit, &in_memory, &fds, &size))
+        return NULL;
+    source.in_memory = in_memory;
+    source.width = (uint32_t)((size_t)size / sizeof *source.fds);
+    if (source.width <= COLUMNS_MAX)
+        memcpy(source.fds, fds, source.width * sizeof *source.fds);
+    if (!put_source(&bridge.places, number, source)) {
+        PyErr_SetString(PyExc_ValueError, "it cannot be a source");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* put_places(ino, size, places): with whether the file is read there, the places as the bytes of their structs. */
+static PyObject *put_places_method(PyObject *self, PyObject *args)
+{
+    unsigned long long ino, file_size;
+    const char *places;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "KKy#", &ino, &file_size, &places, &size))
+        return NULL;
+    struct place copy[PLACES_MAX];
+    size_t count = (size_t)size / sizeof *copy;
+    bool is_put = false;
+    if (count <= PLACES_MAX) {
+        memcpy(copy, places, count * sizeof *copy);
+        is_put = put_places(&bridge.places, ino, file_size, copy, count);
+    }
+    return Py_BuildValue("NN", PyBool_FromLong(is_put), idle_sources());
+}
+
+static PyObject *take_places_method(PyObject *self, PyObject *ino)
+{
+    take_places(&bridge.places, PyLong_AsUnsignedLongLongMask(ino));
+    return idle_sources();
+}
+
+/* take_source(number): of all files that have a place there; -1: of all that were not read since that was asked. */
+static PyObject *take_source_method(PyObject *self, PyObject *number)
+{
+    long source = PyLong_AsLong(number);
+    take_source(&bridge.places, source < 0 || source > SOURCES_MAX ? SOURCES_MAX : (uint32_t)source);
+    return idle_sources();
+}
+
 static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
     {"reply", reply, METH_VARARGS, NULL},
@@ -413,9 +524,14 @@ static PyMethodDef methods[] = {
     {"lend", lend_method, METH_VARARGS, NULL},
     {"take_back", take_back_method, METH_VARARGS, NULL},
     {"find_lent", find_lent_method, METH_O, NULL},
+    {"open_lent", open_lent_method, METH_VARARGS, NULL},
     {"all_lent", all_lent, METH_O, NULL},
     {"watch_opens", watch_opens_method, METH_O, NULL},
     {"noted_opens", noted_opens, METH_NOARGS, NULL},
+    {"put_source", put_source_method, METH_VARARGS, NULL},
+    {"put_places", put_places_method, METH_VARARGS, NULL},
+    {"take_places", take_places_method, METH_O, NULL},
+    {"take_source", take_source_method, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -435,7 +551,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 3) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 4) < 0)
         Py_CLEAR(made);
     return made;
 }

@@ -12,7 +12,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from aifs.core import clock, ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
-from aifs.files.types import Lent
+from aifs.files.types import Lent, Place
 from aifs.fuse import extension, extension_error
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.listing import Listing
@@ -73,6 +73,7 @@ _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
 _NOTED = struct.Struct("=QI4x")  # struct noted: ino, uid
+_PLACE = struct.Struct("=QQQI4x")  # struct place (places.h): start, end, offset, source
 _OPCODES, _FRESH, _ACLS, _TOLD, _SHARED = 64, 4096, 1 << 20, 1 << 23, 1024
 
 _EXPIRE_ENTRY = struct.Struct("=IiQQII")
@@ -149,6 +150,7 @@ class BridgeState(ctypes.Structure):
         ("offered", ctypes.c_uint64),
         ("granted", ctypes.c_uint64),
         ("counts", (ctypes.c_uint64 * 2) * _OPCODES),
+        ("read_bytes", ctypes.c_uint64),
         ("fresh", ctypes.c_uint64 * _FRESH),
         ("acls", ctypes.c_uint8 * (_ACLS // 8)),
         ("told", ctypes.c_uint8 * (_TOLD // 8)),
@@ -264,6 +266,9 @@ class Bridge:
     def find_lent(self, ino: int) -> Lent | None:
         return _first(extension.find_lent(ino))
 
+    def open_lent(self, ino: int, flags: int, uid: int) -> bool:
+        return bool(extension.open_lent(ino, flags, uid))
+
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
         return _lent(extension.all_lent(which.encode()))
 
@@ -272,6 +277,22 @@ class Bridge:
 
     def noted_opens(self) -> list[tuple[int, int]]:
         return list(_NOTED.iter_unpack(extension.noted_opens()))
+
+    def put_source(self, number: int, unit: int, in_memory: bool, fds: Sequence[int]) -> None:
+        extension.put_source(number, unit, in_memory, struct.pack(f"={len(fds)}i", *fds))
+
+    def put_places(
+        self, ino: int, size: int, places: Sequence[Place]
+    ) -> tuple[bool, Sequence[int]]:
+        packed = b"".join([_PLACE.pack(*place) for place in places])
+        is_put, idle = extension.put_places(ino, size, packed)
+        return is_put, _numbers(idle)
+
+    def take_places(self, ino: int) -> Sequence[int]:
+        return _numbers(extension.take_places(ino))
+
+    def take_source(self, number: int) -> Sequence[int]:
+        return _numbers(extension.take_source(number))
 
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""
@@ -365,7 +386,8 @@ class Bridge:
 
     def status(self) -> dict[str, object]:
         """For ``aifs status``: whether it is in use, how many requests of each opcode the kernel
-        has sent, and how many of them the bridge has answered.
+        has sent, how many of them the bridge has answered, and how many bytes of files were in
+        these answers.
         """
         requests, answered = (
             {
@@ -375,7 +397,12 @@ class Bridge:
             }
             for place in (0, 1)
         )
-        return {"in_use": self.in_use, "requests": requests, "answered": answered}
+        return {
+            "in_use": self.in_use,
+            "requests": requests,
+            "answered": answered,
+            "read_bytes": self._state.read_bytes,
+        }
 
     def missing(self) -> list[MissingPart]:
         """The parts that are not in use, of a mount that has answered a request. A part that was
@@ -415,6 +442,10 @@ def _lent(found: bytes) -> list[Lent]:
         Lent(ino, backing, copy_id, opens, accessed_ns)
         for ino, copy_id, accessed_ns, opens, backing in _LENT.iter_unpack(found)
     ]
+
+
+def _numbers(found: bytes) -> Sequence[int]:
+    return memoryview(found).cast("I") if found else ()
 
 
 def _first(found: bytes) -> Lent | None:

@@ -22,6 +22,7 @@
 #include "directories.h"
 #include "names.h"
 #include "opens.h"
+#include "places.h"
 
 /* --- the protocol, as far as <linux/fuse.h> may lack it --- */
 
@@ -66,6 +67,7 @@ struct kind {
 static const struct kind kinds[OPCODES] = {
     [FUSE_LOOKUP] = {.least = 2},
     [FUSE_SETATTR] = {.least = 88, .flags_at = 0, .kill = FATTR_KILL_SUIDGID},
+    [FUSE_READ] = {.least = 40},
     [FUSE_OPEN] = {.least = 8, .flags_at = 4, .kill = FUSE_OPEN_KILL_SUIDGID},
     [FUSE_WRITE] = {.least = 40, .flags_at = 20, .kill = FUSE_WRITE_KILL_SUIDGID},
     [FUSE_RELEASE] = {.least = 24},
@@ -94,11 +96,14 @@ static const struct kind kinds[OPCODES] = {
  * INT_MAX) above the handle proper. */
 #define HANDLE_BITS 33
 #define WRITABLE_HANDLE (UINT64_C(1) << 32) /* of a handle that can write */
+#define LENT_HERE 0 /* a handle of an inode that is lent, which the filesystem has opened so */
 
 /* Requests whose reply will be looked at; more than the filesystem works on at once. */
 #define EXPECTED_MAX 512
 
 #define LATE_NS 100000000
+
+#define READ_MAX ((size_t)1 << 20) /* a larger READ is not answered here */
 
 enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192, TOLD_MAX = 1 << 23, SHARED_MAX = 1024 };
 
@@ -131,6 +136,7 @@ struct state {
 
     uint64_t offered, granted;   /* flags of INIT; 0 before */
     uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
+    uint64_t read_bytes;         /* of files, in answers from here */
     uint64_t fresh[FRESH_MAX];   /* directories all of whose names have been noted, each in its place by its number */
     uint8_t acls[INODES_MAX / 8]; /* inodes that may have an ACL, by a hash of their number: bits, never cleared */
     uint8_t told[TOLD_MAX / 8];   /* inodes that the kernel may know, in the same way, where there are other hosts */
@@ -147,6 +153,8 @@ struct bridge {
     size_t expected_count;
     struct directories directories;
     struct opens opens;
+    struct places places;
+    struct part parts[PARTS_MAX]; /* of the answer to the request examined last */
     uint64_t now_ns;                    /* by CLOCK_MONOTONIC, as the kernel's timeouts; bridge.c sets it */
     struct told_name names[NAMES_MAX];  /* where there are other hosts */
 };
@@ -155,6 +163,7 @@ struct answer {
     int error;
     struct lent *accessed; /* the open counts as access to this: its time of access is to be set; else NULL */
     size_t size;    /* of what goes with it */
+    size_t parts;   /* that is read from so many of bridge->parts; where that is not possible at once: PASS */
     union {
         struct open_out open;
         struct fuse_attr_out attr;
@@ -326,6 +335,19 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
     return true;
 }
 
+/* Whether a READ is answered here: of a file whose bytes lie where the filesystem has said, whatever the handle. */
+static inline bool reads_placed(struct bridge *bridge, uint64_t ino, const struct fuse_read_in *in, struct answer *answer)
+{
+    struct placed *file = find_placed(&bridge->places, ino);
+    if (file == NULL || passes_on(bridge) || bridge->opens.watched || in->size > READ_MAX)
+        return false;
+    size_t left = in->offset < file->size ? file->size - in->offset : 0, length = in->size < left ? in->size : left;
+    answer->parts = length ? parts_of(&bridge->places, file, in->offset, length, bridge->parts) : 0;
+    answer->size = length;
+    file->used = true;
+    return length == 0 || answer->parts != 0;
+}
+
 /*
  * The kernel asks for ACLs whenever somebody else than its owner first uses an inode: nearly none has one, and whatever
  * the filesystem answers about an inode that has, it says so before (acls).
@@ -443,6 +465,8 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         memcpy(&handle, body, sizeof handle);
         return close_lent(&bridge->opens, handle) ? ANSWER : PASS;
     }
+    case FUSE_READ:
+        return reads_placed(bridge, header->nodeid, body, answer) ? ANSWER : PASS;
     case FUSE_OPEN:
         if (opens_lent(bridge, header->nodeid, body, now_ns, answer))
             return ANSWER;
@@ -499,9 +523,14 @@ static inline void edit_init(struct state *state, struct fuse_init_out *out)
     state->granted = flags;
 }
 
-static inline void edit_open(const struct state *state, struct open_out *out)
+static inline void edit_open(const struct state *state, uint64_t nodeid, struct open_out *out)
 {
     uint64_t backing = out->fh >> HANDLE_BITS;
+    if (out->fh == LENT_HERE) {
+        out->fh = LENT_HANDLE | nodeid;
+        out->open_flags |= no_flush(state);
+        return;
+    }
     out->fh &= (UINT64_C(1) << HANDLE_BITS) - 1;
     out->open_flags |= no_flush(state);
     if (backing) {
@@ -544,9 +573,9 @@ static inline void edit_reply(struct bridge *bridge, const struct fuse_out_heade
     if (request.opcode == FUSE_INIT && header->error == 0 && size >= sizeof(struct fuse_init_out)) {
         edit_init(&bridge->state, body);
     } else if (request.opcode == FUSE_OPEN && header->error == 0 && size >= sizeof(struct open_out)) {
-        edit_open(&bridge->state, body);
+        edit_open(&bridge->state, request.nodeid, body);
     } else if (request.opcode == FUSE_CREATE && header->error == 0 && size >= sizeof(struct create_out)) {
-        edit_open(&bridge->state, &((struct create_out *)body)->open);
+        edit_open(&bridge->state, request.nodeid, &((struct create_out *)body)->open);
         plain = ((struct create_out *)body)->entry.nodeid;
     } else if (request.opcode == FUSE_GETXATTR && header->error == -ENODATA) {
         plain = request.nodeid;

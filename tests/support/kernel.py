@@ -11,16 +11,18 @@ import errno
 import inspect
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any, Self
 
 from aifs.core import clock, files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
-from aifs.files.types import AHEAD, LENT, Lent, Opened
+from aifs.files.types import AHEAD, EVERY_SOURCE, LENT, LENT_HERE, Lent, Opened, Place
 from aifs.vfs import Filesystem
 
 _NOT_DIRECT = (None, 0)
 _NOT_LENT = os.O_ACCMODE | os.O_TRUNC  # opens with one of these are not answered by the bridge
 _LENT_MAX = 4
+_PLACED_MAX = 4
 _SERIAL = 40  # the handles of an inode that is lent differ here alone, and only for tests
 _ERRORS = {
     errno.EBADF: BadHandle,
@@ -56,10 +58,14 @@ class Kernel:
         self._noted: dict[tuple[int, int], None] = {}
         self._told: set[tuple[int, int]] = set()
         self._lent_handles = 0
+        self._sources: dict[int, tuple[int, Sequence[int]]] = {}  # number -> unit, descriptors
+        self._placed: dict[int, tuple[int, Sequence[Place]]] = {}  # ino -> size, places
         self.answered = 0
         """Opens that were answered without the filesystem, as the bridge does."""
         self.direct_bytes = 0
         """Bytes that were read and written behind the filesystem's back."""
+        self.placed_bytes = 0
+        """Bytes that were read from places, as the bridge does."""
         if fs.store.config.burst.passthrough:
             fs.kernel.passthrough = self
 
@@ -121,6 +127,17 @@ class Kernel:
     def find_lent(self, ino: int) -> Lent | None:
         return self._lent.get(ino)
 
+    def open_lent(self, ino: int, flags: int, uid: int) -> bool:
+        lent, asks = self._lent.get(ino), self._is_watched and self._asks.get(ino)
+        if lent is None or ino in self._recalled or asks or flags & _NOT_LENT:
+            return False
+        if self._is_watched and not flags & AHEAD and (ino, uid) not in self._told:
+            self._noted[ino, uid] = None
+        now_ns, due_ns = clock.kernel_ns(), self._due_ns[ino]
+        accessed_ns = now_ns if now_ns >= due_ns else lent.accessed_ns
+        self._lent[ino] = lent._replace(opens=lent.opens + 1, accessed_ns=accessed_ns)
+        return True
+
     def all_lent(self, which: str) -> list[Lent]:
         if which == "all":
             return list(self._lent.values())
@@ -140,21 +157,71 @@ class Kernel:
         self._noted.clear()
         return noted
 
+    def put_source(self, number: int, unit: int, in_memory: bool, fds: Sequence[int]) -> None:
+        assert not any(place.source == number for place in self._all_places())
+        assert all(fd < 0 or os.fstat(fd) for fd in fds)
+        self._sources[number] = unit, tuple(fds)
+
+    def put_places(self, ino: int, size: int, places: Sequence[Place]) -> tuple[bool, list[int]]:
+        assert all(place.source in self._sources for place in places)
+        given_way = next(iter(self._placed)) if len(self._placed) >= _PLACED_MAX else ino
+        self._placed.pop(given_way, None)
+        self._placed[ino] = size, places
+        return True, self._idle()
+
+    def take_places(self, ino: int) -> list[int]:
+        self._placed.pop(ino, None)
+        return self._idle()
+
+    def take_source(self, number: int) -> list[int]:
+        for ino, (_, places) in list(self._placed.items()):
+            if number == EVERY_SOURCE or any(place.source == number for place in places):
+                del self._placed[ino]
+        return self._idle()
+
+    def _all_places(self) -> list[Place]:
+        return [place for _, places in self._placed.values() for place in places]
+
+    def _idle(self) -> list[int]:
+        """Sources that have lost their last place, and are forgotten."""
+        idle = list(self._sources.keys() - {place.source for place in self._all_places()})
+        for number in idle:
+            del self._sources[number]
+        return idle
+
+    def _read_placed(self, ino: int, offset: int, length: int) -> bytes | None:
+        """What the bridge answers to READ; None: the filesystem answers it."""
+        if ino not in self._placed or files.is_hooked() or self._is_watched:
+            return None
+        size, places = self._placed[ino]
+        data = b""
+        while offset < min(offset + length, size):
+            place = next((each for each in places if each.start <= offset < each.end), None)
+            if place is None:
+                return None
+            unit, fds = self._sources[place.source]
+            row_unit, within = divmod(place.offset + offset - place.start, unit)
+            step = min(unit - within, length, place.end - offset)
+            fd = fds[row_unit % len(fds)]
+            read = files.read_at(fd, step, row_unit // len(fds) * unit + within)
+            if len(read) < step:
+                return None
+            data, offset, length = data + read, offset + step, length - step
+        self.placed_bytes += len(data)
+        return data
+
     # --- what programs ask of the kernel ---
 
     async def open(self, ino: int, flags: int, uid: int = 0) -> int:
-        lent, asks = self._lent.get(ino), self._is_watched and self._asks.get(ino)
-        if lent is not None and ino not in self._recalled and not (asks or flags & _NOT_LENT):
-            if self._is_watched and not flags & AHEAD and (ino, uid) not in self._told:
-                self._noted[ino, uid] = None
-            now_ns, due_ns = clock.kernel_ns(), self._due_ns[ino]
-            accessed_ns = now_ns if now_ns >= due_ns else lent.accessed_ns
-            self._lent[ino] = lent._replace(opens=lent.opens + 1, accessed_ns=accessed_ns)
-            self._lent_handles += 1
+        if self.open_lent(ino, flags, uid):
             self.answered += 1
-            handle = LENT | self._lent_handles << _SERIAL | ino
-            return await self._add(ino, Opened(handle, lent.backing), flags)
-        return await self._add(ino, await self._fs.open(ino, flags), flags)
+            opened = Opened(LENT_HERE, self._lent[ino].backing)
+        else:
+            opened = await self._fs.open(ino, flags)
+        if opened.handle == LENT_HERE:
+            self._lent_handles += 1
+            opened = opened._replace(handle=LENT | self._lent_handles << _SERIAL | ino)
+        return await self._add(ino, opened, flags)
 
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Any
@@ -197,6 +264,9 @@ class Kernel:
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
         fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if fd is None:
+            data = self._read_placed(self._inos.get(handle, 0), offset, length)
+            if data is not None:
+                return data
             return await self._fs.read(_as_sent(handle), offset, length)
         if flags & os.O_ACCMODE == os.O_WRONLY:
             raise BadHandle()

@@ -1,5 +1,5 @@
 /*
- * Feeds the bridge's code for messages (aifs/fuse/messages.h, opens.h, directories.h) with random, truncated and damaged
+ * Feeds the bridge's code for messages (aifs/fuse/messages.h, opens.h, places.h, directories.h) with random, truncated and damaged
  * messages, and that for records (records.h) with such records. Each lies in a heap block of exactly its length, so that
  * the address sanitizer sees the first byte read beyond it.
  *
@@ -26,7 +26,7 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    FUSE_LOOKUP, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
+    FUSE_LOOKUP, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
     FUSE_RELEASE, FUSE_FLUSH, FUSE_GETLK, FUSE_SETLK, FUSE_SETLKW, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, FUSE_MKNOD, FUSE_MKDIR, FUSE_SYMLINK, FUSE_LINK, FUSE_RENAME, FUSE_RENAME2, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
@@ -61,6 +61,10 @@ static void one_request(struct bridge *bridge)
         struct fuse_open_in in = {.flags = below(4) ? 0 : (uint32_t)below(1 << 12)};
         memcpy(message + sizeof header, &in, sizeof in);
     }
+    if (header.opcode == FUSE_READ && below(4) && size >= sizeof header + sizeof(struct fuse_read_in)) {
+        struct fuse_read_in in = {.offset = below(3) ? below(20000) : random_bits(), .size = (uint32_t)below(1 << 16)};
+        memcpy(message + sizeof header, &in, sizeof in);
+    }
     if (header.opcode == FUSE_RELEASE && below(2) && size >= sizeof header + sizeof(uint64_t)) {
         uint64_t handle = LENT_HANDLE | header.nodeid;
         memcpy(message + sizeof header, &handle, sizeof handle);
@@ -70,9 +74,16 @@ static void one_request(struct bridge *bridge)
     enum verdict verdict = examine_request(bridge, message, size, random_bits(), is_sure, &answer);
     if (verdict != PASS && size < sizeof header)
         abort(); /* whoever acts on a verdict reads the header */
-    if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512 || answer.size > sizeof answer.entry))
+    if (verdict == ANSWER && (answer.error < 0 || answer.error >= 512))
         abort();
-    if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_OPEN && header.opcode != FUSE_RELEASE
+    if (verdict == ANSWER && answer.size > (header.opcode == FUSE_READ ? READ_MAX : sizeof answer.entry))
+        abort();
+    size_t in_parts = 0;
+    for (size_t i = 0; i < answer.parts; i++)
+        in_parts += bridge->parts[i].length;
+    if (answer.parts != 0 && (header.opcode != FUSE_READ || in_parts != answer.size))
+        abort();
+    if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_OPEN && header.opcode != FUSE_READ && header.opcode != FUSE_RELEASE
         && header.opcode != FUSE_FLUSH && header.opcode != FUSE_GETATTR && header.opcode != FUSE_LOOKUP && header.opcode != FUSE_READDIRPLUS)
         abort(); /* of all others an error alone is an answer */
     if (verdict == ANSWER && header.opcode == FUSE_LOOKUP && answer.error == 0
@@ -219,6 +230,157 @@ static void one_use(struct opens *opens)
     }
 }
 
+/* --- places, against a copy of each file's, byte by byte --- */
+
+enum { PLACED = 40, SOURCES = 12 };
+
+static struct model {
+    uint64_t size;
+    size_t count; /* 0: it has none */
+    struct place places[PLACES_MAX];
+} model[PLACED];
+static struct source sources[SOURCES]; /* users: 0 with a width: offered, and not used yet */
+
+static uint64_t users_of(uint32_t source)
+{
+    uint64_t users = 0;
+    for (unsigned i = 0; i < PLACED; i++)
+        for (size_t j = 0; j < model[i].count; j++)
+            users += model[i].places[j].source == source;
+    return users;
+}
+
+/* What the table lacks has given way; those that it has must be what they were. Sources without users are idle, once. */
+static void one_comparison(struct places *all, bool may_give_way, const bool *had_users)
+{
+    bool is_idle[SOURCES] = {false};
+    for (size_t i = 0; i < all->idle_count; i++) {
+        must_be(all->idle[i] < SOURCES && !is_idle[all->idle[i]]);
+        is_idle[all->idle[i]] = true;
+    }
+    all->idle_count = 0;
+    for (unsigned i = 0; i < PLACED; i++) {
+        const struct placed *found = find_placed(all, crowd(i));
+        must_be(found != NULL || may_give_way || model[i].count == 0);
+        if (found == NULL)
+            model[i].count = 0;
+        else
+            must_be(found->count == model[i].count && found->size == model[i].size &&
+                    memcmp(found->places, model[i].places, found->count * sizeof *found->places) == 0);
+    }
+    for (uint32_t i = 0; i < SOURCES; i++) {
+        uint64_t users = users_of(i);
+        must_be(is_idle[i] == (had_users[i] && users == 0));
+        must_be(all->sources[i].users == users && (users == 0 || all->sources[i].width == sources[i].width));
+        if (is_idle[i])
+            sources[i].width = 0;
+        must_be(all->sources[i].width == sources[i].width);
+    }
+}
+
+static void one_read(struct places *all, uint64_t number)
+{
+    static struct part parts[PARTS_MAX];
+    const struct model *known = model + number;
+    struct placed *file = find_placed(all, crowd(number));
+    must_be((file != NULL) == (known->count != 0));
+    if (file == NULL || known->size == 0)
+        return;
+    uint64_t offset = below(known->size), length = 1 + below(known->size - offset);
+    size_t count = parts_of(all, file, offset, length, parts), part = 0, within = 0, units = 0;
+    bool is_known = true;
+    file->used |= below(2);
+    for (uint64_t at = offset; at < offset + length; at++) {
+        const struct place *place = NULL;
+        for (size_t i = 0; i < known->count; i++)
+            if (known->places[i].start <= at && at < known->places[i].end)
+                place = known->places + i;
+        is_known = is_known && place != NULL;
+        if (!is_known)
+            break;
+        const struct source *source = sources + place->source;
+        uint64_t in = place->offset + at - place->start, unit = in / source->unit;
+        int32_t fd = source->fds[unit % source->width];
+        units += at == offset || in % source->unit == 0 || at == place->start;
+        is_known = is_known && fd >= 0;
+        if (count == 0)
+            continue;
+        must_be(part < count && parts[part].fd == fd && parts[part].in_memory == source->in_memory);
+        must_be(parts[part].offset + within == unit / source->width * source->unit + in % source->unit);
+        if (++within == parts[part].length)
+            part++, within = 0;
+    }
+    must_be(count == 0 ? !is_known || units > PARTS_MAX : is_known && part == count && within == 0);
+}
+
+static void one_placing(struct places *all)
+{
+    uint64_t number = below(PLACED), ino = crowd(number);
+    bool had_users[SOURCES], may_give_way = false;
+    for (uint32_t i = 0; i < SOURCES; i++)
+        had_users[i] = users_of(i) != 0;
+    switch (below(12)) {
+    case 0:
+    case 1: {
+        uint32_t which = (uint32_t)below(SOURCES);
+        struct source source = {.unit = (uint32_t)below(40), .width = (uint32_t)below(COLUMNS_MAX + 2), .in_memory = below(2)};
+        for (int i = 0; i < COLUMNS_MAX; i++)
+            source.fds[i] = (int32_t)below(20) - (below(8) == 0 ? 20 : 0);
+        bool is_one = source.unit != 0 && source.width != 0 && source.width <= COLUMNS_MAX;
+        must_be(put_source(all, which, source) == is_one);
+        if (is_one && !had_users[which])
+            sources[which] = source;
+        break;
+    }
+    case 2:
+    case 3:
+    case 4: {
+        struct model new = {.size = below(3000)};
+        uint64_t at = 0;
+        bool is_right = true;
+        size_t count = below(6) ? below(4) : below(PLACES_MAX + 1);
+        for (size_t i = 0; i < count; i++) {
+            uint64_t start = at + (below(3) ? 0 : below(50)), end = start + (below(50) ? 1 : 0) + below(400);
+            uint32_t source = (uint32_t)(below(60) ? below(SOURCES) : SOURCES_MAX - below(2));
+            new.places[i] = (struct place){start, end, below(500), source, 0};
+            is_right = is_right && end > start && source < SOURCES && sources[source].width != 0;
+            at = below(60) ? end : below(3000);
+        }
+        if (below(20))
+            new.size += at;
+        for (size_t i = 0; i < count; i++)
+            is_right = is_right && new.places[i].end <= new.size && (i == 0 || new.places[i - 1].end <= new.places[i].start);
+        new.count = count;
+        bool is_put = put_places(all, ino, new.size, new.places, count);
+        must_be(is_put == (is_right && count != 0));
+        model[number] = is_put ? new : (struct model){0};
+        may_give_way = is_put;
+        break;
+    }
+    case 5:
+        take_places(all, ino);
+        model[number].count = 0;
+        break;
+    case 6: {
+        uint32_t source = (uint32_t)below(SOURCES);
+        if (below(4) == 0) {
+            take_source(all, SOURCES_MAX);
+            may_give_way = true;
+        } else {
+            take_source(all, source);
+            for (unsigned i = 0; i < PLACED; i++)
+                for (size_t j = 0; j < model[i].count; j++)
+                    if (model[i].places[j].source == source)
+                        model[i].count = 0;
+        }
+        break;
+    }
+    default:
+        one_read(all, number);
+    }
+    one_comparison(all, may_give_way, had_users);
+}
+
 /* --- names that do not exist, against a table of those that do; and ends of listings --- */
 
 enum { PARENTS = 5, NAMES = 300 };
@@ -306,6 +468,17 @@ static void one_told_name(struct told_name *names)
     }
 }
 
+/* A file of up to 20,000 bytes in one local file, or in three. */
+static void some_places(struct places *all, uint64_t ino)
+{
+    struct source source = {.unit = 4096, .width = below(2) ? 1 : 3, .fds = {3, 4, below(9) ? 5 : -1}};
+    const struct place place = {0, 1 + below(20000), below(100), (uint32_t)ino, 0};
+    take_places(all, ino);
+    all->idle_count = 0;
+    put_source(all, (uint32_t)ino, source);
+    put_places(all, ino, place.end, &place, 1);
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
@@ -321,6 +494,8 @@ int main(int count, char **arguments)
         bool silent = i / 20000 % 2; /* nobody answers, until no more answers can be expected */
         if (below(20) == 0)
             lend(&bridge->opens, (struct lent){.ino = below(20), .backing = (int32_t)below(3)});
+        if (below(50) == 0)
+            some_places(&bridge->places, below(20));
         silent || below(100) < 60 ? one_request(bridge) : one_reply(bridge);
         if (bridge->expected_count > EXPECTED_MAX)
             abort();
@@ -330,6 +505,12 @@ int main(int count, char **arguments)
     for (long i = 0; i < rounds; i++)
         one_use(opens);
     free(opens);
+    struct places *places = calloc(1, sizeof *places);
+    for (long i = 0; i < rounds / 4; i++)
+        one_placing(places);
+    for (unsigned i = 0; i < PLACED; i++)
+        take_places(places, crowd(i));
+    free(places);
     struct bridge *empty = calloc(1, sizeof *empty);
     for (long i = 0; i < rounds; i++)
         one_name(empty);
@@ -342,6 +523,8 @@ int main(int count, char **arguments)
     for (unsigned i = 0; i < OPCODES; i++)
         seen += bridge->state.counts[i][0];
     printf("%llu\n", (unsigned long long)seen);
+    for (uint64_t ino = 0; ino < 20; ino++)
+        take_places(&bridge->places, ino);
     free(bridge);
     return 0;
 }
