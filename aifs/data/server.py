@@ -335,6 +335,13 @@ class DataServer:
         return self.storage.may_inline
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether it works, and its objects are local files: what is in memory of them may be read
+        without its workers."""
+        is_local = self.storage.is_local and self.storage.descriptor
+        return is_local and self.state == "ok" and not self.hangs
+
+    @property
     def moved(self) -> Moved:
         """By this process."""
         return Moved(self.read_bytes, *self.writing.total, *self.giving.total)

@@ -18,7 +18,7 @@ from aifs.data.latency import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, giving_up
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import DataServer
+from aifs.data.server import DataServer, role_of
 from aifs.data.storage import Space
 from aifs.data.storages import storage_at
 from aifs.data.workers import Completions, Workers, gather
@@ -90,8 +90,8 @@ class Servers:
         """Worker threads that each server has at most."""
         self.read_only = False
         """As said when they were identified."""
-        self._tell_of_burst: Callable[[], None] | None = None
-        """Called, from any thread, when one begins to fail, or works again; None: nobody asks."""
+        self._tells: dict[str, Callable[[], None]] = {}
+        """By role, called from any thread when one begins to fail, or works again."""
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
         """By id; data servers first."""
         self._removed: list[DataServer] = []
@@ -112,20 +112,20 @@ class Servers:
             workers = Workers(
                 f"data server {number}", self._limit, self._completions, self.patience_s
             )
-        tell = self._burst_changed if number >= BURST_FIRST else lambda: None
+        tell = partial(self._changed, role_of(number))
         return DataServer(number, storage_at(path), self._store, workers, tell)
 
-    def tell_of_burst(self, tell: Callable[[], None]) -> None:
-        """From now on ``tell`` is called soon, by the current trio run, when a burst directory has
-        begun to fail, and when it works again."""
-        self._tell_of_burst = partial(
+    def tell_of(self, role: str, tell: Callable[[], None]) -> None:
+        """From now on ``tell`` is called soon, by the current trio run, when a server of this role
+        has begun to fail, and when it works again."""
+        self._tells[role] = partial(
             trio.lowlevel.current_trio_token().run_sync_soon, tell, idempotent=True
         )
 
-    def _burst_changed(self) -> None:
-        if self._tell_of_burst is not None:
+    def _changed(self, role: str) -> None:
+        if role in self._tells:
             with suppress(trio.RunFinishedError):
-                self._tell_of_burst()
+                self._tells[role]()
 
     def __getitem__(self, number: int) -> DataServer:
         try:

@@ -73,6 +73,8 @@ class FileIO:
         self._quotas = services.quotas
         self._inline_limit = config.layout.inline_limit
         self._find_room = servers.descriptors.find_room
+        self._places = handles.places
+        self._places.read_containers(containers.files)
         self.containers = containers
         self.homes = homes = Homes(engine, servers, peers, config.host.home_wait_s)
         """Other hosts, as homes of files."""
@@ -88,7 +90,14 @@ class FileIO:
         )
         """What holds bytes on the capacity tier."""
         self.transitions = Transitions(
-            engine, tier, services.collector, damage, containers, self.sets.objects_of, homes
+            engine,
+            tier,
+            services.collector,
+            damage,
+            containers,
+            self.sets.objects_of,
+            homes,
+            handles.places,
         )
         """Changes of forms."""
         urgent = Mover(servers.budget, Limiter(0), "none", is_urgent=_always)
@@ -163,6 +172,8 @@ class FileIO:
                     assert objects is not None  # it has a layout
                     data = await objects.read(offset, wanted, inode.size, strict)
                     if file.objects is objects or file.objects is None:
+                        if file.placed is not objects:
+                            await self._places.give(file)
                         return data
                     continue  # it may have come from a column that is being made anew since then
                 return await self.burst.read(file, offset, wanted)

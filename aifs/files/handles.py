@@ -13,6 +13,7 @@ from aifs.core.start_record import BLOCK
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
+from aifs.files.places import Places
 from aifs.files.quotas import Quotas
 from aifs.files.types import LENT, WRITABLE, FileHandle, Lent, Opened
 from aifs.meta.records import APPEND_ONLY, Inode
@@ -46,11 +47,14 @@ class Handles:
         access_due_ns: Callable[[Inode], int],
         is_shared: bool,
         quotas: Quotas,
+        places: Places,
     ) -> None:
         """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
         Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
         one may replace without our being asked, are not passed through."""
         self.kernel = kernel
+        self.places = places
+        """Those of files that are in core, or lent, and of no others."""
         self._is_shared = is_shared
         self._quotas = quotas
         self._access_due_ns = access_due_ns
@@ -211,6 +215,7 @@ class Handles:
             or file.home
             or (not backing and (place is not None or _is_written_object(file)))
         ):
+            self.places.take(inode.ino)
             return
         copy_id = 0 if file.copy is None else file.copy.id
         due_ns, asks = self._access_due_ns(inode), inode.size > WATCHED_BYTES
@@ -219,6 +224,35 @@ class Handles:
             self._lent_sizes[inode.ino] = inode.size
         if left is not None:
             self._give_up(left)
+
+    def is_lent(self, ino: int) -> bool:
+        """Does not block."""
+        passthrough = self.kernel.passthrough
+        return passthrough is not None and passthrough.find_lent(ino) is not None
+
+    @property
+    def lent_count(self) -> int:
+        """How many inodes are lent of which the kernel keeps pages."""
+        return len(self._lent_sizes)
+
+    def lend_unseen(self, inode: Inode) -> None:
+        """Lend a settled inode that the caller has claimed, and whose bytes have places: it was not
+        in core. Does not block."""
+        passthrough = self.kernel.passthrough
+        if passthrough is None or not self._lends:
+            self.places.take(inode.ino)
+            return
+        due_ns, asks = self._access_due_ns(inode), inode.size > WATCHED_BYTES
+        left = passthrough.lend(inode.ino, 0, 0, due_ns, asks)
+        self._lent_sizes[inode.ino] = inode.size
+        if left is not None:
+            self._give_up(left)
+
+    def open_lent(self, ino: int, flags: int, uid: int) -> bool:
+        """Open an inode that is lent for reading, as the bridge does. Whether that was done: it has
+        one more handle. Does not block."""
+        passthrough = self.kernel.passthrough
+        return passthrough is not None and passthrough.open_lent(ino, flags, uid)
 
     def take_back(self, file: OpenInode) -> None:
         """The file is in core from now on: if it was lent, its handles are ours. Does not block."""
@@ -249,8 +283,11 @@ class Handles:
         """
         passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.take_back(ino, idle=True)
-        if lent is None or lent.opens:
-            return lent is not None
+        if lent is None:
+            return False
+        if lent.opens:
+            self.places.take(ino)
+            return True
         self._give_up(lent)
         return False
 
@@ -318,6 +355,7 @@ class Handles:
             for lent in passthrough.all_lent("all"):
                 passthrough.take_back(lent.ino)
                 self._note(lent)
+        self.places.end()
 
     def lent_size(self, ino: int) -> int | None:
         """The size of an inode that is lent, as it was when it was; None if the kernel keeps no
@@ -327,6 +365,7 @@ class Handles:
     def _give_up(self, lent: Lent) -> None:
         self._note(lent)
         self._lent_sizes.pop(lent.ino, None)
+        self.places.take(lent.ino)
         self._detach(lent.backing)
 
     def _note(self, lent: Lent) -> None:

@@ -144,6 +144,7 @@ class OpenInode:
         "on_object",
         "opening",
         "outlived",
+        "placed",
         "recording",
         "shown",
         "shown_as",
@@ -226,6 +227,9 @@ class OpenInode:
         are passed through to the same local file."""
         self.was_opened = False
         """Programs have had it open since it is in core, or it was lent before."""
+
+        self.placed: Bytes | None = None
+        """The objects for which the bridge was offered the places (``places``)."""
 
         # What of it has changed.
         self.changes = 0

@@ -71,8 +71,8 @@ class OpenInodes:
         self.find_room = services.servers.descriptors.find_room
         """Waits, before something is opened, until there are descriptors for it."""
         services.servers.descriptors.add_users(table.open.values)
-        services.servers.tell_of_burst(
-            table.handles.recall_all
+        services.servers.tell_of(
+            "burst", table.handles.recall_all
         )  # files there are read elsewhere, or not any more
 
     # --- into core, and out of it ---
@@ -380,6 +380,7 @@ class OpenInodes:
                 done = await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
                 if done:
                     self._table.overtake_objects(oid)
+                    self._handles.places.take_objects(oid)
                 return done
 
     # --- uses that we hear of later ---

@@ -45,6 +45,7 @@ from aifs.files.collector import Collector
 from aifs.files.containers import LISTED_AT_ONCE, Containers
 from aifs.files.damage import Damage
 from aifs.files.open_inode import Gate, OpenInode
+from aifs.files.places import Places
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import forms, moves, namespace
@@ -93,10 +94,12 @@ class Transitions:
         containers: Containers,
         objects_of: Callable[[Inode, int], Bytes | None],
         homes: Homes,
+        places: Places,
     ) -> None:
         """``objects_of``: what holds the bytes of a file on the capacity tier, if the columns of a
         mask must not be read."""
         self._homes = homes
+        self._places = places
         self._engine = engine
         self._tier = tier
         self._collector = collector
@@ -255,6 +258,7 @@ class Transitions:
     def _adopt(self, flip: Flip, change: FormChange) -> None:
         """The record says it; now core does."""
         file, after = flip.file, change.inode
+        self._take_places(file)
         inode, before, was_in_burst = file.inode, file.objects, file.inode.in_burst
         if flip.objects is not None:
             file.objects, file.trimmed = flip.objects, True
@@ -321,6 +325,7 @@ class Transitions:
             stored, changer, unread = await self._engine.view(forms.load, file.inode.ino)
             if file.marked:
                 return
+            self._take_places(file)
             inode, before, copy = file.inode, file.objects, file.copy
             stays = copy is not None and stored.copy == copy.place
             stays = stays and (stored.in_burst or not file.home)
@@ -424,6 +429,8 @@ class Transitions:
         """The record says that the objects lie so, and that the columns of the mask ``unread`` must
         not be read. Does not suspend.
         """
+        self._take_places(file)
+        self._places.take_objects(file.inode.oid)  # clones of it have the same
         before, file.inode.layout = file.objects, layout
         file.objects, file.trimmed = self._objects_of(file.inode, unread), False
         if before is not None:
@@ -460,8 +467,14 @@ class Transitions:
 
     def _adopt_mark(self, file: OpenInode, marked: bool) -> None:
         if marked:
+            self._take_places(file)
             file.marked_seq = self._engine.seq  # of this mark's transaction, or of a later one
         file.marked = marked
+
+    def _take_places(self, file: OpenInode) -> None:
+        """Reads of the file come to us: its bytes may change, or lie elsewhere."""
+        file.placed = None
+        self._places.take(file.inode.ino)
 
     # --- what the record holds of the bytes (the gate is held, shared or alone) ---
 

@@ -24,6 +24,7 @@ from aifs.files.locks import Locks
 from aifs.files.looked_up import LookedUp, LookedUpAlone
 from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
+from aifs.files.places import Places
 from aifs.files.quotas import Quotas
 from aifs.files.refusals import Refusals
 from aifs.files.services import Heirlooms, ServeOptions, Services
@@ -138,7 +139,8 @@ class Filesystem:
         self.refusals, self.heirlooms = services.refusals, services.heirlooms
 
         # The bytes of files.
-        self.handles = handles = Handles(kernel, options.access_due_ns, is_shared, quotas)
+        places = Places(kernel, servers, engine, is_shared or config.data.verify == "read")
+        self.handles = handles = Handles(kernel, options.access_due_ns, is_shared, quotas, places)
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.pool = Pool(
             config.data.movers,

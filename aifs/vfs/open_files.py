@@ -19,9 +19,19 @@ from aifs.files.asks import Hint
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
+from aifs.files.lent_opens import LentOpens
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
-from aifs.files.types import AHEAD, ATIMES, LENT, ROOT, CallerLike, FileHandle, Opened
+from aifs.files.types import (
+    AHEAD,
+    ATIMES,
+    LENT,
+    LENT_HERE,
+    ROOT,
+    CallerLike,
+    FileHandle,
+    Opened,
+)
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.writeback import WriteBack
 from aifs.meta import namespace
@@ -63,6 +73,7 @@ class OpenFiles:
         self._io = io
         self._writeback = writeback
         self._drain = drain
+        self._lent_opens = LentOpens(services.engine, io.table, io.capacity)
         self.drain_on_fsync = services.config.burst.drain_on_fsync
         self._closing = closing
         self._kernel = services.kernel
@@ -83,6 +94,8 @@ class OpenFiles:
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
+        elif not self.recordings.is_on and await self._lent_opens.open(ino, flags, caller.uid):
+            return Opened(LENT_HERE)
         try:
             file = await self._io.inodes.acquire(ino)
         except NotFound as error:

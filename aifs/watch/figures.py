@@ -52,6 +52,8 @@ bridge:
       their number in linux/fuse.h.
   answered{} counter aifs_bridge_answered_total{opcode}: Those of them that the bridge has
       answered without the daemon.
+  read_bytes counter aifs_bridge_read_bytes_total: Bytes of files that the bridge has read for
+      programs.
   > in_use: in use, {passthrough:?with|without} passthrough
   > in_use: it answered {answered:sum} of {requests:sum} requests itself
   > !in_use: not in use; aifs doctor says why

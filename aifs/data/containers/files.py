@@ -20,7 +20,7 @@ from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet, OnDamage
 from aifs.data.patience import gives_up, in_time
 from aifs.data.reading.read_cache import BLOCK, BLOCK_MAX, FilledSource
-from aifs.data.server import MissingObject
+from aifs.data.server import DataServer, MissingObject
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.striped import Striped
@@ -78,7 +78,14 @@ class ContainerFiles:
         self._on_damage = on_damage
         self._find = find
         self._open: dict[int, _Open] = {}  # by container
+        self._moved: Callable[[int], None] = lambda container: None
+        self._forgotten: Callable[[], None] = lambda: None
         servers.descriptors.add_users(self._open.values)
+
+    def tell(self, moved: Callable[[int], None], forgotten: Callable[[], None]) -> None:
+        """From now on these are called by ``moved`` and ``forget``: others have descriptors of
+        containers, too."""
+        self._moved, self._forgotten = moved, forgotten
 
     def changed(self, container: int, layout: Striped) -> None:
         """Bytes have been appended to a container, or what an append left behind its end counts no
@@ -94,6 +101,7 @@ class ContainerFiles:
         """
         self.servers.cache.invalidate(_chunks_of(container))
         self._retire(container)
+        self._moved(container)
 
     def _retire(self, container: int) -> None:
         found = self._open.pop(container, None)
@@ -142,6 +150,20 @@ class ContainerFiles:
             return await objects.read(offset, length, found.entry.size(offset + length))
         finally:
             objects.in_use(-1)
+
+    async def local_files(
+        self, container: int, end: int
+    ) -> tuple[int, list[tuple[DataServer, int]]]:
+        """The stripe unit of a container of at least ``end`` bytes, and as ObjectSet.local_files.
+        Raises MissingObject, Unavailable."""
+        found = await self._opened(container, end)
+        found.objects.in_use(1)
+        try:
+            local = await found.objects.local_files(max(found.entry.length, end))
+        finally:
+            found.objects.in_use(-1)
+        is_open = self._open.get(container) is found
+        return found.entry.layout.unit, local if is_open else []
 
     # --- bytes that are checked ---
 
@@ -276,6 +298,7 @@ class ContainerFiles:
         """
         while self._open:
             self._open.popitem()[1].objects.close()
+        self._forgotten()
 
     def close(self) -> None:
         """The same, for good."""

@@ -167,6 +167,10 @@ class Columns:
             fd = self.descriptor_now(column)
         return 0 if fd is None else self.server(column).read(self.key, fd, buffer, offset)
 
+    def opened(self, column: int) -> int | None:
+        """Ours, of the column's object, if it is open."""
+        return self._fds[column]
+
     def is_open(self, column: int) -> bool:
         """Whether there is a descriptor of the column's object."""
         return self._fds[column] is not None

@@ -28,6 +28,7 @@ from aifs.data.objects.columns import Columns, Known, columns_of
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.together import Sharing, TogetherReads
 from aifs.data.reading.read_cache import BLOCK
+from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
 from aifs.layout.placement import LOST
@@ -233,6 +234,26 @@ class ObjectSet:
                 return offset, size
         unread = 0 if self._recovery is None else self._recovery.unread
         return await self._columns.data_range(offset, size, strict, unread)
+
+    async def local_files(self, size: int) -> list[tuple[DataServer, int]]:
+        """The files that hold the bytes of a settled set as they are, where the file has ``size``:
+        for each data column its server, and a descriptor, which is not the caller's (-1 where there
+        is no object). None at all if readers have to check anything, one is missing, or a server is
+        not at hand. Valid until something is awaited. Raises Unavailable."""
+        columns, layout = self._columns, self._layout
+        is_partial = self._recovery is not None and self._recovery.unread
+        if self._verify or is_partial:
+            return []
+        needed = [c for c in range(layout.width) if layout.object_length(c, size)]
+        if not all(columns.server(c).is_at_hand for c in needed):
+            return []
+        if closed := [c for c in needed if not columns.is_open(c)]:
+            calls = [(c, columns.descriptor_now, (c,)) for c in closed]
+            await columns.attempt(calls, abandonable=True, inline=True)  # errors: not open
+        if not all(map(columns.is_open, needed)):
+            return []
+        found = [columns.opened(c) for c in range(layout.width)]
+        return [(columns.server(c), -1 if fd is None else fd) for c, fd in enumerate(found)]
 
     def _short(self, column: int) -> None:
         """An object lacks bytes that it must have."""

@@ -1,0 +1,282 @@
+"""Reads of striped and packed files that the bridge answers by itself, on a real mount: that it
+does, and that programs read the same as from a plain file, whatever others do meanwhile.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aifs.core import ioctl
+from aifs.core.config import DIRECTORY_FILE
+from aifs.fuse import extension
+from tests.support import caches
+from tests.support.mounts import Mounted, mounted_store
+
+LOOKUP, OPEN, READ, RELEASE = "1", "14", "15", "18"
+SIZE = 3_000_001
+CONTENT = os.urandom(SIZE)
+SMALL, COUNT = 20_000, 200
+
+pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
+
+
+@pytest.fixture(autouse=True)
+def names_stay_cached() -> Iterator[None]:
+    with caches.kept():
+        yield
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Mounted]:
+    with tempfile.TemporaryDirectory(prefix="aifs-places-", dir="/dev/shm") as scratch:
+        options = (
+            "layout.inline_limit=0",
+            "burst.stage_on_read=0",
+            "burst.stage_for_write=0",
+            "burst.drain_delay=1h",
+        )
+        source = Path(scratch) / "store"
+        source.mkdir()
+        settings = "servers: [data/0, data/1, data/2]\ndata: {movers: 0}\n"
+        (source / DIRECTORY_FILE).write_text(settings)
+        with mounted_store(Path(scratch), options) as mounted:
+            if not status(mounted)["passthrough"]:
+                pytest.skip("this machine cannot pass files through")
+            yield mounted
+
+
+def ioctl_on(path: Path, hint: str, **fields: object) -> dict:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return ioctl.call(fd, hint, **fields)
+    finally:
+        os.close(fd)
+
+
+def status(store: Mounted) -> dict:
+    return json.loads(os.getxattr(store.path, "user.aifs.status"))["bridge"]
+
+
+def until_closed(store: Mounted) -> None:
+    """close(2) does not wait for the daemon."""
+    while json.loads(os.getxattr(store.path, "user.aifs.status"))["open_files"]:
+        pass
+
+
+@contextmanager
+def by_python(store: Mounted) -> Iterator[dict[str, int]]:
+    """The requests that the daemon answers meanwhile; filled in at the end."""
+    found: dict[str, int] = {}
+    before = status(store)
+    yield found
+    after = status(store)
+    for opcode in (OPEN, READ, RELEASE):
+        asked, answered = (
+            after[which].get(opcode, 0) - before[which].get(opcode, 0)
+            for which in ("requests", "answered")
+        )
+        found[opcode] = asked - answered
+
+
+def evicted(store: Mounted, *paths: Path) -> None:
+    """The files lie on the data servers alone, and the kernel has none of their pages."""
+    for path in paths:
+        with path.open("rb") as file:
+            ioctl.call(file.fileno(), "drain")
+    until_closed(store)
+    for path in paths:
+        os.setxattr(path, "user.aifs.evict", b"")
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    until_closed(store)
+
+
+@pytest.fixture
+def striped(store: Mounted, request: pytest.FixtureRequest) -> Path:
+    """A file on three servers."""
+    directory = store.path / request.node.name
+    directory.mkdir()
+    os.setxattr(directory, "user.aifs.layout", b"count=3,unit=64KiB")
+    os.setxattr(directory, "user.aifs.tier", b"capacity")
+    path = directory / "file"
+    with path.open("wb") as file:
+        file.write(CONTENT)
+        os.fsync(file.fileno())
+    until_closed(store)
+    return path
+
+
+def direct(fd: int, offset: int, length: int) -> bytes:
+    """With O_DIRECT."""
+    buffer = mmap.mmap(-1, length)
+    return buffer[: os.preadv(fd, [buffer], offset)]
+
+
+def test_random_reads_of_a_striped_file(store: Mounted, striped: Path) -> None:
+    draw = random.Random(1)
+    fd = os.open(striped, os.O_RDONLY | os.O_DIRECT)
+    assert direct(fd, 0, 4096) == CONTENT[:4096]
+    with by_python(store) as asked:
+        for _ in range(300):
+            offset, length = draw.randrange(SIZE) & -4096, 4096 << draw.randrange(9)
+            assert direct(fd, offset, length) == CONTENT[offset : offset + length]
+        assert direct(fd, SIZE + 4095 & -4096, 4096) == b""
+    os.close(fd)
+    assert asked[READ] == 0
+    with by_python(store) as asked:
+        assert striped.read_bytes() == CONTENT
+        with striped.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
+        assert mapped[:] == CONTENT
+        mapped.close()
+        until_closed(store)
+    assert asked == {OPEN: 0, READ: 0, RELEASE: 0}
+
+
+def test_a_reader_sees_what_others_do(store: Mounted, striped: Path) -> None:
+    expected = bytearray(CONTENT)
+    fd = os.open(striped, os.O_RDONLY | os.O_DIRECT)
+
+    def same() -> bool:
+        found = b"".join(direct(fd, at, 1 << 20) for at in range(0, len(expected) + 1, 1 << 20))
+        return found == expected == striped.read_bytes()
+
+    assert same() and same()
+    with striped.open("r+b", buffering=0) as writer:
+        for offset in (0, 70_000, SIZE - 3, SIZE + 100_000):
+            os.pwrite(writer.fileno(), b"written", offset)
+            expected += bytes(max(0, offset + 7 - len(expected)))
+            expected[offset : offset + 7] = b"written"
+            assert same()
+        os.fsync(writer.fileno())
+        assert same()
+        for size in (1_000_000, 2_500_000):
+            os.truncate(striped, size)
+            expected = expected[:size] + bytes(size - len(expected[:size]))
+            assert same()
+        libc = ctypes.CDLL(None, use_errno=True)
+        off = ctypes.c_long
+        assert libc.fallocate(writer.fileno(), 3, off(100_000), off(200_000)) == 0
+        expected[100_000:300_000] = bytes(200_000)
+        assert same()
+    until_settled = striped.open("rb")
+    os.fsync(until_settled.fileno())
+    until_settled.close()
+    assert same()
+    with by_python(store) as asked:
+        assert same()
+    assert asked[READ] == 0  # it is settled
+    striped.unlink()
+    with by_python(store) as asked:
+        assert direct(fd, 0, 1 << 20) == expected[: 1 << 20]
+    os.close(fd)
+
+
+def test_replaced_and_truncated_by_name(store: Mounted, striped: Path) -> None:
+    assert striped.read_bytes() == CONTENT
+    until_closed(store)
+    striped.write_bytes(b"short")
+    assert striped.read_bytes() == b"short"
+    other = striped.with_name("other")
+    other.write_bytes(CONTENT[::-1])
+    os.replace(other, striped)
+    assert striped.read_bytes() == CONTENT[::-1]
+
+
+def test_trace_sees_each_read(store: Mounted, striped: Path) -> None:
+    fd = os.open(striped, os.O_RDONLY | os.O_DIRECT)
+    assert direct(fd, 0, 4096) == direct(fd, 0, 4096)
+    start = json.loads(os.getxattr(store.path, "user.aifs.trace"))["next"]
+    assert direct(fd, 8192, 4096) == CONTENT[8192:12288]
+    log = json.loads(os.getxattr(store.path, f"user.aifs.trace.{start}"))
+    assert [each for each in log["records"] if each["operation"] == "read"]
+    os.close(fd)
+
+
+@pytest.fixture
+def packed(store: Mounted, request: pytest.FixtureRequest) -> list[Path]:
+    """Small files in containers, with their names as their first bytes."""
+    directory = store.path / request.node.name
+    directory.mkdir()
+    paths = [directory / f"{number:04}" for number in range(COUNT)]
+    for path in paths:
+        path.write_bytes(content_of(path))
+    evicted_files(store, directory, paths)
+    return paths
+
+
+def content_of(path: Path) -> bytes:
+    return (path.name.encode() * SMALL)[: SMALL + int(path.name)]
+
+
+def evicted_files(store: Mounted, directory: Path, paths: list[Path]) -> None:
+    ioctl_on(directory, "drain")
+    until_closed(store)
+    for path in paths:
+        os.setxattr(path, "user.aifs.evict", b"")
+        assert not json.loads(os.getxattr(path, "user.aifs.state"))["copy"]
+    until_closed(store)
+    store.remount()
+    os.listdir(directory)
+    for path in paths:
+        path.stat()
+
+
+def test_first_reads_of_packed_files(store: Mounted, packed: list[Path]) -> None:
+    with by_python(store) as asked:
+        for path in packed:
+            assert path.read_bytes() == content_of(path)
+        until_closed(store)
+    assert asked[OPEN] < COUNT / 8 and asked[READ] == asked[RELEASE] == 0
+    with by_python(store) as asked:
+        for path in packed:
+            assert path.read_bytes() == content_of(path)
+    assert asked[OPEN] == 0
+    assert all(path.stat().st_atime_ns > path.stat().st_mtime_ns for path in packed)
+
+
+def test_packed_files_that_are_lent_ahead_change(store: Mounted, packed: list[Path]) -> None:
+    assert packed[0].read_bytes() == content_of(packed[0])
+    with packed[1].open("r+b", buffering=0) as file:
+        file.write(b"new")
+    assert packed[1].read_bytes() == b"new" + content_of(packed[1])[3:]
+    packed[2].write_bytes(b"other")
+    assert packed[2].read_bytes() == b"other"
+    os.truncate(packed[3], 7)
+    assert packed[3].read_bytes() == content_of(packed[3])[:7]
+    packed[4].unlink()
+    with pytest.raises(FileNotFoundError):
+        packed[4].open()
+    os.replace(packed[5], packed[6])
+    assert packed[6].read_bytes() == content_of(packed[5])
+    packed[7].chmod(0)
+    os.utime(packed[8], ns=(1, 2))
+    assert packed[8].read_bytes() == content_of(packed[8])
+    assert packed[8].stat().st_mtime_ns == 2 < packed[8].stat().st_atime_ns
+    with packed[9].open("rb", buffering=0) as held:
+        with packed[9].open("r+b", buffering=0) as file:
+            file.write(b"seen")
+            assert os.pread(held.fileno(), 4, 0) == b"seen"
+        packed[9].unlink()
+        assert os.pread(held.fileno(), SMALL, 4) == content_of(packed[9])[4:][:SMALL]
+    until_closed(store)
+    for path in packed[10:]:
+        assert path.read_bytes() == content_of(path)
+
+
+def test_no_descriptor_of_a_removed_object_stays(store: Mounted, packed: list[Path]) -> None:
+    for path in packed:
+        assert path.read_bytes() == content_of(path)
+    ioctl_on(store.path, "remove", name=packed[0].parent.name)
+    store.remount()
+    links = [os.readlink(link) for link in Path(f"/proc/{store.pid}/fd").iterdir()]
+    assert not [link for link in links if link.endswith("(deleted)") and "objects" in link]
