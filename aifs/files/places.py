@@ -28,7 +28,7 @@ from aifs.files.types import (
     PLACES_MAX,
     SOURCES_MAX,
     Passthrough,
-    Place,
+    ReadPlace,
 )
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Location
 from aifs.meta import chunks
@@ -62,6 +62,7 @@ class Places:
         self._kernel = kernel
         self._engine = engine
         self._containers: ContainerFiles | None = None
+        """Those of packed files; None before they are known."""
         self._is_off = is_off
         self._sources: dict[int, _Source] = {}
         """By number."""
@@ -72,6 +73,7 @@ class Places:
         self._descriptors = 0
         """How many all sources have."""
         self._most = files.descriptors_max() // _SHARE
+        """How many they may have."""
         self.used = False
         """See DescriptorUser, as ``close_idle``."""
         servers.tell_of("data", self._take_failing)
@@ -109,7 +111,7 @@ class Places:
             return
         if inode.objects is not None and found:
             number = self._open(inode.oid, inode.objects.unit, found)
-            self._put(inode.ino, size, [] if number is None else [Place(0, size, 0, number)])
+            self._put(inode.ino, size, [] if number is None else [ReadPlace(0, size, 0, number)])
         else:
             self.put_chunks(inode.ino, size, extents)
 
@@ -129,13 +131,13 @@ class Places:
         block."""
         numbers = self._numbers
         places = [
-            Place(start, start + at.raw, at.offset + HEADER_BYTES, numbers[at.container])
+            ReadPlace(start, start + at.raw, at.offset + HEADER_BYTES, numbers[at.container])
             for start, at in _plain(extents)
             if at.container in numbers
         ]
         return self._put(ino, size, places)
 
-    def _put(self, ino: int, size: int, places: Sequence[Place]) -> bool:
+    def _put(self, ino: int, size: int, places: Sequence[ReadPlace]) -> bool:
         passthrough = self._passthrough
         if passthrough is None or not places:
             return False

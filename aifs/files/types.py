@@ -88,7 +88,7 @@ class Lent(NamedTuple):
     """
 
 
-class Place(NamedTuple):
+class ReadPlace(NamedTuple):
     """Bytes ``start`` to ``end`` - 1 of a file are those of a source from ``offset`` on."""
 
     start: int
@@ -150,7 +150,7 @@ class Passthrough(Protocol):
         """
 
     def put_places(
-        self, ino: int, size: int, places: Sequence[Place]
+        self, ino: int, size: int, places: Sequence[ReadPlace]
     ) -> tuple[bool, Sequence[int]]:
         """Reads of an inode of ``size`` bytes are answered without us from now on, where it has
         ``places``, which are in order and do not overlap; nobody changes it. Returns whether that

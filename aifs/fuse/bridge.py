@@ -20,7 +20,7 @@ from aifs.core import clock, ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import MountError
 from aifs.core.log import logger
-from aifs.files.types import Lent, Place
+from aifs.files.types import Lent, ReadPlace
 from aifs.fuse import extension, extension_error
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.listing import Listing
@@ -282,7 +282,7 @@ class Bridge:
         extension.put_source(number, unit, in_memory, struct.pack(f"={len(fds)}i", *fds))
 
     def put_places(
-        self, ino: int, size: int, places: Sequence[Place]
+        self, ino: int, size: int, places: Sequence[ReadPlace]
     ) -> tuple[bool, Sequence[int]]:
         packed = b"".join([_PLACE.pack(*place) for place in places])
         is_put, idle = extension.put_places(ino, size, packed)

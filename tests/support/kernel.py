@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from aifs.core import clock, files
 from aifs.core.errors import BadHandle, FileTooLarge, FsError, NoSpace, Unavailable
-from aifs.files.types import AHEAD, EVERY_SOURCE, LENT, LENT_HERE, Lent, Opened, Place
+from aifs.files.types import AHEAD, EVERY_SOURCE, LENT, LENT_HERE, Lent, Opened, ReadPlace
 from aifs.vfs import Filesystem
 
 _NOT_DIRECT = (None, 0)
@@ -59,7 +59,7 @@ class Kernel:
         self._told: set[tuple[int, int]] = set()
         self._lent_handles = 0
         self._sources: dict[int, tuple[int, Sequence[int]]] = {}  # number -> unit, descriptors
-        self._placed: dict[int, tuple[int, Sequence[Place]]] = {}  # ino -> size, places
+        self._placed: dict[int, tuple[int, Sequence[ReadPlace]]] = {}  # ino -> size, places
         self.answered = 0
         """Opens that were answered without the filesystem, as the bridge does."""
         self.direct_bytes = 0
@@ -162,7 +162,9 @@ class Kernel:
         assert all(fd < 0 or os.fstat(fd) for fd in fds)
         self._sources[number] = unit, tuple(fds)
 
-    def put_places(self, ino: int, size: int, places: Sequence[Place]) -> tuple[bool, list[int]]:
+    def put_places(
+        self, ino: int, size: int, places: Sequence[ReadPlace]
+    ) -> tuple[bool, list[int]]:
         assert all(place.source in self._sources for place in places)
         given_way = next(iter(self._placed)) if len(self._placed) >= _PLACED_MAX else ino
         self._placed.pop(given_way, None)
@@ -179,7 +181,7 @@ class Kernel:
                 del self._placed[ino]
         return self._idle()
 
-    def _all_places(self) -> list[Place]:
+    def _all_places(self) -> list[ReadPlace]:
         return [place for _, places in self._placed.values() for place in places]
 
     def _idle(self) -> list[int]:
