@@ -290,20 +290,34 @@ static struct span span_of(PyObject *bytes)
     return (struct span){PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)};
 }
 
+static bool is_place_in(PyObject *places, Py_ssize_t place)
+{
+    if (PySet_GET_SIZE(places) == 0)
+        return false;
+    PyObject *number = PyLong_FromSsize_t(place);
+    bool found = number != NULL && PySet_Contains(places, number) == 1;
+    Py_XDECREF(number);
+    return found;
+}
+
 /*
- * listing(entries, inodes, size, are_kept, is_last): the reply to READDIRPLUS with as many entries as fit into size, and
- * how many these are; entries as the list of (key, record), inodes as that of the records they lead to. are_kept: the
- * kernel may keep the names. is_last: there are no more. Raises ValueError for records that cannot be read.
+ * listing(entries, inodes, unkept, size, are_kept, is_last): the reply to READDIRPLUS with as many entries as fit into
+ * size, and how many these are; entries as the list of (key, record), inodes as that of the records they lead to,
+ * unkept as the set of the places of those whose attributes the kernel may not keep. are_kept: it may keep the names.
+ * is_last: there are no more. Raises ValueError for records that cannot be read.
  */
 static PyObject *listing(PyObject *self, PyObject *args)
 {
-    PyObject *entries, *inodes;
+    PyObject *entries, *inodes, *unkept;
     unsigned int size;
     int are_kept, is_last;
-    if (!PyArg_ParseTuple(args, "O!O!Ipp", &PyList_Type, &entries, &PyList_Type, &inodes, &size, &are_kept, &is_last))
+    if (!PyArg_ParseTuple(args, "O!O!O!Ipp", &PyList_Type, &entries, &PyList_Type, &inodes, &PySet_Type, &unkept, &size,
+                          &are_kept, &is_last))
         return NULL;
     struct keeping keeping = bridge.state.keeping;
     keeping.entry_ns = are_kept ? keeping.entry_ns : 0;
+    struct keeping name_alone = keeping;
+    name_alone.attr_ns = 0;
     bridge.now_ns = clock_ns(CLOCK_MONOTONIC);
     PyObject *reply = PyBytes_FromStringAndSize(NULL, size);
     size_t used = 0;
@@ -321,7 +335,8 @@ static PyObject *listing(PyObject *self, PyObject *args)
         }
         if (has_acl(inode))
             note_in(bridge.state.acls, big_endian(entry.start));
-        size_t length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, &keeping);
+        const struct keeping *kept = is_place_in(unkept, i) ? &name_alone : &keeping;
+        size_t length = put_entry(PyBytes_AS_STRING(reply) + used, size - used, key, entry, inode, kept);
         if (length == 0)
             break;
         note_told(&bridge.state, big_endian(entry.start));

@@ -171,12 +171,14 @@ def reply(unique: int, number: int, data: bytes) -> None:
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 
-def listing_reply(listing: Listing, size: int, are_kept: bool, is_last: bool) -> tuple[bytes, int]:
+def listing_reply(listing: Listing, size: int, are_kept: bool) -> tuple[bytes, int]:
     """The answer to READDIRPLUS with as many of the entries as fit into ``size``, and how many that
-    is. ``are_kept``: the kernel may keep the names, else the attributes alone. ``is_last``: there
-    are no more; then the kernel asks for entries behind the last one only if a name is added.
+    is. ``are_kept``: the kernel may keep the names, else the attributes alone. If these are the
+    last ones, it asks for entries behind them only if a name is added.
     """
-    return extension.listing(listing.entries, listing.inodes, size, are_kept, is_last)
+    return extension.listing(
+        listing.entries, listing.inodes, listing.unkept, size, are_kept, listing.is_last
+    )
 
 
 class Bridge:

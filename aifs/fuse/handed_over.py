@@ -288,7 +288,7 @@ class HandedOver:
         if directory is not None:
             listing.put_dots(directory, offset)
         are_kept = self._fs.keeps_names(nodeid)
-        data, count = listing_reply(listing, size, are_kept, listing.is_last)
+        data, count = listing_reply(listing, size, are_kept)
         if count and not listing.is_last and self._nursery is not None:
             _, reached = entry_numbers(listing.entries[count - 1][0])
             self._nursery.start_soon(self._fs.read_ahead, nodeid, reached, limit)

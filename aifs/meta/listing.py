@@ -21,7 +21,7 @@ class Listing:
     cookie). What may be put in place of a record: that of the inode as it is in core.
     """
 
-    __slots__ = ("entries", "inodes", "is_last", "seq")
+    __slots__ = ("entries", "inodes", "is_last", "seq", "unkept")
 
     def __init__(self, entries: list[tuple[bytes, bytes]], inodes: list[bytes], seq: int) -> None:
         self.entries = entries
@@ -32,6 +32,8 @@ class Listing:
         """Of the view that has read them."""
         self.is_last = False
         """The directory has no more entries behind these."""
+        self.unkept: set[int] = set()
+        """Places of the entries of which the kernel is to keep no attributes."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -60,6 +62,7 @@ class Listing:
         ][place:]
         self.entries[:0] = dots
         self.inodes[:0] = [directory.encode()] * len(dots)
+        self.unkept = {place + len(dots) for place in self.unkept}
 
 
 def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> Listing:

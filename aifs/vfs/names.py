@@ -4,6 +4,7 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
@@ -332,15 +333,14 @@ class Names:
             return Listing([], [], self._engine.seq)
         if listing is None or listing.seq != self._engine.seq:
             listing = await self._engine.view(list_directory, ino, cookie, limit)
-        inos, table, unkept = listing.inos, self._io.table, list[tuple[int, int]]()
+        inos, table = listing.inos, self._io.table
         opened, told = table.open, table.told
-        if not (opened.keys().isdisjoint(inos) and table.mapped.isdisjoint(inos)):
-            unkept = [each for each in enumerate(inos) if table.changes_unseen(each[1])]
-        for place, child in unkept:
+        for place, child in self._changing_unseen(inos):
             with suppress(FsError):
                 if table.is_mapped(child):
                     listing.inodes[place] = (await self._io.inodes.look(child)).encode()
         # From here on nothing else runs until the kernel is told.
+        listing.unkept = {place for place, _ in self._changing_unseen(inos)}
         listing.is_last = len(listing) < limit and listing.seq == self._engine.seq
         if opened and not opened.keys().isdisjoint(inos):
             for place, child in enumerate(inos):
@@ -353,9 +353,14 @@ class Names:
                     inode = decode_inode(child, listing.inodes[place])
                     size = told.size(inode, is_listed=True)
                     listing.inodes[place] = inode.but(size=size).encode()
-        # The kernel keeps attributes of all that is listed.
-        self._kernel.drop_attributes_soon(child for _, child in unkept)
         return listing
+
+    def _changing_unseen(self, inos: Sequence[int]) -> list[tuple[int, int]]:
+        """Of some inodes those that may change without the kernel's knowing, with their places."""
+        table = self._io.table
+        if table.open.keys().isdisjoint(inos) and table.mapped.isdisjoint(inos):
+            return []
+        return [each for each in enumerate(inos) if table.changes_unseen(each[1])]
 
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:
         """Read what ``readdir`` will be asked for next, unless the program has seen enough, while

@@ -72,7 +72,7 @@ def test_c_reads_records_as_python_does(
     places: list[tuple[Inode, bytes, int]], are_kept: bool
 ) -> None:
     listing = listing_of(places)
-    found = parts(listing_reply(listing, 1 << 20, are_kept, False)[0])
+    found = parts(listing_reply(listing, 1 << 20, are_kept)[0])
     assert len(found) == len(places)
     for (entry, name), (listed, inode, cookie) in zip(found, listing, strict=True):
         assert (name, entry.next, entry.type) == (listed, cookie + 1, inode.mode >> 12 & 15)
@@ -89,13 +89,22 @@ def test_c_reads_records_as_python_does(
             assert getattr(entry, f"{which}_ns") == rest
 
 
+def test_attributes_that_may_change_unseen_are_not_kept() -> None:
+    listing = listing_of([(Inode(9 + i, 0o100644, *[0] * 9), b"a%d" % i, 9 + i) for i in range(3)])
+    listing.unkept = {1}
+    listing.put_dots(Inode(5, 0o040755, *[0] * 9, parent=3), 0)
+    found = parts(listing_reply(listing, 4096, True)[0])
+    assert [entry.attr_ns != 0 for entry, _ in found] == [True, True, True, False, True]
+    assert all(entry.entry_s for entry, _ in found)
+
+
 @pytest.mark.sweep
 @given(PLACES, st.integers(0, 1000))
 def test_a_reply_holds_as_many_entries_as_fit(
     places: list[tuple[Inode, bytes, int]], size: int
 ) -> None:
-    whole, _ = listing_reply(listing_of(places), 1 << 20, True, False)
-    reply, count = listing_reply(listing_of(places), size, True, False)
+    whole, _ = listing_reply(listing_of(places), 1 << 20, True)
+    reply, count = listing_reply(listing_of(places), size, True)
     assert count == len(parts(reply))
     assert len(reply) <= size and whole.startswith(reply)
     more = parts(whole)[len(parts(reply)) :]
@@ -116,12 +125,12 @@ def test_records_that_cannot_be_read_are_refused(
     key: bytes, entry: bytes, inode: bytes | None
 ) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        extension.listing([(key, entry)], [inode], 4096, True, False)
+        extension.listing([(key, entry)], [inode], set(), 4096, True, False)
 
 
 def test_an_entry_that_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        extension.listing([b"e"], [b"i"], 4096, True, False)
+        extension.listing([b"e"], [b"i"], set(), 4096, True, False)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -131,7 +140,7 @@ def test_dots_are_in_front(place: int) -> None:
     dots = [(b".", 5, 0), (b"..", 3, 1)][place:]
     assert [(name, inode.ino, cookie) for name, inode, cookie in listing] == [*dots, (b"a", 9, 9)]
     assert listing.inos == (*[ino for _, ino, _ in dots], 9)
-    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, True, False)[0])] == [
+    assert [entry.next for entry, _ in parts(listing_reply(listing, 4096, True)[0])] == [
         *[1, 2][place:],
         10,
     ]
