@@ -28,7 +28,8 @@ bootstrap() {
         if [[ ,${stamp#"$venv/installed-"}, == *",$extra,"* ]] && build_input | cmp -s - "$stamp"; then return; fi
     done
     echo "installing aifs[$extra] into .venv" >&2
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$root[$extra]"
+    # Python compiles what is imported, which of torch is a small part.
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --editable "$root[$extra]"
     build_input >"$venv/installed-$extra"
 }
 

@@ -65,6 +65,7 @@ async def create(fs: Filesystem, number: int, caller: Caller) -> tuple[int, int]
     return inode.ino, handle
 
 
+@pytest.mark.sweep
 async def test_who_has_many_files_open_takes_nothing_from_others(directory, few, way):
     async with opened(directory, way, servers=4) as fs:
         held = [await create(fs, number, GREEDY) for number in range(3 * MAX)]

@@ -106,6 +106,7 @@ async def dataset(fs: Filesystem, files: int, blocks: int = 1) -> Dataset:
     return Dataset(fs, ino, inos, index)
 
 
+@pytest.mark.sweep
 @pytest.mark.store(SMALL)
 async def test_files_are_there_in_the_order_in_which_the_epoch_reads_them(fs: Filesystem) -> None:
     data = await dataset(fs, 40)
@@ -126,6 +127,7 @@ async def test_files_are_there_in_the_order_in_which_the_epoch_reads_them(fs: Fi
     assert status["epochs"] == 1 and 6 <= status["kept_files"] <= 10
 
 
+@pytest.mark.sweep
 @pytest.mark.store(SMALL)
 async def test_what_is_used_stays_as_long_as_there_is_room_and_goes_first(fs: Filesystem) -> None:
     data = await dataset(fs, 100)
@@ -399,6 +401,7 @@ async def test_without_a_burst_tier_there_is_nothing_to_do(fs: Filesystem) -> No
         await put(fs, top, "order", "seed=7")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("content", "error"),
     [

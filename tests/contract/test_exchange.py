@@ -23,6 +23,8 @@ from aifs.store.hosts import Hosts
 from tests.support.meddler import Meddler
 from tests.support.postgres import Postgres, TestDatabase
 
+pytestmark = pytest.mark.sweep
+
 PATIENT_S = 60.0
 
 
@@ -108,7 +110,6 @@ async def until(condition: Callable[[], object]) -> None:
             await trio.sleep(0.005)
 
 
-@pytest.mark.sweep
 async def test_what_one_commits_others_have_and_have_shown(
     scratch: Path, database: TestDatabase
 ) -> None:
@@ -120,7 +121,6 @@ async def test_what_one_commits_others_have_and_have_shown(
         assert all(len(one.told) == 10 for one in hosts)
 
 
-@pytest.mark.sweep
 async def test_shown_waits_for_who_has_not_shown(scratch: Path, database: TestDatabase) -> None:
     async with connected(scratch, database) as (a, b):
         b.shows = False
@@ -140,7 +140,6 @@ async def test_shown_waits_for_who_has_not_shown(scratch: Path, database: TestDa
             await done.wait()
 
 
-@pytest.mark.sweep
 async def test_it_is_right_when_all_that_is_pushed_is_lost(
     scratch: Path, database: TestDatabase
 ) -> None:
@@ -155,7 +154,6 @@ async def test_it_is_right_when_all_that_is_pushed_is_lost(
             assert await a.get(b"k%d" % number) == b"w"
 
 
-@pytest.mark.sweep
 async def test_it_is_shown_in_two_milliseconds(
     scratch: Path, database: TestDatabase, record_property: Callable[[str, object], None]
 ) -> None:
@@ -171,7 +169,6 @@ async def test_it_is_shown_in_two_milliseconds(
         record_property("p50_ms", round(statistics.median(times) * 1000, 2))
 
 
-@pytest.mark.sweep
 async def test_who_has_not_beaten_for_its_lease_is_ended(
     scratch: Path, database: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,6 +324,7 @@ async def test_a_host_with_a_slow_link_stores_less(scratch: Path):
             assert await read_file(south, there) == SAME
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("service", [joint.OFFER, joint.KEEP, parts.STORE])
 async def test_a_host_fails_on_the_way(scratch: Path, monkeypatch, service: str):
     """Others store what it was to, and it what is its own, as soon as it hears again."""

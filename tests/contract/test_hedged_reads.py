@@ -115,7 +115,7 @@ async def test_each_byte_of_a_healthy_file_is_asked_for_once(servers, layout, be
     assert fetched(servers) == SIZE
 
 
-@pytest.mark.sweep("behind", "hangs")
+@pytest.mark.sweep
 @layouts
 @lags
 @pytest.mark.parametrize("hangs", [1, 1000], ids=["once", "always"])

@@ -202,6 +202,7 @@ async def test_blocks_of_what_another_host_changes_in_place_are_read_anew(north,
     assert cache.peek(name, 0) is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_lent", [False, True])
 @pytest.mark.parametrize("is_staged", [False, True])
 async def test_what_another_host_changes_is_seen_while_programs_read_a_copy(

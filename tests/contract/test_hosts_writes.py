@@ -460,6 +460,7 @@ async def test_what_is_written_while_a_sync_is_under_way_may_be_lost(scratch: Pa
             await south.release(there)
 
 
+@pytest.mark.sweep
 @pytest.mark.store(modes.STRIPED)
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
 async def test_a_file_that_may_be_mapped_stays_with_its_home(north, south, flags):

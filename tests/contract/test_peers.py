@@ -258,6 +258,7 @@ async def test_who_asks_no_more_is_not_served_any_more(two: Two) -> None:
     assert ended.is_set()
 
 
+@pytest.mark.sweep
 async def test_a_cancelled_call_leaves_its_buffer_alone(two: Two) -> None:
     async def read(peer: Peer, arguments: Any, body: Body) -> Answer:
         return Answer(None, b"x" * transport.MAX_BODY)
@@ -506,6 +507,7 @@ _TORN = st.one_of(
 )
 
 
+@pytest.mark.sweep
 @given(pieces=st.lists(_TORN, min_size=1, max_size=5), shaken=st.booleans())
 @settings(max_examples=60)
 def test_no_bytes_do_harm(pieces: list[bytes], shaken: bool) -> None:

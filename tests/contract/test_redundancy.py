@@ -66,6 +66,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("text", "expected"), LAYOUTS.items())
 async def test_a_policy_is_what_drained_files_get(
     directory: Path, text: str, expected: tuple

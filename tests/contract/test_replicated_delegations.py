@@ -259,6 +259,7 @@ async def test_a_directory_that_was_made_and_removed_ahead_loses_nothing(cluster
     assert (await a.view(namespace.lookup, ROOT_INO, b"g")).ino == 21
 
 
+@pytest.mark.sweep
 async def test_who_comes_back_leaves_the_delegations_of_others(cluster, monkeypatch):
     """It had given one up before it died, for another one."""
     monkeypatch.setattr(held, "MAX_DELEGATIONS", 2)
@@ -295,6 +296,7 @@ async def dead_and_taken(cluster: Cluster) -> ReplicatedEngine:
     return b
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", [replicated.BEFORE_COMMIT, replicated.APPLIED])
 async def test_a_replica_that_has_what_is_lost_is_never_gone_on_with(cluster, point):
     await dead_and_taken(cluster)

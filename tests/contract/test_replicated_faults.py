@@ -215,6 +215,7 @@ async def test_the_database_is_restarted_while_hosts_write(cluster, a_postgres, 
     assert int.from_bytes(found[b"n"], "little") == 180
 
 
+@pytest.mark.sweep
 async def test_a_database_that_is_older_than_a_replica_is_not_followed(cluster, caplog):
     a, b = await cluster.join("a"), await cluster.join("b")
     for number in range(5):
@@ -361,6 +362,7 @@ async def test_a_database_that_is_away_while_it_recovers_ends_no_session(cluster
     await cluster.join("b")
 
 
+@pytest.mark.sweep
 @postgres.BOTH
 async def test_what_a_crash_takes_from_the_database_hosts_put_back(cluster):
     a, b = await cluster.join("a"), await cluster.join("b")

@@ -19,8 +19,9 @@ from tests.support.points import armed, crash
 from tests.support.replicas import END_OTHERS, caught_up, delete, everything, get, put
 from tests.support.replicas import cluster as cluster
 
+pytestmark = pytest.mark.sweep
 
-@pytest.mark.sweep
+
 async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster, monkeypatch):
     monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     a, b = await cluster.join("a"), await cluster.join("b")
@@ -54,7 +55,6 @@ async def test_who_joins_late_copies_the_map_and_who_comes_back_goes_on(cluster,
     assert copies == {2}, "the feed does not go back so far"
 
 
-@pytest.mark.sweep
 async def test_who_copies_the_map_keeps_its_lease_and_holds_up_nobody(cluster, monkeypatch):
     monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     monkeypatch.setattr(sessions, "BEAT_S", 0.0)
@@ -140,7 +140,6 @@ async def test_a_copy_is_begun_anew_when_the_database_crashes(cluster, monkeypat
     assert sum("copying the map" in message for message in caplog.messages) == 2
 
 
-@pytest.mark.sweep
 async def test_a_copy_of_a_history_that_is_gone_is_not_gone_on_with(cluster):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"lost")
@@ -157,7 +156,6 @@ async def test_a_copy_of_a_history_that_is_gone_is_not_gone_on_with(cluster):
     assert await c.view(get, b"k") == b"new"
 
 
-@pytest.mark.sweep
 async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
     monkeypatch.setattr(joining, "COPY_PAIRS", 7)
     a = await cluster.join("a")
@@ -179,7 +177,6 @@ async def test_a_copy_that_was_cut_short_is_made_anew(cluster, monkeypatch):
     await cluster.join("b")
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "point", [replicated.BEFORE_COMMIT, replicated.COMMITTED, replicated.APPLIED, joining.COPYING]
 )

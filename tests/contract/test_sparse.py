@@ -239,6 +239,7 @@ async def whole(fs: Filesystem) -> None:
     assert fs.rebuild.status()["failing_objects"] == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", [PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE])
 async def test_punching_frees_space_on_the_servers(directory, layout, bounded, mode):
     async with opened(directory, layout, servers=4) as fs:

@@ -134,6 +134,7 @@ async def test_a_lone_reader_asks_nobody(three: Readers) -> None:
     assert await three.told("received_bytes") == await three.told("files") == [0, 0, 0]
 
 
+@pytest.mark.sweep
 async def test_hosts_that_fail_are_done_without(three: Readers) -> None:
     kinds = itertools.cycle([Busy("too much to do"), b"", bytes(HASHED), b"x"])
 

@@ -702,6 +702,7 @@ async def unreadable_rule(fs: Filesystem, entry: Entry) -> None:
     await _put(fs, keys.trash_rule(ROOT_INO), b"\1")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("damage", "kinds", "left"),
     [

@@ -125,6 +125,7 @@ async def test_writers_wait_for_the_drain(fs: Filesystem) -> None:
     assert objects() >= 20
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("delay", ["0s", "1h"])
 async def test_who_changes_a_file_waits_for_room_for_it(directory: Path, delay: str) -> None:
     """Also where drains are to wait for long."""

@@ -32,6 +32,8 @@ from tests.support.kernel import Kernel
 from tests.support.powercut import make_sizes_small
 from tests.support.stores import OWNER, assert_sound, set_policy, write_file
 
+pytestmark = pytest.mark.sweep
+
 PART = 3 * UNIT
 STEPS = 25
 SHARED, WRITERS, OWNED = 2, 3, 3
@@ -359,7 +361,6 @@ def sweep(directory: Path, mode: str, seed: int) -> None:
         assert_sound(modes.config_of(directory))
 
 
-@pytest.mark.sweep("mode")
 @pytest.mark.engines
 @pytest.mark.parametrize("mode", MODES)
 def test_what_programs_write_at_once_is_there(scratch: Path, mode: str) -> None:

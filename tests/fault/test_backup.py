@@ -217,6 +217,7 @@ def test_many_losses(scratch: Path, mode: str) -> None:
 # --- while the store is in use ---
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
     """Whatever is left, the metadata goes on, and what comes back is a state that was there."""
@@ -725,6 +726,7 @@ def test_only_whole_copies_count(source: Path) -> None:
         found.read(base)
 
 
+@pytest.mark.sweep
 def test_too_many_changes_call_for_a_base(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While no server takes a backup, memory stays bounded; what comes then is whole."""
     monkeypatch.setattr(vfs_backup, "CHANGES_MAX", 20000)

@@ -95,6 +95,7 @@ async def checked(directory: Path, deep: bool = False) -> list[Finding]:
 # --- columns --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @protected
 @pytest.mark.parametrize("keep", [True, False])
 async def test_a_missing_column_is_made_anew_once(directory: Path, kind: str, keep: bool) -> None:
@@ -138,6 +139,7 @@ async def test_columns_move_for_all_who_share_them(directory: Path, kind: str, k
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("point", ["vfs.move.recorded", "vfs.move.made", "vfs.move.flipped"])
 async def test_a_crash_in_a_move_leaves_all_of_them_whole(directory: Path, point: str) -> None:
     files = Files()
@@ -270,6 +272,7 @@ async def inodes(fs: Filesystem) -> int:
     return await fs.store.engine.view(lambda tx: tx.counter(keys.COUNTER_INODES))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("full", ["data", "meta"])
 async def test_what_there_is_no_room_to_clone_leaves_nothing(directory: Path, full: str) -> None:
     """Data servers have no room for what has to be drained first, or the metadata for the names."""

@@ -210,6 +210,7 @@ async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_w
         await files.check(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_not_stay(
     directory, monkeypatch, cancelled
@@ -289,6 +290,7 @@ def object_path_of(fs, inode, column: int) -> Path:
     return Path(fs.store.servers[inode.layout.servers[column]].where((inode.ino, inode.oid)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("who", ["reader", "writer"])
 async def test_bytes_that_were_read_while_the_column_was_found_to_be_wrong_do_not_count(
     directory, monkeypatch, who

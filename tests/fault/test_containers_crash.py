@@ -611,6 +611,7 @@ async def test_a_bad_chunk_is_replaced_for_all_who_name_it(root: Path) -> None:
     copies.close()
 
 
+@pytest.mark.sweep
 async def test_a_long_list_is_recorded_and_dropped_piece_by_piece(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

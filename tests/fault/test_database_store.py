@@ -103,6 +103,7 @@ def test_hosts_that_fsck_knows(places: Places) -> None:
     assert not check(many, repair=False).findings
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lives", [False, True])
 def test_fsck_ends_the_sessions_of_silent_hosts(
     places: Places, database: TestDatabase, monkeypatch: pytest.MonkeyPatch, lives: bool

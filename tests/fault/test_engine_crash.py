@@ -404,6 +404,7 @@ def fill(path):
             ballast.write(bytes(4096))
 
 
+@pytest.mark.sweep
 def test_a_full_disk(small_disk, caplog, monkeypatch):
     """The journal's reserve takes changes while LMDB cannot; then they are refused; nothing is
     lost.

@@ -323,6 +323,7 @@ async def test_without_checksums_a_copy_as_long_as_the_file_is_trusted(files, fs
     await files.settled(fs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", ["open_object", "read"])
 async def test_a_copy_that_cannot_be_read_now_is_a_source_later(files, fs, call, monkeypatch):
     await files.write(fs)
@@ -367,6 +368,7 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> N
     files.sound(find, stop, mend)
 
 
+@pytest.mark.sweep
 async def test_a_scrub_that_is_stopped_leaves_no_file_half_restored(files, fs, monkeypatch):
     """Nobody writes to a copy before it is durable that it is the file (B6)."""
     await files.write(fs)
@@ -456,6 +458,7 @@ def test_files_survive_more_lost_servers_than_are_tolerated(
     files.sound(lose)
 
 
+@pytest.mark.sweep
 @some_policies
 def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
     files: Files, policy: str
@@ -532,6 +535,7 @@ def test_only_files_without_copies_are_lost_with_a_server(files: Files) -> None:
 # --- eviction -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @some_policies
 def test_copies_stay_while_servers_that_files_need_are_away(files: Files, policy: str) -> None:
     async def look(fs: Filesystem) -> None:

@@ -237,6 +237,7 @@ def open_on_bad(tx) -> set[int]:
 # --- groups ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["plain", "replicas"])
 async def test_groups_are_stored_by_others(directory: Path, mode: str) -> None:
     async with opened(directory, mode) as fs:

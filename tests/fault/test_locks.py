@@ -224,6 +224,7 @@ async def test_a_signal_comes_while_the_grant_is_on_its_way(autojump_clock: obje
         await lock(home, wait=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(12))
 async def test_nobody_has_a_lock_twice(autojump_clock: object, seed: int) -> None:
     """Programs on hosts lock, wait, give up and close; hosts die, freeze and come; connections end

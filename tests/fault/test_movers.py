@@ -70,6 +70,7 @@ async def until(condition) -> None:
 # --- the same wherever it is done ---
 
 
+@pytest.mark.sweep
 @WHERE
 async def test_what_it_returns_comes_back(directory: Path, count: str) -> None:
     async with served(directory, data__movers=count) as fs:
@@ -189,6 +190,7 @@ async def test_it_is_started_for_work_and_ends_when_it_is_idle(
     assert fs.pool.status()["running"] == 0
 
 
+@pytest.mark.sweep
 async def test_it_ends_when_others_need_its_memory(fs: Filesystem) -> None:
     await fs.drain.movers.carry_out(work.pid, None)
     budget = fs.store.servers.budget
@@ -258,6 +260,7 @@ async def test_all_are_gone_when_the_store_is_taken_over(directory: Path, tmp_pa
             os.kill(pid, 0)
 
 
+@pytest.mark.sweep
 async def test_work_may_stop_before_its_process_runs(fs: Filesystem, tmp_path: Path) -> None:
     """The orders to begin and to end reach it together."""
     async with trio.open_nursery() as nursery:
@@ -446,6 +449,7 @@ async def test_a_server_is_left(
 # --- servers that fail and hang ---
 
 
+@pytest.mark.sweep
 async def test_a_server_that_fails_there_fails_for_all(fs, caplog):
     """Until it is looked at, and works."""
     ino = await write_file(fs, b"file", DATA)

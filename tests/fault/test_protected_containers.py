@@ -193,6 +193,7 @@ async def test_compaction_of_protected_containers(directory, kind):
         assert (await table(fs)).keys() == after.keys(), "there is nothing left to do"
 
 
+@pytest.mark.sweep
 @redundant
 async def test_compaction_reads_around_a_lost_server(directory, kind):
     async with mounted(directory, kind, sound=False) as fs:
@@ -274,6 +275,7 @@ async def test_unfilled_containers_of_an_earlier_mount_are_sealed(directory, kin
         await expect(fs, files)
 
 
+@pytest.mark.sweep
 @redundant
 async def test_fsck_marks_columns_on_a_server_that_is_no_more(directory, kind):
     async with mounted(directory, kind, sound=False) as fs:

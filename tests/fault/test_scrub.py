@@ -225,6 +225,7 @@ async def test_every_flip_is_found_and_repaired(fs: Filesystem, files: Files) ->
     await files.compare(fs)
 
 
+@pytest.mark.sweep
 async def test_without_leave_to_repair_files_are_named_and_left(fs, files):
     await files.write(fs, [b"mirror", b"coded"])
     objects = await files.objects(fs)

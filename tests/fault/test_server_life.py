@@ -215,6 +215,7 @@ async def test_a_server_that_works_is_replaced_by_moving_what_it_has(fs, scratch
         await order(fs, "replace", id=3, path=f"{scratch}/other")
 
 
+@pytest.mark.sweep
 @pytest.mark.store(KINDS["coded"])
 async def test_a_server_that_goes_while_it_is_in_use_is_lost_when_it_is_replaced(
     fs, config, scratch, caplog
@@ -377,6 +378,7 @@ async def test_a_stale_directory_is_not_taken_for_the_new_one(scratch: Path) -> 
 # --- burst directories ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"burst.drain_delay": "1h", "burst.directories": ["burst/0", "burst/1"]})
 async def test_a_burst_directory_is_emptied_and_removed(fs, config, scratch):
     sizes = {f"f{number}": 50_000 for number in range(12)}
@@ -654,6 +656,7 @@ async def test_a_server_works_again_as_soon_as_a_probe_does(fs: Filesystem, soon
     await until(lambda: server.state == "ok" and server.health.usable)
 
 
+@pytest.mark.sweep
 @pytest.mark.store({"layout.count": 2})
 async def test_who_waits_for_a_server_that_is_gone_is_told_what_cannot_be_moved(
     fs, config, scratch, soon

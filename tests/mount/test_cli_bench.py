@@ -4,11 +4,14 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.mounts import aifs
 
 SMALL = ("--size", "1MiB", "--files", "3")
 
 
+@pytest.mark.sweep
 def test_a_mount_beside_a_plain_directory(on_mount: Path, scratch: Path):
     plain = scratch / "plain"
     plain.mkdir()

@@ -27,7 +27,6 @@ def state(path: Path) -> dict:
     return json.loads(os.getxattr(path, "user.aifs.state"))
 
 
-@pytest.mark.sweep
 def test_files_go_down_and_up_again(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store(WAITING, "data.movers=1")
     tree = store.path / "tree"
@@ -134,6 +133,7 @@ def test_status_shows_the_burst_tier_and_the_drain(mount_store: Callable[..., Mo
     assert re.search(r"^drain +all is on the capacity tier; 2 files drained", shown, re.MULTILINE)
 
 
+@pytest.mark.sweep
 def test_doctor_tells_what_a_mount_does_without(mount_store: Callable[..., Mounted]) -> None:
     store = mount_store("kernel.bridge=off")
     done = aifs("doctor", store.path, "--json", check=False)

@@ -160,6 +160,7 @@ def test_options_reach_the_kernel(place: Place) -> None:
         (place.path / "file").touch()
 
 
+@pytest.mark.sweep
 def test_a_remount_changes_options(place: Place) -> None:
     place.mount()
     file = place.path / "file"
@@ -262,6 +263,7 @@ def test_a_second_mount_is_refused_with_its_owner_named(served: Place) -> None:
     assert not os.path.ismount(other)
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_mounted_on_is_refused(place: Place) -> None:
     file = place.directory / "file"
     file.touch()
@@ -289,6 +291,7 @@ def test_a_server_that_nothing_needs_is_done_without_and_named(place: Place) -> 
     (place.source / "moved").rename(server)
 
 
+@pytest.mark.sweep
 def test_a_daemon_that_cannot_start_says_why(place: Place) -> None:
     aifs("mount", place.source, place.path)
     (place.path / "file").write_bytes(bytes(9 << 20))
@@ -326,7 +329,7 @@ def test_a_fake_mount_checks_only(place: Place) -> None:
     assert place.mounts() == []
 
 
-@pytest.mark.sweep("number")
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_unmounts_in_order_and_keeps_pages_that_mmap_left_dirty(
     place: Place, number: int

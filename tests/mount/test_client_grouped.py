@@ -149,7 +149,7 @@ def test_a_rank_that_had_committed_itself_begins_anew(left: Path) -> None:
     check_files(left / "new")
 
 
-@pytest.mark.sweep("when")
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", ["is_deserted", "_give_up_left_over", "_wait_until"])
 def test_who_comes_before_a_rank_that_had_committed_goes_on_with_it(
     left: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -225,6 +225,7 @@ def test_a_mount_of_another_version(mount: Mounted, monkeypatch: pytest.MonkeyPa
         join(0, mount.path)
 
 
+@pytest.mark.sweep
 def test_what_is_durable_is_on_the_servers_once(mount: Mounted) -> None:
     place = mount.path / "once"
     place.mkdir()

@@ -99,6 +99,7 @@ def test_some_keys_change_while_it_is_mounted(
     aifs("config", "set", remounted.path, "log.level", "debug")
 
 
+@pytest.mark.sweep
 def test_others_are_told_nothing(shared: Mounted, capfd: pytest.CaptureFixture[str]) -> None:
     assert config and debug and door  # nobody could import them
     path = str(shared.path)

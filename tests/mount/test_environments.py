@@ -16,6 +16,8 @@ import pytest
 from tests.support.hosts import Cluster, until
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs
 
+pytestmark = pytest.mark.sweep
+
 SAY = "import sys, tiny; sys.exit(tiny.__file__)"
 PIP = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--disable-pip-version-check")
 
@@ -64,7 +66,6 @@ def require_works(environment: Path) -> None:
     assert done.stderr.startswith(f"{environment}/lib/")
 
 
-@pytest.mark.sweep
 def test_what_pip_installs_works_in_place(mounted: Mounted, wheel: Path) -> None:
     require_works(installed(mounted.path / "envs", *by_pip(wheel)))
 
@@ -81,7 +82,6 @@ def test_what_uv_installs_works_in_place(mounted: Mounted, wheel: Path, tmp_path
     require_works(installed(mounted.path / "envs", "--", "sh", "-c", script))
 
 
-@pytest.mark.sweep
 def test_console_scripts_work_on_another_host(two: Cluster, wheel: Path) -> None:
     """Whose mount is at the same place, as on hosts that are machines."""
     here, there = (host.path / "envs" for host in two)
@@ -92,7 +92,6 @@ def test_console_scripts_work_on_another_host(two: Cluster, wheel: Path) -> None
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
-@pytest.mark.sweep
 def test_an_installation_into_a_mount_is_captured(
     on_mount: Path, wheel: Path, tmp_path: Path
 ) -> None:

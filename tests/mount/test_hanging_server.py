@@ -58,6 +58,7 @@ def pair(scratch: Path) -> Iterator[Pair]:
                 pair.go_on()
 
 
+@pytest.mark.sweep
 def test_a_forced_umount_ends_at_once_and_loses_nothing(pair: Pair) -> None:
     outer = pair.outer
     content = os.urandom(3 << 20)

@@ -145,6 +145,7 @@ def test_what_is_written_to_a_mapped_page_twice_is_seen(both: Both, ends: str) -
     os.close(fd)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("flag", ["open", "fcntl"])
 def test_both_hosts_append_where_nothing_is_passed_through(both: Both, flag: str) -> None:
     """The kernel has a page locked while it waits for an append: who had it dropped before that was
@@ -192,6 +193,7 @@ def test_what_two_hosts_append_to_a_record_of_a_job_is_all_there(both: Both) -> 
         assert told == sorted([*range(20), *range(20)])
 
 
+@pytest.mark.sweep
 def test_what_is_written_by_a_mapping_is_not_lost_when_the_other_host_has_written(
     both: Both,
 ) -> None:

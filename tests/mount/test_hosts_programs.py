@@ -507,6 +507,7 @@ def save_in_group(rank: int, process: Rank, directory: Path) -> None:
     group_putfile(f"rank{rank}.safetensors", state, group).durable.result(60)
 
 
+@pytest.mark.sweep
 def test_ranks_of_two_hosts_save_publish_and_load(two: Cluster, both: Both) -> None:
     """Each with a part of its own, and what is equal in all: that is stored once."""
     ranks = [Rank(rank, save_in_group, both[rank % 2] / "tmp") for rank in range(WORLD)]

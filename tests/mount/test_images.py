@@ -54,6 +54,7 @@ def run_program(root: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.sweep
 def test_an_image_is_used_in_place_and_changed_on_a_local_disk(
     mounted: Mounted, archive: Path, mountpoint: Path, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_an_image_is_used_in_place_and_changed_on_a_local_disk(
     assert run_program(mountpoint) == "hello\nagain\n"  # what was changed is kept
 
 
+@pytest.mark.sweep
 def test_an_image_is_there_after_its_daemon_was_killed(
     mounted: Mounted, archive: Path, mountpoint: Path
 ) -> None:

@@ -38,6 +38,7 @@ def busy(remounted: Mounted) -> Iterator[Mounted]:
     worker.join()
 
 
+@pytest.mark.sweep
 def test_stats_are_a_line_each_time(busy: Mounted) -> None:
     command = ("stats", busy.path, "--interval", "10ms")
     head, *lines = aifs(*command, "--count", "2").stdout.splitlines()
@@ -47,6 +48,7 @@ def test_stats_are_a_line_each_time(busy: Mounted) -> None:
     assert first["resident_bytes"] > 1 << 20
 
 
+@pytest.mark.sweep
 def test_top_shows_who_it_is(busy: Mounted) -> None:
     command = ("top", busy.path, "--interval", "100ms", "--for", "1s")
     lines = aifs(*command, "--json").stdout.splitlines()

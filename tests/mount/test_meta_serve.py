@@ -120,7 +120,7 @@ def serves_as(place: Path) -> int:
     return os.stat(f"/proc/{pid}").st_uid
 
 
-@pytest.mark.sweep("whom")
+@pytest.mark.sweep
 @pytest.mark.parametrize("whom", ["aifs", "postgres"])
 def test_after_a_kill_nothing_is_lost_and_nobody_is_left(
     serve: Callable[..., Served], place: Path, whom: str

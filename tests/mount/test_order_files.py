@@ -56,7 +56,7 @@ def refused(directory: Path) -> str:
     return json.loads(os.getxattr(directory, "user.aifs.refused"))["reason"]
 
 
-@pytest.mark.sweep("format")
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 def test_all_ranks_have_each_row_once(here: Path, format: str) -> None:
     write, rows_in, suffix = FORMATS[format]

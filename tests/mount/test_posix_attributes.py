@@ -40,6 +40,7 @@ def test_umask(here: Path) -> None:
     ]
 
 
+@pytest.mark.sweep
 def test_setuid_and_setgid_are_cleared_by_writing(here: Path) -> None:
     os.chmod(".", 0o777)
 

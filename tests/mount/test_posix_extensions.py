@@ -117,6 +117,7 @@ def test_an_acl_decides_who_may(alike: Alike) -> None:
     assert said[-1] == []
 
 
+@pytest.mark.sweep
 def test_a_default_acl_is_inherited(alike: Alike) -> None:
     def make() -> None:
         for umask in (0o000, 0o027, 0o077):

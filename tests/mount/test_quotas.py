@@ -118,6 +118,7 @@ def test_mv_copies_and_links_are_refused(shared: Mounted, team: Path) -> None:
     aifs("rm", "-r", outside)
 
 
+@pytest.mark.sweep
 def test_a_normal_user(shared: Mounted, team: Path) -> None:
     os.chown(team, ALICE, ALICE)
     shared.path.chmod(0o755)
@@ -147,6 +148,7 @@ def test_a_normal_user(shared: Mounted, team: Path) -> None:
     assert sorted(paths) == [str(team), str(hidden)]
 
 
+@pytest.mark.sweep
 def test_what_is_there_is_counted_and_said(shared: Mounted, team: Path) -> None:
     for number in range(300):
         path = team / f"{number % 7}" / f"{number}"
@@ -164,6 +166,7 @@ def test_what_is_there_is_counted_and_said(shared: Mounted, team: Path) -> None:
     assert aifs("quota", "ls", shared.path).stdout == "there are no quotas\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("words", "code"),
     [((), 2), (("--size", "1XB"), 2), (("--files", "many"), 2), (("--size", "none"), 1)],

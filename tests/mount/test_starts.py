@@ -111,6 +111,7 @@ def test_what_is_not_used_any_more_goes(mount_store: Callable[..., Mounted]) -> 
         assert found == (["__init__.py", "part.py", "table"] if run < 3 else [])
 
 
+@pytest.mark.sweep
 def test_files_of_the_burst_tier_are_judged_by_what_is_in_memory(
     mount_store: Callable[..., Mounted],
 ) -> None:

@@ -225,6 +225,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, site: Path) -> None:
         ask(tmp_path / "envs", site, lambda path: os.mkfifo(path / "pipe"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("told", ["", "[]", "{}", '{"target": "/a", "removed": ["../x"]}'])
 def test_an_account_of_somebody_else_leads_nowhere(tmp_path: Path, site: Path, told: str) -> None:
     made = ask(tmp_path / "envs", site)
@@ -270,6 +271,7 @@ def nothing(path: Path) -> None:
     """What is installed is there already."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("op", "which"), [("copy_range", 2), ("write_at", 3), ("sync_file", 4)])
 def test_a_full_disk_captures_nothing(tmp_path: Path, site: Path, op: str, which: int) -> None:
     envs, again = tmp_path / "envs", target(tmp_path / "again")

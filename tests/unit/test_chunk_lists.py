@@ -318,6 +318,7 @@ class Files:
             assert shares == stored
 
 
+@pytest.mark.sweep
 @given(
     st.lists(
         st.tuples(

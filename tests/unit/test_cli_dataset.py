@@ -19,6 +19,7 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.sweep
 def test_show(directory: Path):
     told = json.loads(aifs("dataset", "show", directory, "--json").stdout)
     size = sum(path.stat().st_size for path in directory.glob("*.jsonl"))

@@ -344,6 +344,7 @@ def test_the_list_tells_what_state_each_is_in(tmp_path: Path) -> None:
         client.latest(tmp_path / "none")
 
 
+@pytest.mark.sweep
 def test_verify_names_every_bad_file(tmp_path: Path) -> None:
     with client.checkpoint(tmp_path / "step-1") as tmp:
         for name in "abcdef":

@@ -238,6 +238,7 @@ def failures(rank: int, directory: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pairs", [False, True])
 def test_an_error_of_one_rank_reaches_all(pairs, file, tmp_path):
     (tmp_path / "empty").touch()

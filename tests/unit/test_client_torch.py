@@ -410,6 +410,7 @@ def run_ranks(body: Callable[[int, Path], None], directory: Path) -> None:
     assert problems == [""] * RANKS, "\n".join(problems)
 
 
+@pytest.mark.sweep
 def test_replicas_save_and_load_together(tmp_path: Path) -> None:
     run_ranks(save_and_load, tmp_path)
     parts = sorted((tmp_path / "step-1").glob("state.pt.*"))

@@ -164,6 +164,7 @@ def test_a_host_has_the_machines_name_where_that_is_one(
         assert loaded.origins["host.name"] == "this machine's name"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "line", "expected"),
     [

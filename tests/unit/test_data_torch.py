@@ -104,7 +104,7 @@ def test_an_iteration_that_was_left_goes_on(dataset: data.Dataset):
     assert len(rest) == ROWS - len(first) - 8
 
 
-@pytest.mark.sweep("drop_last")
+@pytest.mark.sweep
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_ranks_have_one_state(dataset: data.Dataset, drop_last: bool):
     def of_rank(rank: int, world: int, workers: int, state: Any = None) -> data.Loader:

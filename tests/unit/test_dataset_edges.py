@@ -89,6 +89,7 @@ def test_a_file_without_a_byte(tmp_path: Path, format: str) -> None:
         assert verify(tmp_path).output.startswith("20 rows")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("cut", [1, 13, 600])
 def test_a_torn_file_is_named(tmp_path: Path, format: str, cut: int) -> None:

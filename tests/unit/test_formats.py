@@ -348,6 +348,7 @@ def test_megatron(tmp_path: Path) -> None:
     assert np.array_equal(np.concatenate(rows), np.arange(sum(lengths)).astype(np.uint16))
 
 
+@pytest.mark.sweep
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from([0, 0, 1, 5, 3_000_000]), max_size=12))
 def test_megatron_with_empty_and_long_documents(lengths: list[int]) -> None:
@@ -452,6 +453,7 @@ def valid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param.split()[0], path.read_bytes(), idx.read_bytes() if idx.exists() else None
 
 
+@pytest.mark.sweep
 def test_torn_files(valid: tuple[str, bytes, bytes | None]) -> None:
     """An Arrow stream may end after any message; other files are whole, or are no files."""
     format, data, idx = valid
@@ -467,6 +469,7 @@ def test_torn_files(valid: tuple[str, bytes, bytes | None]) -> None:
         assert sum(block.rows for block in found) < whole
 
 
+@pytest.mark.sweep
 @given(changes=st.lists(st.tuples(st.integers(0, 1 << 30), st.binary(min_size=1, max_size=9))))
 def test_mutated_files(
     valid: tuple[str, bytes, bytes | None], changes: list[tuple[int, bytes]]

@@ -71,6 +71,7 @@ def _moved(
 # --- what stays -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("damage", STAYS.values(), ids=STAYS)
 def test_what_cannot_be_mended_is_named_and_left_alone(store: DamagedStore, damage: Damage) -> None:
     damage.do(store)
@@ -189,6 +190,7 @@ def test_damage_upon_damage_is_mended_in_one_go(store: DamagedStore) -> None:
     assert store.tree()[f"/lost+found/#{store.ino['/a']}/striped"] == store.ino["/a/striped"]
 
 
+@pytest.mark.sweep
 def test_lost_and_found_may_be_taken_by_a_file(store: DamagedStore) -> None:
     store.use(lambda fs: store.write(fs, "/lost+found", b"a file"))
     store.remove_name("/inline")

@@ -71,6 +71,7 @@ def test_a_file_without_its_cache_is_whole(store: DamagedStore) -> None:
     assert store.found() == [] and not old.exists()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ino", [0, 4000, "inline"])
 @pytest.mark.parametrize("where", ["burst", "data"])
 def test_an_object_that_nothing_refers_to_is_moved_aside(

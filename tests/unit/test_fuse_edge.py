@@ -443,6 +443,7 @@ async def _read(
     return reply.got
 
 
+@pytest.mark.sweep
 @given(st.integers(0, 40), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=5))
 def test_a_listing_is_complete(count: int, batch: int, rooms: list[int]) -> None:
     async def check() -> None:

@@ -199,6 +199,7 @@ def layer_of(oci: Path) -> Path:
     return max((oci / "blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "missing"])
 def test_a_damaged_layer_is_refused_whole(tmp_path: Path, packing: str, damage: str) -> None:

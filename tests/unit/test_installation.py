@@ -138,6 +138,7 @@ def test_commands_that_need_no_daemon_run_without_extras(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("command", ["format", "mount", "fsck"])
 def test_commands_that_need_the_daemon_say_what_to_install(tmp_path: Path, command: str) -> None:
     (tmp_path / "mnt").mkdir()

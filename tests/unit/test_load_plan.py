@@ -161,6 +161,7 @@ def distributed_loads(rank: int, directory: Path) -> None:
             assert list(dict.fromkeys(touched)) == list(range(len(wanted)))
 
 
+@pytest.mark.sweep
 def test_torch_distributed_reads_what_was_planned(tmp_path: Path) -> None:
     assert gloo.run_ranks(distributed_loads, tmp_path, RANKS) == [""] * RANKS
     quarter = plan_load([tmp_path / "sharded"], RANKS, sharded=True)

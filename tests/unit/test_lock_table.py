@@ -90,6 +90,7 @@ def by_bytes(table: LockTable) -> list[dict[LockOwner, bool]]:
     return found
 
 
+@pytest.mark.sweep
 @given(st.lists(steps(), max_size=30))
 def test_ranges_are_those_of_single_bytes(asked: list[Step]) -> None:
     table, judge = LockTable(False), ByBytes()

@@ -162,6 +162,7 @@ def expected(directory: Path, format: Format, seed: int, epoch: int) -> list[lis
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_it_holds_the_blocks_in_their_order(tmp_path: Path, format: Format) -> None:
     directory, target = tmp_path / "set", tmp_path / f"order{format.suffix}"

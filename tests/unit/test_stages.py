@@ -101,6 +101,7 @@ def test_stages_are_noted_where_the_job_has_its_directory(
         pass
 
 
+@pytest.mark.sweep
 def test_the_command_reports_what_its_job_has_noted(tmp_path: Path) -> None:
     script = "from aifs.client import startup\nwith startup.stage('import'): pass"
     words = ("start", "run", "--job", "job", "--run", "1", "--dir", tmp_path)

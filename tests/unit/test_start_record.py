@@ -68,6 +68,7 @@ def test_a_record_of_a_time_that_no_calendar_has_is_none() -> None:
         decode(encode(record(hot(2, 0), began_s=1e300)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "text",
     [
