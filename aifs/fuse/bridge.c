@@ -566,7 +566,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 4) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 5) < 0)
         Py_CLEAR(made);
     return made;
 }
