@@ -10,6 +10,7 @@ setup(
             sources=["aifs/fuse/bridge.c"],
             depends=[
                 "aifs/fuse/directories.h",
+                "aifs/fuse/entries.h",
                 "aifs/fuse/messages.h",
                 "aifs/fuse/names.h",
                 "aifs/fuse/opens.h",

@@ -10,7 +10,7 @@ venv=$root/.venv
 build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git attr)
 
 # What an installation depends on; the Python files are used where they are.
-build_sources=(setup.cfg setup.py aifs/fuse/bridge.c aifs/fuse/{directories,messages,names,opens,places,records}.h)
+build_sources=(setup.cfg setup.py aifs/fuse/bridge.c aifs/fuse/{directories,entries,messages,names,opens,places,records}.h)
 
 bootstrap() {
     local extra=$1 missing=() package stamp

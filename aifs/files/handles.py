@@ -235,9 +235,9 @@ class Handles:
         """How many inodes are lent of which the kernel keeps pages."""
         return len(self._lent_sizes)
 
-    def lend_unseen(self, inode: Inode) -> None:
+    def lend_unseen(self, inode: Inode, record: bytes) -> None:
         """Lend a settled inode that the caller has claimed, and whose bytes have places: it was not
-        in core. Does not block."""
+        in core. ``record``: as it is on record now. Does not block."""
         passthrough = self.kernel.passthrough
         if passthrough is None or not self._lends:
             self.places.take(inode.ino)
@@ -247,6 +247,8 @@ class Handles:
         self._lent_sizes[inode.ino] = inode.size
         if left is not None:
             self._give_up(left)
+        if not self.was_accessed(inode.ino):  # else it shows another time
+            passthrough.note_attributes(inode.ino, record)
 
     def open_lent(self, ino: int, flags: int, uid: int) -> bool:
         """Open an inode that is lent for reading, as the bridge does. Whether that was done: it has

@@ -38,6 +38,7 @@ _TRIES = 16
 class _Stored(NamedTuple):
     """A file in containers without a dirty mark, as it is on record."""
 
+    record: bytes
     inode: Inode
     extents: Sequence[Extent]
     """The first ones."""
@@ -101,13 +102,15 @@ class LentOpens:
             return
         self._following.append(inos[-1] + 1)
         try:
-            for inode, extents in await self._engine.view(_settled, inos):
-                await self._places.open_containers(extents)
+            for stored in await self._engine.view(_settled, inos):
+                await self._places.open_containers(stored.extents)
+            # Once more: names and modes may have changed meanwhile.
+            for record, inode, extents in await self._engine.view(_settled, inos):
                 is_put = self._may_be_lent(inode.ino) and self._places.put_chunks(
                     inode.ino, inode.size, extents
                 )
                 if is_put:
-                    self._handles.lend_unseen(inode)
+                    self._handles.lend_unseen(inode, record)
         except FsError:
             return  # a program that opens them in another way is told
 
@@ -124,16 +127,16 @@ def _settled(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored]:
     wanted = [keys.inode(ino) for ino in inos] + [keys.dirty(ino) for ino in inos]
     found = tx.get_many(wanted)
     inodes = [
-        decode_inode(ino, record)
+        (record, decode_inode(ino, record))
         for ino, record, mark in zip(inos, found, found[len(inos) :], strict=False)
         if record is not None and mark is None
     ]
-    packed = [inode for inode in inodes if _is_packed(inode)]
-    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in packed])
+    packed = [(record, inode) for record, inode in inodes if _is_packed(inode)]
+    lists = tx.get_many([keys.chunk_list(inode.oid, 0) for _, inode in packed])
     return [
-        _Stored(inode, decode_list(record)[1])
-        for inode, record in zip(packed, lists, strict=True)
-        if record is not None
+        _Stored(record, inode, decode_list(extents)[1])
+        for (record, inode), extents in zip(packed, lists, strict=True)
+        if extents is not None
     ]
 
 

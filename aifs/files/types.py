@@ -118,6 +118,10 @@ class Passthrough(Protocol):
         as the same, has another ``due_ns`` and ``asks``.
         """
 
+    def note_attributes(self, ino: int, record: bytes) -> None:
+        """The record of an inode that is lent, as it is now: names that lead to it may be looked up
+        without us."""
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         """An inode that was lent, as it was. Its handles are ours from now on: they are ``LENT |
         ino``. ``idle``: only if it has none, else the next request about it will come to us.

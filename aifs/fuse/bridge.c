@@ -162,7 +162,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         if (verdict == ANSWER) {
             bridge.state.counts[header->opcode][1]++;
             if (answer.accessed != NULL) {
-                answer.accessed->accessed_ns = kernel_ns();
+                note_access(&bridge.opens, answer.accessed, kernel_ns());
                 if (answer.accessed->backing == 0) /* the kernel does not know */
                     drop_attributes(header->nodeid);
             }
@@ -407,6 +407,17 @@ static PyObject *lend_method(PyObject *self, PyObject *args)
     return bytes_of(&lent, lent.ino != 0);
 }
 
+/* note_attributes(ino, record): of an inode that is lent. */
+static PyObject *note_attributes_method(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    PyObject *record;
+    if (!PyArg_ParseTuple(args, "KO", &ino, &record))
+        return NULL;
+    note_attributes(&bridge.opens, ino, span_of(record), bridge.state.keeping.block_size);
+    Py_RETURN_NONE;
+}
+
 /* take_back(ino, idle): the inode as it was. */
 static PyObject *take_back_method(PyObject *self, PyObject *args)
 {
@@ -438,7 +449,7 @@ static PyObject *open_lent_method(PyObject *self, PyObject *args)
     bool is_open = opens_lent(&bridge, ino, &in, clock_ns(CLOCK_REALTIME), &answer);
     bridge.state.uid = last_uid;
     if (answer.accessed != NULL) {
-        answer.accessed->accessed_ns = kernel_ns();
+        note_access(&bridge.opens, answer.accessed, kernel_ns());
         drop_attributes(ino);
     }
     return PyBool_FromLong(is_open);
@@ -537,6 +548,7 @@ static PyMethodDef methods[] = {
     {"kept_name", kept_name, METH_VARARGS, NULL},
     {"drop_name", drop_name, METH_VARARGS, NULL},
     {"lend", lend_method, METH_VARARGS, NULL},
+    {"note_attributes", note_attributes_method, METH_VARARGS, NULL},
     {"take_back", take_back_method, METH_VARARGS, NULL},
     {"find_lent", find_lent_method, METH_O, NULL},
     {"open_lent", open_lent_method, METH_VARARGS, NULL},

@@ -262,6 +262,9 @@ class Bridge:
             return Lent(ino, backing, copy_id, 0, 0)
         return _first(extension.lend(ino, backing, copy_id, due_ns, asks))
 
+    def note_attributes(self, ino: int, record: bytes) -> None:
+        extension.note_attributes(ino, record)
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         return _first(extension.take_back(ino, idle))
 

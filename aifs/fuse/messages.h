@@ -19,7 +19,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "directories.h"
+#include "entries.h"
 #include "names.h"
 #include "opens.h"
 #include "places.h"
@@ -153,6 +153,7 @@ struct bridge {
     size_t expected_count;
     struct directories directories;
     struct opens opens;
+    struct entries entries; /* where there are no other hosts */
     struct places places;
     struct part parts[PARTS_MAX]; /* of the answer to the request examined last */
     uint64_t now_ns;                    /* by CLOCK_MONOTONIC, as the kernel's timeouts; bridge.c sets it */
@@ -195,6 +196,13 @@ static inline void note_change(struct bridge *bridge, struct span key, struct sp
         forget_plain(bridge, big_endian(key.start + 1));
     if (key.length == REST_AT && key.start[0] == 'i' && is_inode(record) && has_acl(record))
         note_in(bridge->state.acls, big_endian(key.start + 1));
+    if (key.length == REST_AT && key.start[0] == 'i')
+        note_new_attributes(&bridge->opens, big_endian(key.start + 1), record, bridge->state.keeping.block_size);
+    if (key.length != 0 && key.start[0] == 'z') /* a directory is doomed */
+        forget_entries(&bridge->entries);
+    if (key.length >= DENTRY_NAME_AT && key.start[0] == 'd')
+        note_entry(&bridge->entries, big_endian(key.start + 1),
+                   (struct span){key.start + DENTRY_NAME_AT, key.length - DENTRY_NAME_AT});
     note_record(&bridge->directories, bridge->state.fresh, key, record, &bridge->state.keeping);
 }
 
@@ -335,6 +343,19 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
     return true;
 }
 
+/* Whether a LOOKUP is answered here: of a name that leads to an inode that is lent, whose attributes are known. */
+static inline bool finds_lent(struct bridge *bridge, uint64_t parent, struct span name, struct answer *answer)
+{
+    uint64_t ino = has_locks(&bridge->state) ? 0 : find_entry(&bridge->entries, parent, name);
+    const struct fuse_attr *known = find_attributes(&bridge->opens, ino);
+    const struct keeping *keeping = &bridge->state.keeping;
+    if (known == NULL || passes_on(bridge) || bridge->opens.watched)
+        return false;
+    answer->entry = entry_out(ino, *known, keeping);
+    answer->size = sizeof answer->entry;
+    return true;
+}
+
 /* Whether a READ is answered here: of a file whose bytes lie where the filesystem has said, whatever the handle. */
 static inline bool reads_placed(struct bridge *bridge, uint64_t ino, const struct fuse_read_in *in, struct answer *answer)
 {
@@ -422,9 +443,12 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     case FUSE_LOOKUP: {
         const struct span name = {body, size - 1}; /* behind it is a zero */
+        if (finds_lent(bridge, header->nodeid, name, answer))
+            return ANSWER;
         if (passes_on(bridge) || !is_absent(&bridge->directories, state->fresh, header->nodeid, name)) {
             if (has_locks(state) && !expect_entry(bridge, header, size))
                 return refuse(answer, ENFILE);
+            note_asked(&bridge->entries, header->unique, header->nodeid, name);
             return PASS;
         }
         uint64_t kept_ns = state->shared[header->nodeid % SHARED_MAX] == header->nodeid ? 0 : state->keeping.absent_ns;
@@ -551,6 +575,8 @@ static inline void note_reply(struct bridge *bridge, const struct fuse_out_heade
         return;
     memcpy(&ino, body, sizeof ino);
     note_told(&bridge->state, ino);
+    if (ino != 0)
+        note_found(&bridge->entries, header->unique, ino);
 }
 
 /* A reply, as its header and the part behind it (size 0: none). Edits both in place. */

@@ -10,10 +10,7 @@
 #ifndef AIFS_OPENS_H
 #define AIFS_OPENS_H
 
-#include <assert.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
+#include "records.h"
 
 #define LENT_HANDLE (UINT64_C(1) << 63) /* of a handle of ours: this, and the inode number */
 #define LENT_SETS 2048u                 /* an inode has its place in one of these, by a hash of its number */
@@ -48,6 +45,7 @@ struct opens {
     size_t noted_count;
     struct noted noted[NOTED_MAX];
     struct lent lent[LENT_SETS * LENT_WAYS];
+    struct fuse_attr attributes[LENT_SETS * LENT_WAYS]; /* of these; ino 0: they are not known */
 };
 
 struct opener {
@@ -97,7 +95,45 @@ static inline struct lent lend(struct opens *opens, struct lent new)
         return new;
     struct lent old = *best;
     *best = new;
+    opens->attributes[best - opens->lent].ino = 0;
     return old;
+}
+
+/* The attributes of an inode that is lent, as long as no record of it changes; NULL: the filesystem has to be asked. */
+static inline struct fuse_attr *find_attributes(struct opens *opens, uint64_t ino)
+{
+    const struct lent *found = find_lent(opens, ino);
+    struct fuse_attr *known = found ? opens->attributes + (found - opens->lent) : NULL;
+    return known && known->ino == ino && !found->recalled ? known : NULL;
+}
+
+/* The record of an inode that is lent, as it is. */
+static inline void note_attributes(struct opens *opens, uint64_t ino, struct span inode, uint32_t block_size)
+{
+    const struct lent *found = find_lent(opens, ino);
+    if (found != NULL && is_inode(inode) && !has_acl(inode))
+        opens->attributes[found - opens->lent] = attributes_of(ino, decoded(inode), block_size);
+}
+
+/* It has changed. An access may not be on record yet: then the filesystem knows the time. */
+static inline void note_new_attributes(struct opens *opens, uint64_t ino, struct span inode, uint32_t block_size)
+{
+    struct fuse_attr *known = find_attributes(opens, ino), before;
+    if (known == NULL)
+        return;
+    before = *known;
+    known->ino = 0;
+    note_attributes(opens, ino, inode, block_size);
+    if (known->atime < before.atime || (known->atime == before.atime && known->atimensec < before.atimensec))
+        known->ino = 0;
+}
+
+/* An open that counts as access was at that time. */
+static inline void note_access(struct opens *opens, struct lent *lent, uint64_t accessed_ns)
+{
+    struct fuse_attr *known = opens->attributes + (lent - opens->lent);
+    lent->accessed_ns = accessed_ns;
+    put_time((int64_t)accessed_ns, &known->atime, &known->atimensec);
 }
 
 /* The watcher will hear of this open; false: it has to be asked. */

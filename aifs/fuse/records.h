@@ -92,6 +92,18 @@ static inline struct fuse_attr attributes_of(uint64_t ino, struct inode_record r
     return found;
 }
 
+static inline struct fuse_entry_out entry_out(uint64_t ino, struct fuse_attr attr, const struct keeping *keeping)
+{
+    return (struct fuse_entry_out){
+        .nodeid = ino,
+        .entry_valid = keeping->entry_ns / SECOND_NS,
+        .entry_valid_nsec = keeping->entry_ns % SECOND_NS,
+        .attr_valid = keeping->attr_ns / SECOND_NS,
+        .attr_valid_nsec = keeping->attr_ns % SECOND_NS,
+        .attr = attr,
+    };
+}
+
 /* Puts one entry at `out`; how long it is, or 0 if it is longer than `room`. For is_entry(). */
 static inline size_t put_entry(char *out, size_t room, struct span key, struct span entry, struct span inode,
                                const struct keeping *keeping)
@@ -103,12 +115,7 @@ static inline size_t put_entry(char *out, size_t room, struct span key, struct s
     struct inode_record record = decoded(inode);
     uint64_t ino = big_endian(entry.start);
     const struct fuse_direntplus plus = {
-        .entry_out.nodeid = ino,
-        .entry_out.entry_valid = keeping->entry_ns / SECOND_NS,
-        .entry_out.entry_valid_nsec = keeping->entry_ns % SECOND_NS,
-        .entry_out.attr_valid = keeping->attr_ns / SECOND_NS,
-        .entry_out.attr_valid_nsec = keeping->attr_ns % SECOND_NS,
-        .entry_out.attr = attributes_of(ino, record, keeping->block_size),
+        .entry_out = entry_out(ino, attributes_of(ino, record, keeping->block_size), keeping),
         .dirent.ino = ino,
         .dirent.off = big_endian(key.start + COOKIE_AT) + 1, /* 0 is the start */
         .dirent.namelen = (uint32_t)name_length,

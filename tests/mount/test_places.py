@@ -280,3 +280,62 @@ def test_no_descriptor_of_a_removed_object_stays(store: Mounted, packed: list[Pa
     store.remount()
     links = [os.readlink(link) for link in Path(f"/proc/{store.pid}/fd").iterdir()]
     assert not [link for link in links if link.endswith("(deleted)") and "objects" in link]
+
+
+@pytest.fixture
+def forgetful(scratch: Path) -> Iterator[Mounted]:
+    """A mount of which the kernel keeps no names."""
+    options = ("layout.inline_limit=0", "burst.stage_on_read=0", "burst.drain_delay=1h")
+    with mounted_store(scratch, (*options, "kernel.entry_timeout=0s")) as mounted:
+        yield mounted
+
+
+def lookups(store: Mounted) -> int:
+    """LOOKUP requests that the daemon itself has answered."""
+    found = status(store)
+    return found["requests"].get(LOOKUP, 0) - found["answered"].get(LOOKUP, 0)
+
+
+def test_names_of_lent_files_are_looked_up_without_the_daemon(forgetful: Mounted) -> None:
+    store = forgetful
+    directory = store.path / "d"
+    directory.mkdir()
+    paths = [directory / f"{number:04}" for number in range(20)]
+    for path in paths:
+        path.write_bytes(content_of(path))
+    evicted_files(store, directory, paths)
+    for path in paths[:10] * 2:
+        assert path.read_bytes() == content_of(path)
+    until_closed(store)
+    inside = os.open(directory, os.O_RDONLY)  # its own name is not a file's
+
+    def content(path: Path) -> bytes:
+        fd = os.open(path.name, os.O_RDONLY, dir_fd=inside)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    before = lookups(store)
+    for path in paths[:10]:
+        assert content(path) == content_of(path)
+        found = os.stat(path.name, dir_fd=inside)
+        assert found.st_size == len(content_of(path)) and found.st_atime_ns > found.st_mtime_ns
+    assert lookups(store) == before
+    os.rename("0000", "moved", src_dir_fd=inside, dst_dir_fd=inside)
+    with pytest.raises(FileNotFoundError):
+        content(paths[0])
+    assert content(directory / "moved") == content_of(paths[0])
+    os.unlink("0001", dir_fd=inside)
+    with pytest.raises(FileNotFoundError):
+        content(paths[1])
+    os.rename("0002", "0003", src_dir_fd=inside, dst_dir_fd=inside)
+    assert content(paths[3]) == content_of(paths[2])
+    os.chmod("0004", 0o600, dir_fd=inside)
+    assert os.stat("0004", dir_fd=inside).st_mode & 0o777 == 0o600
+    os.utime("0005", ns=(3, 4), dir_fd=inside)
+    assert os.stat("0005", dir_fd=inside).st_atime_ns == 3
+    (directory / "0006").write_bytes(b"new")
+    assert content(paths[6]) == b"new" and os.stat("0006", dir_fd=inside).st_size == 3
+    ioctl_on(store.path, "remove", name="d")
+    with pytest.raises(FileNotFoundError):
+        content(paths[7])
+    os.close(inside)

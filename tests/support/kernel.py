@@ -60,6 +60,7 @@ class Kernel:
         self._lent_handles = 0
         self._sources: dict[int, tuple[int, Sequence[int]]] = {}  # number -> unit, descriptors
         self._placed: dict[int, tuple[int, Sequence[ReadPlace]]] = {}  # ino -> size, places
+        self._begun: set[int] = set()  # sources that have places
         self.answered = 0
         """Opens that were answered without the filesystem, as the bridge does."""
         self.direct_bytes = 0
@@ -115,6 +116,9 @@ class Kernel:
         self._lent[ino], self._due_ns[ino] = Lent(ino, backing, copy_id, 0, 0), due_ns
         return left
 
+    def note_attributes(self, ino: int, record: bytes) -> None:
+        """Names are the filesystem's here."""
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         lent = self._lent.get(ino)
         if lent is not None and idle and lent.opens:
@@ -169,6 +173,7 @@ class Kernel:
         given_way = next(iter(self._placed)) if len(self._placed) >= _PLACED_MAX else ino
         self._placed.pop(given_way, None)
         self._placed[ino] = size, places
+        self._begun |= {place.source for place in places}
         return True, self._idle()
 
     def take_places(self, ino: int) -> list[int]:
@@ -186,9 +191,10 @@ class Kernel:
 
     def _idle(self) -> list[int]:
         """Sources that have lost their last place, and are forgotten."""
-        idle = list(self._sources.keys() - {place.source for place in self._all_places()})
+        idle = list(self._begun - {place.source for place in self._all_places()})
         for number in idle:
             del self._sources[number]
+        self._begun -= {*idle}
         return idle
 
     def _read_placed(self, ino: int, offset: int, length: int) -> bytes | None:

@@ -1,5 +1,6 @@
 /*
- * Feeds the bridge's code for messages (aifs/fuse/messages.h, opens.h, places.h, directories.h) with random, truncated and damaged
+ * Feeds the bridge's code for messages (aifs/fuse/messages.h, opens.h, places.h, entries.h,
+ * directories.h) with random, truncated and damaged
  * messages, and that for records (records.h) with such records. Each lies in a heap block of exactly its length, so that
  * the address sanitizer sees the first byte read beyond it.
  *
@@ -87,7 +88,7 @@ static void one_request(struct bridge *bridge)
         && header.opcode != FUSE_FLUSH && header.opcode != FUSE_GETATTR && header.opcode != FUSE_LOOKUP && header.opcode != FUSE_READDIRPLUS)
         abort(); /* of all others an error alone is an answer */
     if (verdict == ANSWER && header.opcode == FUSE_LOOKUP && answer.error == 0
-        && (answer.size != sizeof answer.entry || answer.entry.nodeid != 0))
+        && (answer.size != sizeof answer.entry || answer.entry.nodeid != answer.entry.attr.ino))
         abort();
     if (verdict == ANSWER && header.opcode == FUSE_OPEN && answer.error == 0 && answer.open.fh != (LENT_HANDLE | header.nodeid))
         abort();
@@ -154,6 +155,8 @@ static void must_be(bool right)
         abort();
 }
 
+static void some_attributes(struct opens *opens, uint64_t ino, bool is_new);
+
 static uint64_t crowd(uint64_t number) /* inodes that fall into few sets */
 {
     static uint64_t found[INODES];
@@ -176,6 +179,9 @@ static void one_use(struct opens *opens)
         for (unsigned i = 0; i < INODES; i++)
             expected[i].noted = false;
     }
+    if (below(4) == 0)
+        some_attributes(opens, ino, below(2));
+    must_be(find_attributes(opens, ino) == NULL || (known->ino != 0 && !known->recalled));
     switch (below(8)) {
     case 0:
     case 1:
@@ -432,6 +438,64 @@ static void one_name(struct bridge *bridge)
     must_be(ends[parent] ? end->ino == parent + 1 && end->offset == ends[parent] : end->ino != parent + 1);
 }
 
+/* --- names that were looked up, against what they lead to; and attributes of what is lent --- */
+
+enum { LOOKED_UP = 60, REQUESTS = 8 };
+
+static uint64_t leads_to[LOOKED_UP], asked_of[REQUESTS], asked_unique[REQUESTS], then_led_to[REQUESTS];
+
+static void one_entry_of(struct entries *all)
+{
+    static uint64_t unique = 1;
+    uint64_t number = below(LOOKED_UP), request = below(REQUESTS), parent = 1 + number % 3;
+    char text[SHORT_MAX + 20];
+    struct span name = {text, (size_t)snprintf(text, sizeof text, "%0*llu", number % 7 ? 3 : SHORT_MAX + 5, (unsigned long long)number)};
+    switch (below(4)) {
+    case 0:
+        note_asked(all, unique, parent, name);
+        asked_of[request] = number;
+        asked_unique[request] = unique;
+        then_led_to[request] = leads_to[number];
+        unique += below(3) ? 1 : ASKED_MAX;
+        break;
+    case 1: {
+        uint64_t ino = below(2) ? then_led_to[request] : leads_to[asked_of[request]];
+        if (asked_unique[request] != 0 && ino != 0)
+            note_found(all, asked_unique[request], ino);
+        asked_unique[request] = 0;
+        break;
+    }
+    case 2:
+        if (below(3) == 0) {
+            leads_to[number] = below(4);
+            note_entry(all, parent, name);
+        }
+        break;
+    default: {
+        uint64_t found = find_entry(all, parent, name);
+        must_be(found == 0 || (found == leads_to[number] && name.length <= SHORT_MAX));
+    }
+    }
+}
+
+static void some_attributes(struct opens *opens, uint64_t ino, bool is_new)
+{
+    struct inode_record record = {.format = RECORD_FORMAT, .size = ino, .atime_ns = (int64_t)below(3) * SECOND_NS};
+    const struct span inode = {(const char *)&record, sizeof record - (below(9) == 0)};
+    const struct fuse_attr *known = find_attributes(opens, ino);
+    uint64_t before = known ? known->atime : 0;
+    bool was_known = known != NULL, is_whole = inode.length == sizeof record;
+    if (is_new)
+        note_new_attributes(opens, ino, inode, 4096);
+    else
+        note_attributes(opens, ino, inode, 4096);
+    known = find_attributes(opens, ino);
+    const struct lent *lent = find_lent(opens, ino);
+    must_be(known == NULL || (lent != NULL && !lent->recalled && known->ino == ino && known->size == ino));
+    if (is_new)
+        must_be((known != NULL) == (was_known && is_whole && record.atime_ns / SECOND_NS >= (int64_t)before));
+}
+
 /* --- names that the kernel was told of (names.h); some share a place --- */
 
 enum { TOLD_NAMES = 6 };
@@ -515,6 +579,10 @@ int main(int count, char **arguments)
     for (long i = 0; i < rounds; i++)
         one_name(empty);
     free(empty);
+    struct entries *entries = calloc(1, sizeof *entries);
+    for (long i = 0; i < rounds; i++)
+        one_entry_of(entries);
+    free(entries);
     struct told_name *names = calloc(NAMES_MAX, sizeof *names);
     for (long i = 0; i < rounds; i++)
         one_told_name(names);
