@@ -157,7 +157,13 @@ def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -
 
     in_force = read_in_force(require_aifs(mountpoint))
     for key, value, _ in config.load(source, overrides).settings():
-        if key in overrides and value != in_force[key]["value"]:
+        if key not in overrides:
+            continue
+        if key not in in_force:
+            raise MountError(
+                f"{mountpoint}: its daemon is of another version, which has no {key}; mount again"
+            )
+        if value != in_force[key]["value"]:
             raise MountError(
                 f"{mountpoint}: a remount cannot change {key} from {in_force[key]['value']} to "
                 f"{value}; mount again"

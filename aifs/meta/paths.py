@@ -20,8 +20,12 @@ def find_path(tx: ReadTransaction, ino: int) -> bytes | None:
     """A path from the root, as b"/a/b"; None for a file that has or had several names, or none, or
     where the name would have to be sought in a large directory, or a record is damaged."""
     parts: list[bytes] = []
+    passed = set[int]()
     try:
         while ino != keys.ROOT_INO:
+            if ino in passed:
+                return None  # directories that lie in each other
+            passed.add(ino)
             inode = namespace.find_inode(tx, ino)
             if inode is None or not inode.parent:
                 return None

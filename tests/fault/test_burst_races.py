@@ -285,7 +285,7 @@ def test_a_file_whose_mark_a_power_cut_has_undone_has_the_length_of_its_copy(
         try:
             inode, marked, _ = await store.engine.view(forms.load, ino)
             path = store.servers[inode.copy.server].where((0, inode.copy.id))
-            return not marked and os.stat(path).st_size != inode.size
+            return marked is None and os.stat(path).st_size != inode.size
         finally:
             store.abandon()
 

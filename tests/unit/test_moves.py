@@ -18,7 +18,7 @@ from aifs.layout.striped import Striped
 from aifs.meta import chunks, degraded, forms, keys, moves, namespace, paths
 from aifs.meta.forms import FormChange
 from aifs.meta.moves import SetRecord, Stray
-from aifs.meta.records import Inode, decode_garbage
+from aifs.meta.records import Inode, decode_garbage, encode_entry
 from aifs.meta.servers import ServerRecord, find_unprotected, put_server
 from aifs.upkeep.moves import choose_target
 from tests.support.memory_engine import MemoryEngine
@@ -284,3 +284,17 @@ async def test_paths_are_told_from_below():
     assert await engine.view(paths.find_path, 15) is None
     assert await engine.view(paths.describe, 15) == "inode 15"
     assert await engine.view(paths.find_path, 99) is None
+
+
+async def test_directories_that_lie_in_each_other_have_no_path():
+    engine = MemoryEngine()
+
+    def fill(tx):
+        for ino, parent, cookie in ((1, 1, 20), (10, 11, 21), (11, 10, 22)):
+            directory = Inode(ino, stat.S_IFDIR | 0o755, 0, 0, 2, 0, 0, 0, 0, 0, 0, parent=parent)
+            namespace.put_inode(tx, directory)
+            tx.put(keys.entry(parent, cookie), encode_entry(ino, 4, b"in"))
+
+    await engine.transact(fill)
+    assert await engine.view(paths.find_path, 10) is None
+    assert await engine.view(paths.describe, 11) == "inode 11"
