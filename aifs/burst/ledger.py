@@ -3,6 +3,7 @@ may be evicted; and the room on one device. Arithmetic alone: others look at the
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,10 +261,18 @@ class Device:
 
     The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the
     configuration limits it: the one that is nearer to being full counts. Space that others use on
-    the filesystem counts as used.
+    the filesystem counts as used; that of clean blocks, which give way, counts as free.
     """
 
-    def __init__(self, server: DataServer, config: BurstConfig, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        server: DataServer,
+        config: BurstConfig,
+        ledger: Ledger,
+        block_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.block_bytes = block_bytes
+        """Bytes that clean blocks take on it."""
         self.server = server
         self.totals = ledger.of(server.id)
         """The space that copies on it take, kept up to date by the ledger."""
@@ -276,7 +285,7 @@ class Device:
         self._size = 0
         """Bytes of the filesystem, without those that it keeps for root, as last seen."""
         self._available = 0
-        """Bytes that were free there then."""
+        """Bytes that were free there then, with those of clean blocks."""
         self._seen_used = 0
         """Bytes that copies were known to take there then."""
         self._promised: dict[int, int] = {}
@@ -301,7 +310,7 @@ class Device:
         self.admitted = 0
         if space is not None:
             self._size = space.total - space.free + space.available
-            self._available = space.available
+            self._available = space.available + self.block_bytes()
             self._seen_used = self.used
             self._calm_used = self.used + min(self._up_to(self._config.low_water), self._room() - 1)
             self._say_whether_full()
@@ -404,6 +413,17 @@ class Device:
         """Bytes to the mark above which no new file is admitted; negative above it."""
         return self._up_to(self._config.high_water) - self._promised_bytes()
 
+    def room_for_blocks(self) -> int:
+        """Bytes that clean blocks may take: what is free below the low mark, or their share, up to
+        where eviction begins."""
+        below = self._up_to(self._config.low_water)
+        room = max(below, min(self._block_share(), self._up_to(self._evict_mark)))
+        return max(0, min(room, self._room()) - self._promised_bytes())
+
+    def _block_share(self) -> int:
+        """Half of what clean copies and blocks have together: for these, copies give way."""
+        return max(0, self._up_to(self._config.low_water) + self.totals.evictable) // 2
+
     def admits(self, expected: int, must: bool = False) -> bool:
         """Whether a new file of that size may go here; ``must``: one that can go nowhere else,
         which may pass the high mark.
@@ -491,7 +511,7 @@ class Device:
         """
         if not self.totals.evictable or self.calm:
             return 0
-        leaving = self._leaving_bytes
+        leaving = self._leaving_bytes - min(self.block_bytes(), self._block_share())
         if self._up_to(self._evict_mark) + leaving >= 0:
             return 0
         excess = -self._up_to(self._config.low_water) - leaving
@@ -510,6 +530,7 @@ class Device:
             "dirty_bytes": self.totals.dirty,
             "clean_bytes": self.totals.clean,
             "pinned_bytes": self.totals.pinned,
+            "block_bytes": self.block_bytes(),
             "high_water_bytes": int(self._config.high_water * limit),
             "low_water_bytes": int(self._config.low_water * limit),
             "refuses": self.refusal(),

@@ -71,6 +71,8 @@ class BurstTier:
         upkeep: Upkeep,
     ) -> None:
         """``take_id`` gives an id that was never used. Blocks for a moment."""
+        self.blocks = servers.blocks
+        """Clean blocks, in the room that copies leave."""
         self._config = config.burst
         self._servers = servers
         self._engine = engine
@@ -114,7 +116,8 @@ class BurstTier:
             device.look(_space_or_none(device.server))
 
     def _add(self, server: DataServer) -> None:
-        self.devices[server.id] = Device(server, self._config, self._ledger)
+        block_bytes = partial(self.blocks.bytes_on, server.id)
+        self.devices[server.id] = Device(server, self._config, self._ledger, block_bytes)
         self._spares[server.id] = Spares(server, self._take_id)
         self._share_out()
 
@@ -128,6 +131,7 @@ class BurstTier:
             spares = self._spares.pop(server_id)
             spares.stop()
             self._share_out()
+            await self.blocks.leave(server_id)
             await spares.close()
 
     def used(self, server_id: int) -> int:
@@ -479,6 +483,8 @@ class BurstTier:
             devices, await self._servers.spaces([d.server for d in devices]), strict=True
         ):
             device.look(space)
+            if space is not None and device.usable:
+                self.blocks.give_room(device.server.id, device.room_for_blocks())
         self._measure()
         for spares in self._spares.values():
             spares.expire()
@@ -500,7 +506,7 @@ class BurstTier:
         return spares or any(device.writers for device in self.devices.values())
 
     def _interval_s(self) -> float:
-        room = min(device.room_to_high() for device in self.devices.values())
+        room = min(device.room_to_high() - device.block_bytes() for device in self.devices.values())
         return min(_LOOK_MAX_S, max(_LOOK_MIN_S, room / _FILL_RATE))
 
     async def close(self) -> None:

@@ -316,8 +316,8 @@ _REASONS = {
 )
 @_PATHS
 def evict_command(paths: tuple[str, ...]) -> Report:
-    """Delete the copies that the files PATH, and those below the directories PATH, have in the
-    burst tier.
+    """Delete the copies and blocks that the files PATH, and those below the directories PATH, have
+    in the burst tier.
 
     The files stay on the data servers. Files that are not drained, are pinned, are open, or that
     the data servers cannot tell at present keep theirs; the command says how many and why, with
@@ -329,7 +329,7 @@ def evict_command(paths: tuple[str, ...]) -> Report:
     for path in (file for path in paths for file in walk(path)):
         try:
             state = door.read(path, "state")
-            if not state["copy"]:
+            if not (state["copy"] or state.get("block_bytes")):
                 continue
             door.put(path, "evict")
         except FileNotFoundError:  # it is gone

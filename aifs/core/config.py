@@ -102,7 +102,7 @@ class BurstConfig(_Section):
     bandwidth: Annotated[int, _ANY_SIZE]
     ioprio: Annotated[str, choice("idle", "best-effort", "none")]
     stage_for_write: Annotated[int, _ANY_SIZE]
-    stage_on_read: Annotated[int, _ANY_SIZE]
+    blocks: Annotated[str, choice("auto", "always", "off")]
     passthrough: Annotated[bool, BOOLEAN]
 
 

@@ -45,6 +45,7 @@ class Work(Enum):
     LOOK_AT_BURST = "watching the burst tier"
     EVICT = "dropping cached copies"
     STAGE = "staging"
+    BLOCKS = "keeping clean blocks"
     AHEAD = "reading ahead of epochs"
     STARTS = "looking after starts of jobs"
     DRAIN = "draining"

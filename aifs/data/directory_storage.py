@@ -80,7 +80,7 @@ class DirectoryStorage(Storage):
         write_marker(self.address, marker)
 
     def erase(self) -> None:
-        erase_directory(self.address, (naming.OBJECTS, BACKUP, CLAIM, MARKER))
+        erase_directory(self.address, (naming.OBJECTS, naming.BLOCKS, BACKUP, CLAIM, MARKER))
 
     def give_up(self) -> None:
         """Empty directories go, too."""

@@ -17,6 +17,8 @@ from aifs.data.probe import NAME as PROBE
 from aifs.data.storage import ASIDE, BACKUP, CLAIM, ForeignFile, StoredObject
 
 OBJECTS = "objects"
+BLOCKS = "blocks"
+"""Of clean blocks, in burst directories (burst/block_cache.py)."""
 
 _UPPER = re.compile(r"0|[1-9a-f][0-9a-f]*")
 _LOWER = re.compile(r"[0-9a-f]{2}")
@@ -52,7 +54,7 @@ def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
     directories, in order of path.
     """
     for name in _names_in(root):
-        if name not in (MARKER, CLAIM, PROBE, OBJECTS, BACKUP, ASIDE):
+        if name not in (MARKER, CLAIM, PROBE, OBJECTS, BLOCKS, BACKUP, ASIDE):
             yield ForeignFile(f"{root}/{name}")
     for upper in _directories(f"{root}/{OBJECTS}", _UPPER):
         if isinstance(upper, ForeignFile):

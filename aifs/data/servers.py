@@ -16,6 +16,7 @@ from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data.latency import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, giving_up
+from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.server import DataServer, role_of
@@ -73,6 +74,8 @@ class Servers:
         self.budget = budget or Budget(BUDGET)
         """Memory for all that is read and moved."""
         self.cache = ReadCache(self.budget)
+        self.blocks: Blocks = NoBlocks()
+        """Clean blocks that are kept nearer."""
         self.descriptors = Descriptors()
         self.hedging = Hedging(hedge_s)
         self._store = store
@@ -114,6 +117,10 @@ class Servers:
             )
         tell = partial(self._changed, role_of(number))
         return DataServer(number, storage_at(path), self._store, workers, tell)
+
+    def keep_blocks(self, blocks: Blocks) -> None:
+        """From now on these are kept; object sets that were made before do without."""
+        self.blocks = blocks
 
     def tell_of(self, role: str, tell: Callable[[], None]) -> None:
         """From now on ``tell`` is called soon, by the current trio run, when a server of this role

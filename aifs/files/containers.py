@@ -31,7 +31,7 @@ from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
 from aifs.meta import chunks
 from aifs.meta.chunks import CHUNKS_PER_RECORD
-from aifs.meta.kv import Engine
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.store.ids import IdAllocator
 
 _LISTED = faults.declare(
@@ -283,8 +283,7 @@ class Containers:
     # --- the table, for the writer ---
 
     async def find(self, container: int) -> ContainerEntry | None:
-        found = await self._engine.view(chunks.find_readable, container)
-        return None if found is None else ContainerEntry(found[0].layout, found[0].length, found[1])
+        return await self._engine.view(_find_entry, container)
 
     async def new(self, layout: Striped) -> int:
         container = await self._ids.take()
@@ -298,6 +297,14 @@ class Containers:
 
     def changed(self, container: int, layout: Striped) -> None:
         self.files.changed(container, layout)
+
+
+def _find_entry(tx: ReadTransaction, container: int) -> ContainerEntry | None:
+    found = chunks.find_readable(tx, container)
+    if found is None:
+        return None
+    record, unread = found
+    return ContainerEntry(record.layout, record.length, unread, chunks.is_sealed(tx, container))
 
 
 class _Placed(NamedTuple):

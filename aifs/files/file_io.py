@@ -134,9 +134,7 @@ class FileIO:
             self.by_home,
         )
         """Copies of clean files into the burst tier."""
-        self.settled = SettledReads(
-            engine, servers, tier, containers.files, self.table, self.stager, verify
-        )
+        self.settled = SettledReads(engine, servers, tier, containers.files, self.table, verify)
         """Reads of many small files."""
 
     # --- reads ---

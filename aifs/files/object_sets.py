@@ -57,7 +57,7 @@ class ObjectSets:
             return self._containers.objects_of(chunks, inode.oid)
         objects = layout.objects
         assert objects is not None  # what has a layout has objects, or chunks
-        return self.set_of(objects, inode.named_by, inode.oid, unread, self._verify, is_shared=True)
+        return self.set_of(objects, inode.named_by, inode.oid, unread, self._verify, is_read=True)
 
     def set_of(
         self,
@@ -66,13 +66,14 @@ class ObjectSets:
         oid: int,
         unread: int = 0,
         checked: bool = False,
-        is_shared: bool = False,
+        is_read: bool = False,
     ) -> ObjectSet:
         """The objects of a striped file. ``checked``: what is read past the caches is compared with
-        checksums. ``is_shared``: other hosts that read them, too, are told.
+        checksums. ``is_read``: by programs, so other hosts that read them, too, are told, and what
+        is read is kept near.
         """
         load = partial(self._engine.view, forms.get_checksums, oid)
-        join = self._join if is_shared else None
+        join = self._join if is_read else None
         return ObjectSet(
             self._servers,
             layout,
@@ -83,6 +84,7 @@ class ObjectSets:
             digests=load if checked else None,
             verify=self._verify,
             shared=None if join is None else Sharing(load, join),
+            near=is_read,
         )
 
     async def to_be_copied(self, inode: Inode) -> Bytes | Followed:

@@ -361,6 +361,7 @@ class OpenInodes:
         Whether that is on record (see moves.put_damaged). No gate is waited for, because the reader
         of a column that turns out to be wrong may hold it.
         """
+        self._servers.blocks.end(oid)  # they may have been read when they were wrong
         ino = await self._engine.view(moves.find_user, ino, oid)
         while True:
             file = self._table.open.get(ino)

@@ -27,7 +27,6 @@ from aifs.data.servers import Servers
 from aifs.data.storage import Key
 from aifs.data.workers import gather
 from aifs.files.open_table import OpenTable
-from aifs.files.stage import Stager
 from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent
 from aifs.layout.striped import Striped
 from aifs.meta import keys
@@ -99,7 +98,6 @@ class SettledReads:
         tier: BurstTier,
         containers: ContainerFiles,
         table: OpenTable,
-        stager: Stager,
         verify: bool,
     ) -> None:
         """``verify``: all that comes from data servers has to be compared with its checksum, which
@@ -109,7 +107,6 @@ class SettledReads:
         self._tier = tier
         self._containers = containers
         self._table = table
-        self._stager = stager
         self._verify = verify
 
     async def read(self, parts: Sequence[SettledPart]) -> list[SettledPart]:
@@ -139,11 +136,7 @@ class SettledReads:
         reads = [partial(self._read_run, run, others) for run in _runs_of(spans)]
         if calls:
             reads.append(partial(self._read_files, calls, others))
-        self._stager.reads += 1
-        try:
-            await run_all(*reads)
-        finally:
-            self._stager.reads -= 1
+        await run_all(*reads)
         return others
 
     # --- what is to be read ---
@@ -166,12 +159,8 @@ class SettledReads:
         if self._verify:
             return None
         if inode.objects is None:
-            step: _Span | _Call | None = _span_of(part, found.extents)
-        else:
-            step = self._call_of_object(part, found, inode.objects)
-        if step is not None and part.offset == 0:
-            self._stager.read(inode)
-        return step
+            return _span_of(part, found.extents)
+        return self._call_of_object(part, found, inode.objects)
 
     def _call_of_object(self, part: SettledPart, found: _Stored, layout: Striped) -> _Call | None:
         runs = runs_of(layout, part.offset, part.target)

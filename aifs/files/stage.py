@@ -6,7 +6,6 @@ nothing has changed while its bytes were on their way.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import trio
@@ -35,11 +34,6 @@ _COPIED = faults.declare(
 )
 
 WORKERS = 16
-_BESIDE_READS = 2
-"""So many go on while somebody reads many small files at once: to stage one costs several times
-what reading it does, and he waits for the processor more than for servers."""
-_WAITING_MAX = 1024
-_PUT_OFF_MAX = 1 << 16
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
 _JOINED_MAX = 16 << 20  # bytes of a file for which whoever opens it waits,
 _JOINED_S = 0.1  # and for how long
@@ -58,10 +52,9 @@ class Stager:
         inodes: OpenInodes,
         by_home: ByHome,
     ) -> None:
-        self.on_read = services.config.burst.stage_on_read
         self.for_write = services.config.burst.stage_for_write
         self._remembered = services.servers.budget.total // _REMEMBERED_SHARE
-        """Bytes of files that are followed at most."""
+        """Bytes of a file that is followed at most."""
         self._tier = tier
         self._transitions = transitions
         self._upkeep = services.upkeep
@@ -76,17 +69,12 @@ class Stager:
         """Those of them that nobody had open when they began, past the caches of this process."""
         self._waiting: deque[int] = deque()
         """Inodes to be copied in the background, in order."""
-        self._known: dict[int, int] = {}
-        """Those of ``_waiting``, and how many bytes of each somebody has read, or is reading."""
-        self._followed_bytes = 0  # of all in ``_known``
-        self._put_off: dict[int, bool] = {}
-        """Inodes whose staging is put off, in order, and whether they were read meanwhile."""
+        self._known: dict[int, bool] = {}
+        """Those of ``_waiting``, and whether somebody reads them meanwhile."""
         self._wrong: set[int] = set()
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
         """
-        self.reads = 0
-        """Reads of many small files that are under way."""
         self._files = 0
         """How many have been copied since the mount."""
         self._failed = 0
@@ -220,57 +208,25 @@ class Stager:
         """Whether the file is being staged, or waits for it."""
         return ino in self._running or ino in self._known
 
-    def request(self, ino: int, read_bytes: int = 0) -> None:
-        """Stage the file soon; ``read_bytes``: how much of it somebody is reading."""
+    def request(self, ino: int, followed: bool = False) -> None:
+        """Stage the file soon; ``followed``: see Making."""
         if not self.is_staging(ino):
             self._waiting.append(ino)
-            self._known[ino] = read_bytes
-            self._followed_bytes += read_bytes
+            self._known[ino] = followed
             self._upkeep.wake(Work.STAGE)
 
-    def put_off(self, ino: int) -> None:
-        """If the file is read from now on it is staged when this is taken back: for as long as
-        programs need the processors more. Does not block."""
-        if len(self._put_off) < _PUT_OFF_MAX:
-            self._put_off.setdefault(ino, False)
-
-    def put_off_no_more(self, inos: Iterable[int]) -> None:
-        """Those of these files that were read meanwhile are staged. Does not block."""
-        for ino in inos:
-            if self._put_off.pop(ino, False):
-                self.request(ino)
-
     def read(self, inode: Inode) -> None:
-        """Somebody begins to read a file that has no copy, nor a dirty mark: by policy it is staged
-        meanwhile, for the next one.
-
-        Not if so many wait that what has been read of them will not be in memory any more when it
-        is their turn.
-        """
-        tier = (inode.policy or DEFAULT_POLICY).tier
-        wanted = inode.size <= self.on_read or tier in ("burst", "pinned")
-        if not (
-            wanted
-            and tier != "capacity"
-            and self._tier.has_devices
-            and inode.oid not in self._wrong
-        ):
-            return
-        if inode.ino in self._put_off:
-            self._put_off[inode.ino] = True
-        elif len(self._waiting) < _WAITING_MAX and (
-            not self._followed_bytes or self._followed_bytes + inode.size <= self._remembered
-        ):
-            self.request(inode.ino, inode.size)
+        """Somebody begins to read a file that has no copy, nor a dirty mark: if its policy wants it
+        in the burst tier, it is staged."""
+        tier = DEFAULT_POLICY.tier if inode.policy is None else inode.policy.tier
+        if tier in ("burst", "pinned") and inode.oid not in self._wrong and self._tier.has_devices:
+            self.request(inode.ino, followed=inode.size <= self._remembered)
 
     async def work(self) -> float:
-        """Stage what is requested; each request has asked for a worker of its own. Where it gives
-        way, those that go on do all that waits."""
-        while self._waiting and (not self.reads or len(self._running) < _BESIDE_READS):
+        """Stage what is requested; each request has asked for a worker of its own."""
+        while self._waiting:
             ino = self._waiting.popleft()
-            read_bytes = self._known.pop(ino)
-            self._followed_bytes -= read_bytes
-            await self.stage(ino, followed=read_bytes > 0)
+            await self.stage(ino, followed=self._known.pop(ino))
         return NEVER_S
 
     def status(self) -> dict[str, Any]:

@@ -367,6 +367,11 @@ def find_readable(tx: ReadTransaction, container: int) -> tuple[Container, int] 
     return None if record is None else (record, find_unread(tx, container))
 
 
+def is_sealed(tx: ReadTransaction, container: int) -> bool:
+    """Whether nothing will be appended to it any more."""
+    return tx.get(keys.open_container(container)) is None
+
+
 def open_containers(tx: ReadTransaction, host: int | None = None) -> dict[int, Container]:
     """Those that are not sealed, to which ``host`` appends (None: any). One whose record is missing
     or damaged is left out: fsck names it.

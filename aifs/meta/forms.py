@@ -5,9 +5,10 @@ meanwhile stays. Which step must come before which is the business of files/tran
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from aifs.core.errors import Stale
+from aifs.core.errors import Stale, Unavailable
 from aifs.layout.interleaved import Extent
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys, namespace, quotas
@@ -23,6 +24,8 @@ from aifs.meta.records import (
     with_data,
 )
 from aifs.meta.servers import mark_unprotected
+
+_ALL = 1 << 62  # bytes of a file, and more
 
 
 def load(tx: ReadTransaction, ino: int) -> tuple[Inode, int | None, int]:
@@ -343,6 +346,20 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
     and the checksums from that on; b"" where the file has none."""
     first = number - number % keys.DIGESTS_PER_RECORD
     return first, tx.get(keys.checksums(oid, first)) or b""
+
+
+def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
+    """Those of these object sets and containers whose bytes never change, and up to which byte: of
+    a container those of its length, and all if it is sealed; of an object set all, as long as it
+    has the checksums with which it was made, which a change in place drops first (``put_mark``)."""
+    first = tx.get_many([keys.checksums(oid, 0) for oid in ids])
+    found = {oid: _ALL for oid, record in zip(ids, first, strict=True) if record}
+    for oid in ids:
+        if oid not in found:
+            with suppress(Unavailable):  # fsck names it
+                if (container := chunks.find_container(tx, oid)) is not None:
+                    found[oid] = _ALL if chunks.is_sealed(tx, oid) else container.length
+    return found
 
 
 def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:

@@ -17,7 +17,6 @@ from aifs.core.start_record import BLOCK, FILES_MAX, HotFile
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
 from aifs.files.open_inode import OpenInode
-from aifs.files.stage import Stager
 from aifs.meta import namespace, paths
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
@@ -57,8 +56,6 @@ class StartRecording:
         self.is_blind = False
         """The system does not tell what is in memory: files that are passed through count as a
         whole."""
-        self.put_off: set[int] | None = set()
-        """Inodes that are not staged for its sake; None: none are any more."""
 
     def takes(self, uid: int) -> bool:
         """Whether accesses of this user count."""
@@ -137,8 +134,7 @@ class StartRecording:
 class StartRecordings:
     """The recordings that are under way, as those who open and read files see them."""
 
-    def __init__(self, stager: Stager, handles: Handles) -> None:
-        self._stager = stager
+    def __init__(self, handles: Handles) -> None:
         self._handles = handles
         self._all: list[StartRecording] = []
         self.is_on = False
@@ -152,7 +148,6 @@ class StartRecordings:
 
     def remove(self, recording: StartRecording) -> None:
         self._hear()
-        self.let_stage(recording)
         self._all.remove(recording)
         self.is_on = bool(self._all)
         if not self.is_on:
@@ -163,29 +158,14 @@ class StartRecordings:
         for ino, uid in self._handles.noted_opens():
             for recording in self._all:
                 if recording.takes(uid):
-                    self._put_off(recording, ino)
                     recording.noted(ino)
-
-    def _put_off(self, recording: StartRecording, ino: int) -> None:
-        if recording.put_off is not None and len(recording.put_off) < FILES_MAX:
-            recording.put_off.add(ino)
-            self._stager.put_off(ino)
-
-    def let_stage(self, recording: StartRecording) -> None:
-        """What it opens is staged from now on, as all that is read; and what was put off is,
-        unless another one wants that put off, too. Does not block."""
-        if (inos := recording.put_off) is not None:
-            recording.put_off = None
-            others = [each.put_off for each in self._all if each.put_off is not None]
-            self._stager.put_off_no_more(inos.difference(*others))
 
     async def opened(self, file: OpenInode, uid: int, ahead: bool) -> None:
         """``uid`` is about to open a file for reading; ``ahead``: of what is expected of others."""
         self._hear()
+        if ahead:
+            return
         for recording in [each for each in self._all if each.takes(uid)]:
-            self._put_off(recording, file.inode.ino)
-            if ahead:
-                continue
             try:
                 await recording.opened(file)
             except FsError as error:  # who opens it is told by what he does with it

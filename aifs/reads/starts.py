@@ -4,9 +4,8 @@
                   record RUN in the directory
     stop          end it; a job that has asked several times says it as often
 
-Files that it opens are not staged in its first PUT_OFF_S, or until it is over: that takes
-processors that the job needs. Nobody waits for any of this, and nothing of it makes a job fail:
-what cannot be done is left out, and ``notes`` of the JSON that the hint tells says why.
+Nobody waits for any of this, and nothing of it makes a job fail: what cannot be done is left out,
+and ``notes`` of the JSON that the hint tells says why.
 """
 
 import re
@@ -41,9 +40,6 @@ _log = logger(__name__)
 WINDOW_S = 120.0
 """How long a start is recorded at most."""
 
-PUT_OFF_S = 30.0
-"""How long the files that it opens are not staged at most: others may read them, too."""
-
 _STARTS_MAX = 64
 _LISTED_AT_ONCE = 64
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
@@ -66,7 +62,6 @@ class _Start:
         self.users = 1  # who have begun it and not stopped it yet
         self.began_s = time.time()  # since the epoch
         self.ends_s = trio.current_time() + WINDOW_S  # by trio's clock, at the latest
-        self.stages_s = trio.current_time() + PUT_OFF_S  # what it opens, from then on
         self.files = self.bytes = 0  # what it has touched, once that is known
         self.notes: list[str] = []  # what was left out, and why
 
@@ -151,7 +146,7 @@ class Starts:
             del self._starts[ended[0]]
         start = self._starts[ino] = _Start(ino, caller, run)
         self._recordings.add(start.recording)
-        self._upkeep.at(Work.STARTS, start.stages_s)
+        self._upkeep.at(Work.STARTS, start.ends_s)
 
     def _stop(self, ino: int) -> None:
         start = self._starts.get(ino)
@@ -172,12 +167,10 @@ class Starts:
         """Write records of starts that are over; see Upkeep."""
         now_s, due_s = trio.current_time(), []
         for start in self._starts.values():
-            if start.state == "recording" and start.stages_s <= now_s:
-                self._recordings.let_stage(start.recording)
             if start.state == "recording" and start.ends_s <= now_s:
                 self._end(start)
             if start.state == "recording":
-                due_s.append(start.stages_s if now_s < start.stages_s else start.ends_s)
+                due_s.append(start.ends_s)
         while self._ending:
             await self._record(self._ending.popleft())
         return max(0.0, min(due_s) - trio.current_time()) if due_s else NEVER_S

@@ -25,7 +25,7 @@ _OWN_NAMES = {
     "meta": _METADATA,
     "replica": _METADATA,
     "data": {"objects", "backup", CLAIM},
-    "burst": {"objects", CLAIM},
+    "burst": {"objects", "blocks", CLAIM},
 }
 
 _log = logger(__name__)

@@ -84,8 +84,9 @@ class BurstHints:
 
     async def state(self, ino: int) -> dict[str, Any]:
         """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state;
-        for a file also whether it has a burst copy, is open, pinned, being staged, and whether
-        eviction found the copy needed (see Evictor). Files with several names below a directory
+        for a file also whether it has a burst copy, is open, pinned, being staged, whether
+        eviction found the copy needed (see Evictor), and the bytes of its own objects that are in
+        blocks here, ``block_bytes``. Files with several names below a directory
         count once."""
         inode = await self._attributes.getattr(ino)
         files, sizes, since_ns = Counter[str](), Counter[str](), 0
@@ -107,6 +108,7 @@ class BurstHints:
             answer["pinned"] = _is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)
+            answer["block_bytes"] = self._tier.blocks.bytes_of(inode.oid)
         return answer
 
     async def sharing(self, ino: int) -> dict[str, int]:
@@ -221,6 +223,7 @@ class BurstHints:
         """As ``evict``, of the copy that is here."""
         if inode.in_burst:
             raise Busy("its newest bytes are in the burst tier alone; drain it first")
+        self._tier.blocks.end(inode.oid)
         if inode.copy is None:
             return
         if _is_pinned(inode):

@@ -4,6 +4,7 @@ operations.
 
 from functools import partial
 
+from aifs.burst.block_cache import BlockCache
 from aifs.burst.pool import Pool
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
@@ -30,6 +31,7 @@ from aifs.files.refusals import Refusals
 from aifs.files.services import Heirlooms, ServeOptions, Services
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
+from aifs.meta import forms
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
 from aifs.reads.starts import Starts
@@ -117,6 +119,9 @@ class Filesystem:
 
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
+        standing = partial(engine.view, forms.find_standing)
+        self.blocks = BlockCache(servers, upkeep, standing, engine.barrier, config.burst.blocks)
+        servers.keep_blocks(self.blocks)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep, self.role)
         self.quotas = quotas = Quotas(engine)
@@ -282,6 +287,7 @@ class Filesystem:
             "drain": drain.status,
             "groups": lambda: {**ranks.life.status(), **ranks.drain.status()},
             "stage": io.stager.status,
+            "blocks": self.blocks.status,
             "epochs": self.epochs.status,
             "movers": self.pool.status,
             "locks": self.locks.status,
@@ -299,7 +305,6 @@ class Filesystem:
                 "burst.drain_bandwidth": drain.limiter.set_rate,
                 "burst.drain_delay": drain.set_delay,
                 "burst.drain_on_fsync": partial(setattr, self.files, "drain_on_fsync"),
-                "burst.stage_on_read": partial(setattr, io.stager, "on_read"),
                 "burst.stage_for_write": partial(setattr, io.stager, "for_write"),
                 "rebuild.bandwidth": self._set_rebuild_bandwidth,
                 "scrub.bandwidth": self.scrub.set_bandwidth,
@@ -411,6 +416,7 @@ class Filesystem:
             Work.GROUPS: Job(self.group_life.work),
             Work.EVICT: Job(self.evictor.work, retry_s=PAUSE_S),
             Work.STAGE: Job(self.stager.work, STAGERS),
+            Work.BLOCKS: Job(self.blocks.work),
             Work.AHEAD: Job(self.epochs.work, EPOCHS_AT_ONCE),
             Work.STARTS: Job(self.starts.work),
         }

@@ -77,6 +77,7 @@ class Following:
         self._engine = services.engine
         self._table = services.table
         self._io = io
+        self._blocks = services.servers.blocks
         self._containers = io.containers
         self._collector = services.collector
         self._findings = findings
@@ -99,6 +100,7 @@ class Following:
             ord("n"): self._take_group,
             ord("t"): self._take_container,
             ord("q"): self._take_degraded,
+            ord("k"): self._take_checksums,
             ord("s"): self._take_server,
             ord("j"): self._take_job,
             ord("Q"): lambda *_: quotas.follow(),
@@ -272,8 +274,13 @@ class Following:
 
     def _take_degraded(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         oid = keys.number(key)
+        self._blocks.end(oid)  # they may have been read when they were wrong
         self._containers.moved(oid)
         self._io.table.overtake_objects(oid)
+
+    def _take_checksums(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
+        if record is None:  # its bytes are going to change, or nobody has them any more
+            self._blocks.end(keys.entry_numbers(key)[0])
 
     def _take_mark(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         self._io.table.overtake(keys.number(key))

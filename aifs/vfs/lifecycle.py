@@ -122,6 +122,7 @@ async def _load(fs: Filesystem) -> None:
     await fs.trash_rules.load(fs.options.read_only)
     await _load_work(fs)
     await fs.quotas.look()
+    await fs.blocks.load()
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
@@ -193,6 +194,7 @@ async def _close(fs: Filesystem) -> None:
     await fs.server_admin.clean_up()
     await fs.group_life.close()
     fs.containers.close()
+    await fs.blocks.close()
     await fs.tier.close()
     with trio.move_on_after(fs.store.config.data.timeout_s or FOR_EVER):
         await fs.store.servers.cache.settle()

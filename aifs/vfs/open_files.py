@@ -66,7 +66,7 @@ class OpenFiles:
         self._engine = services.engine
         self._quotas = services.quotas
         self.virtual = virtual
-        self.recordings = StartRecordings(io.stager, handles)
+        self.recordings = StartRecordings(handles)
         """Starts of jobs that are being recorded."""
         self._tier = tier
         self._handles = handles

@@ -202,6 +202,15 @@ scrub:
 rebuild:
   left_bytes gauge aifs_rebuild_left_bytes: Bytes to be rebuilt or moved.
   moved_bytes counter aifs_rebuild_moved_bytes_total: Bytes rebuilt or moved.
+blocks if burst.devices:
+  cached_bytes gauge aifs_block_bytes: Of clean files, in blocks in the burst directories.
+  limit_bytes gauge aifs_block_limit_bytes: That blocks may take there now.
+  hit_bytes counter aifs_block_hit_bytes_total: Bytes that were read from blocks.
+  filled_bytes counter aifs_block_filled_bytes_total: Bytes that came into blocks.
+  evicted_bytes counter aifs_block_evicted_bytes_total: Bytes of blocks that gave way.
+  wrong_blocks counter aifs_block_wrong_total: Blocks that were not what they had been.
+  > : {cached_bytes:size} of {limit_bytes:size}, {hit_bytes:size} read, {filled_bytes:size} filled
+  > wrong_blocks: {wrong_blocks} were damaged, and came from the servers
 stage:
   staged_files counter aifs_stage_files_total: Files staged.
   staged_bytes counter aifs_stage_bytes_total: Bytes staged.

@@ -32,7 +32,7 @@ DURABLE_TARGET, BUFFER_TARGET, COORDINATION_TARGET_S = 0.4, 1.0, 0.045
 PLANNED_RANKS = 64
 SERVERS_MIB_S = (300, 300, 300, 75)
 """Of the servers across a network; one is in need of repair."""
-OPTIONS = "burst.drain_delay=0s,burst.stage_on_read=0,meta.backup_interval=0,scrub.bandwidth=0"
+OPTIONS = "burst.drain_delay=0s,meta.backup_interval=0,scrub.bandwidth=0"
 
 
 class Way(NamedTuple):

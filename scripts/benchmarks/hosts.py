@@ -48,7 +48,7 @@ SEEN_P50_S, SEEN_P99_S, LOCK_S, HANDED_S = 0.002, 0.020, 0.0004, 0.002
 LEASE_S = 10.0
 CHECKS = 9
 """Of one round of names that are changed and looked at."""
-QUIET = "burst.drain_delay=1h,burst.stage_on_read=0,meta.backup_interval=0,scrub.bandwidth=0"
+QUIET = "burst.drain_delay=1h,meta.backup_interval=0,scrub.bandwidth=0"
 """So that nothing but what is measured happens."""
 _WAITING_S = 0.005
 """Until who asks for a lock certainly waits for it."""
@@ -541,7 +541,7 @@ def _saves(base: Path, amount: Amount, rounds: int) -> Iterator[Row]:
     """Each host the same parameters. Each has links of its own to the servers, of the same speed
     (slow_servers.py)."""
     os.environ["SERVER_BANDWIDTHS"] = ",".join([str(LINK_MIB_S)] * 4)
-    settings = {**SETTINGS, "burst": {"drain_delay": "0s", "stage_on_read": 0}}
+    settings = {**SETTINGS, "burst": {"drain_delay": "0s"}}
     taken: dict[str, list[float]] = {"ungrouped": [], "grouped": []}
     block = os.urandom(MIB)
     with cluster(

@@ -44,7 +44,7 @@ IDLE_S, SETTLE_S = 10.0, 1.0
 _CPUCLOCK_SCHED = 2
 """Makes the number of a process that of its clock (clock_getcpuclockid(3))."""
 STOPS, STOPPED_S = 5, 1.5
-SETTINGS = {"burst": {"drain_delay": "1h", "stage_on_read": 0}, "scrub": {"bandwidth": 0}}
+SETTINGS = {"burst": {"drain_delay": "1h"}, "scrub": {"bandwidth": 0}}
 """Nothing but what is measured happens."""
 CONNECTIONS = 400
 """That the database of aifs meta serve takes (max_connections)."""

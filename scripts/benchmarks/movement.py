@@ -21,7 +21,7 @@ class PatientAifs(Aifs):
 
     def __init__(self, name: str, base: Path) -> None:
         super().__init__(name, base)
-        self.command = [*self.command, "-o", "burst.drain_delay=1h,burst.stage_on_read=0"]
+        self.command = [*self.command, "-o", "burst.drain_delay=1h"]
 
     def files(self, directory: str) -> list[Path]:
         return sorted((self.path / directory).iterdir())

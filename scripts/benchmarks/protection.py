@@ -35,10 +35,7 @@ class ServersAifs(PatientAifs):
     def __init__(self, name: str, base: Path, options: str = "") -> None:
         super().__init__(name, base)
         self._source = self.base / "store"
-        options = (
-            "burst.drain_delay=1h,burst.stage_on_read=0,meta.backup_interval=0,scrub.bandwidth=0"
-            + options
-        )
+        options = "burst.drain_delay=1h,meta.backup_interval=0,scrub.bandwidth=0" + options
         self.command = [
             *self._aifs,
             "mount",

@@ -19,7 +19,7 @@ from aifs.client import startup
 
 EVEN = 1.15
 SERVER_MIB_S = 200
-SETTINGS = {"burst": {"drain_delay": "0s", "stage_on_read": 0}, "scrub": {"bandwidth": 0}}
+SETTINGS = {"burst": {"drain_delay": "0s"}, "scrub": {"bandwidth": 0}}
 FILES = 4
 PROGRAM = """
 import sys

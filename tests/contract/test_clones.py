@@ -57,7 +57,7 @@ def form() -> str:
 def directory(form: str) -> Iterator[Path]:
     """An empty store; afterwards fsck finds nothing wrong with it."""
     directory = Path(tempfile.mkdtemp(prefix="aifs-clones-", dir="/dev/shm"))
-    small = {"layout.unit": "4KiB", "layout.inline_limit": "100", "burst.stage_on_read": "0"}
+    small = {"layout.unit": "4KiB", "layout.inline_limit": "100"}
     modes.make_store(directory / "store", small | FORMS[form])
     yield directory / "store"
     findings = check(modes.config_of(directory / "store"), repair=False).findings

@@ -51,7 +51,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
 def way(request: pytest.FixtureRequest) -> dict[str, object]:
-    return request.param | {"burst.stage_on_read": "0"}
+    return request.param
 
 
 def content(number: int) -> bytes:

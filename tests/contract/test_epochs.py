@@ -31,7 +31,7 @@ from tests.support.stores import fs as fs
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 SIZE = 64 << 10
-SHAPE = modes.WAITING | {"burst.reserve": "0", "burst.stage_on_read": "0"}
+SHAPE = modes.WAITING | {"burst.reserve": "0"}
 SMALL = {"burst.capacity": f"{100 * SIZE}"}
 """A burst tier of 100 files: eviction begins at 75 and ends at 60, which can be kept."""
 

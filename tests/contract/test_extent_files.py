@@ -23,7 +23,6 @@ from tests.support.stores import fs as fs
 
 SETTINGS = modes.WAITING | {
     "layout.inline_limit": 0,
-    "burst.stage_on_read": 0,
     "scrub.bandwidth": 0,
 }
 KINDS = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}

@@ -35,7 +35,7 @@ from tests.support.stores import read_file, rewrite, set_policy
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
-WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+WAITING = modes.WAITING
 KINDS = {
     "plain": {},
     "replicas": modes.REPLICAS,

@@ -24,7 +24,7 @@ from tests.support.stores import fs as fs
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 SIZE = 40 << 10
-SHAPE = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0"}
+SHAPE = modes.WAITING | {"layout.unit": "4KiB"}
 
 pytestmark = pytest.mark.store(base=SHAPE)
 

@@ -22,7 +22,7 @@ from tests.support.stores import opened
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
-WHOLE = {"layout.unit": "4KiB", "layout.count": "1", "burst.stage_on_read": "0"}
+WHOLE = {"layout.unit": "4KiB", "layout.count": "1"}
 
 
 @asynccontextmanager

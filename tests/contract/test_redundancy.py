@@ -22,7 +22,6 @@ from tests.support.stores import fs as fs
 ROOT = 1
 SHAPE = modes.WAITING | {
     "layout.unit": "4KiB",
-    "burst.stage_on_read": "0",
     "layout.inline_limit": "0",
 }
 DATA = bytes(range(256)) * 300

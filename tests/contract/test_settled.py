@@ -11,8 +11,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import trio
-import trio.testing
 
 from aifs.core.errors import FsError, Stale
 from aifs.data.server import DataServer
@@ -54,7 +52,7 @@ async def stored(
     directory: Path, settings: Mapping[str, object], is_evicted: bool = True
 ) -> AsyncIterator[tuple[Filesystem, dict[bytes, int]]]:
     """A filesystem with files that are drained, and their inode numbers by name."""
-    base = modes.ON | {"burst.stage_on_read": "0"}
+    base = modes.ON
     async with opened(directory, settings, base=base) as fs:
         inos = {
             b"%d" % number: await write_file(fs, b"%d" % number, content_of(number))
@@ -193,39 +191,6 @@ async def test_a_copy_that_is_evicted_meanwhile(directory: Path) -> None:
     async with stored(directory, modes.INTERLEAVED, is_evicted=False) as (fs, _):
         with patch.object(DataServer, "read_object", lambda *_: 0):
             assert await read_archive(fs) == EXPECTED
-
-
-async def test_files_are_staged_as_by_any_reader(directory: Path) -> None:
-    async with stored(directory, modes.INTERLEAVED | {"burst.stage_on_read": "1MiB"}) as (fs, inos):
-        assert await read_archive(fs) == EXPECTED
-        for name in (b"2", b"3"):
-            copy = (await fs.getattr(inos[name])).copy
-            assert copy is not None or fs.stager.is_staging(inos[name])
-
-
-async def test_staging_gives_way_to_readers(directory: Path) -> None:
-    settings = modes.INTERLEAVED | {"burst.stage_on_read": "1MiB"}
-    async with stored(directory, settings) as (fs, inos):
-        goes_on = trio.Event()
-
-        async def wait(*_: object) -> bool:
-            await goes_on.wait()
-            return False  # as if the file had been changed
-
-        fs.stager.reads += 1
-        with patch.object(type(fs.io.transitions), "change_form", wait):
-            for number in (1, 2, 3, 4, 6):
-                fs.stager.request(inos[b"%d" % number])
-            await trio.testing.wait_all_tasks_blocked()
-            status = fs.stager.status()
-            assert (status["active_files"], status["waiting_files"]) == (2, 3)
-            fs.stager.reads -= 1
-            fs.stager.request(inos[b"7"])
-            await trio.testing.wait_all_tasks_blocked()
-            assert fs.stager.status()["active_files"] == 3
-            goes_on.set()
-            await trio.testing.wait_all_tasks_blocked()
-            assert fs.stager.status()["waiting_files"] == 0
 
 
 async def test_files_of_another_host(north: Filesystem, south: Filesystem) -> None:

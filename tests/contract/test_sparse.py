@@ -42,7 +42,7 @@ BOUND = 2000
 file.
 """
 
-WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+WAITING = modes.WAITING
 LAYOUTS = {
     "striped": modes.STRIPED,
     "replicated": modes.REPLICAS,

@@ -20,7 +20,7 @@ from tests.support.stores import fs as fs
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
 ADMIN = Caller(uid=0, gid=0)
-SHAPE = modes.WAITING | {"burst.stage_on_read": "64MiB"}
+SHAPE = modes.WAITING
 
 opened = partial(stores.opened, base=SHAPE)
 pytestmark = pytest.mark.store(base=SHAPE)
@@ -120,63 +120,6 @@ async def test_a_file_with_several_names_is_found_by_the_one_that_was_used(fs: F
     await fs.lookup(env, b"linked")
     await look(fs, both, 0)
     assert [file.path for file in (await recorded(fs, top, "1")).files] == ["/env/linked"]
-
-
-async def staged(fs: Filesystem, ino: int) -> None:
-    while not (await ask(fs, ino, "state"))["copy"]:
-        await trio.lowlevel.checkpoint()
-
-
-@pytest.mark.parametrize("flags", [0, AHEAD])
-async def test_staging_waits_until_the_start_is_over(fs: Filesystem, flags: int) -> None:
-    top = await job(fs)
-    read = await write_file(fs, b"read", b"x" * 5000)
-    opened_only = await write_file(fs, b"opened", b"x" * 5000)
-    await moved_out(fs, read, opened_only)
-    await put(fs, top, "start", "record=1")
-    await look(fs, read, 0, flags=flags)
-    await look(fs, opened_only, flags=flags)
-    assert not (await ask(fs, read, "state"))["staging"]
-    await put(fs, top, "start", "stop")
-    await staged(fs, read)
-    assert not (await ask(fs, opened_only, "state"))["copy"]
-
-
-async def test_what_others_open_is_staged_meanwhile(fs: Filesystem) -> None:
-    top = await job(fs)
-    theirs = await write_file(fs, b"theirs", b"x" * 5000)
-    await moved_out(fs, theirs)
-    await put(fs, top, "start", "record=1")
-    await look(fs, theirs, 0, caller=OTHER)
-    await staged(fs, theirs)
-
-
-async def test_staging_does_not_wait_for_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(starts, "PUT_OFF_S", 0.01)
-    async with opened(directory) as fs:
-        top = await job(fs)
-        read = await write_file(fs, b"read", b"x" * 5000)
-        await moved_out(fs, read)
-        await put(fs, top, "start", "record=1")
-        await look(fs, read, 0)
-        await staged(fs, read)
-        assert (await ask(fs, top, "start"))["state"] == "recording"
-
-
-async def test_staging_waits_for_each_start_that_wants_it(fs: Filesystem) -> None:
-    top, other = await job(fs), (await fs.mkdir(ROOT, b"other", 0o755, OWNER)).ino
-    read = await write_file(fs, b"read", b"x" * 5000)
-    await moved_out(fs, read)
-    for each in (top, other):
-        await put(fs, each, "start", "record=1")
-    await look(fs, read, 0)
-    await put(fs, top, "start", "stop")
-    await ended(fs, top)
-    assert not (await ask(fs, read, "state"))["staging"]
-    await put(fs, other, "start", "stop")
-    await staged(fs, read)
 
 
 async def test_what_is_read_ahead_is_recorded_if_the_job_opens_it(fs: Filesystem) -> None:
@@ -297,7 +240,6 @@ async def test_who_has_begun_it_ends_it(fs: Filesystem) -> None:
 
 async def test_it_ends_by_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starts, "WINDOW_S", 0.01)
-    monkeypatch.setattr(starts, "PUT_OFF_S", 0.01)
     async with opened(directory) as fs:
         top = await job(fs)
         await put(fs, top, "start", "record=1")

@@ -23,7 +23,7 @@ from tests.support.stores import moved_out, overwrite, write_file
 
 MIBS = 12
 DATA = random.Random(7).randbytes(MIBS * HASHED + 4321)
-SETTINGS = modes.STRIPED | modes.BY_DAEMON | {"burst.stage_on_read": "0"}
+SETTINGS = modes.STRIPED | modes.BY_DAEMON
 HOSTS = ("a", "b", "c")
 
 

@@ -62,7 +62,7 @@ def waits(told: dict) -> list[tuple[str, str]]:
     return [(one["operation"], *one["waits_for"][:1]) for one in told["now"]]
 
 
-@pytest.mark.store({"burst.stage_on_read": 0, "layout.inline_limit": 0, "layout.unit": "64KiB"})
+@pytest.mark.store({"layout.inline_limit": 0, "layout.unit": "64KiB"})
 async def test_a_read_that_waits_for_a_server_names_it(fs: Filesystem) -> None:
     top = (await fs.mkdir(1, b"d", 0o755, OWNER)).ino
     ino = await write_file(fs, b"file", bytes(300_000), top)

@@ -34,7 +34,7 @@ from tests.support.stores import fs as fs
 
 ROOT, ME = 1, Caller()
 CONTENT = bytes(range(1, 251)) * 100
-WAITING = modes.WAITING | {"layout.unit": "4KiB", "burst.stage_on_read": "0"}
+WAITING = modes.WAITING | {"layout.unit": "4KiB"}
 BY_DAEMON = WAITING | modes.BY_DAEMON
 DRAINING = modes.ON | {"layout.unit": "4KiB"}
 

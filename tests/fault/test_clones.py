@@ -33,7 +33,6 @@ SETTINGS = modes.STRIPED | {
     "layout.unit": 4096,
     "layout.count": 2,
     "burst.drain_delay": "0s",
-    "burst.stage_on_read": 0,
     "burst.stage_for_write": 0,
     "scrub.bandwidth": 0,
 }

@@ -40,7 +40,7 @@ from tests.support.stores import opened as mounted
 
 SIZES = [0, 1, 2048, 2049, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, (9 << 20) + 12345]
 KINDS = [modes.STRIPED, modes.INTERLEAVED]
-WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+WAITING = modes.WAITING
 
 
 async def write_file(
@@ -433,12 +433,12 @@ async def test_what_changes_while_it_is_staged_is_not(fs: Filesystem, change) ->
     assert await read_file(fs, ino) == expected
 
 
-@pytest.mark.store({"burst.stage_on_read": "64MiB"})
-async def test_a_file_that_is_read_is_staged(fs: Filesystem) -> None:
+async def test_a_file_that_is_read_is_staged_by_its_policy(fs: Filesystem) -> None:
     data = random.Random(6).randbytes(300_000)
     ino, _ = await write_file(fs, b"f", data)
     await drained(fs, ino)
     await fs.evictor.evict(ino)
+    await fs.setxattr(ino, b"user.aifs.tier", b"burst")
     assert await read_file(fs, ino) == data
     assert fs.stager.is_staging(ino)
     while fs.stager.is_staging(ino):

@@ -37,7 +37,6 @@ MIB = 1 << 20
 SETTINGS = STRIPED | {
     "burst.drain_delay": "0s",
     "burst.throttle_max": "0s",
-    "burst.stage_on_read": "0",
     "layout.unit": "64KiB",
     "scrub.bandwidth": "0",
 }

@@ -40,7 +40,6 @@ SETTINGS = (
     | {
         "data.timeout": "100ms",
         "layout.inline_limit": 0,
-        "burst.stage_on_read": 0,
         "burst.stage_for_write": 0,
     }
 )

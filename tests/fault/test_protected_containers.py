@@ -30,7 +30,6 @@ SETTINGS = {
     "layout.compact_above": "0.3",
     "burst.drain_delay": "1h",
     "burst.throttle_max": "0s",
-    "burst.stage_on_read": 0,
     "meta.backup_interval": 0,
 }
 REDUNDANT = {"replicas": {"layout.replicas": 2}, "ec": {"layout.ec": "2+1"}}

@@ -38,7 +38,6 @@ SETTINGS = modes.STRIPED | {
     "layout.count": 2,
     "burst.drain_delay": "0s",
     "burst.throttle_max": "0s",
-    "burst.stage_on_read": 0,
     "burst.stage_for_write": 0,
     "meta.backup_interval": 0,
 }

@@ -41,7 +41,6 @@ BASE = STRIPED | {
     "layout.unit": "64KiB",
     "scrub.bandwidth": "0",
     "rebuild.workers": "1",
-    "burst.stage_on_read": "0",
 }
 POLICIES = {
     b"plain": b"count=2",

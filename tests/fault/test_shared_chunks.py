@@ -33,7 +33,6 @@ LIVES = 8
 SETTINGS = modes.WAITING | {
     "layout.compact_above": 0.05,
     "layout.inline_limit": 0,
-    "burst.stage_on_read": 0,
     "scrub.bandwidth": 0,
 }
 REDUNDANCIES = {"plain": PLAIN, "replicas": Redundancy(2), "coded": Redundancy(1, 2, 1)}

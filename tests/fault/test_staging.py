@@ -27,7 +27,6 @@ KINDS = {
 }
 PLAIN = ("striped", "one server", "interleaved")
 REQUEST = 128 << 10  # of a program that reads a file in one go
-ON_READ = {"burst.stage_on_read": "64MiB"}
 
 
 async def idle(fs: Filesystem) -> None:
@@ -49,6 +48,7 @@ def flip(directory: Path) -> None:
 
 
 async def by_reading(fs: Filesystem, ino: int) -> None:
+    await fs.setxattr(ino, b"user.aifs.tier", b"burst")
     await read_file(fs, ino)
 
 
@@ -85,7 +85,7 @@ async def test_a_bit_that_flips_on_a_server_does_not_become_the_burst_copy(
     act: Callable[[Filesystem, int], Awaitable[None]] = WAYS[way]
     # With a hook, all requests go to the workers, as those for a disk do.
     with nullcontext() if place == "memory" else hooked():
-        async with opened(directory, KINDS[kind] | ON_READ, sound=False) as fs:
+        async with opened(directory, KINDS[kind], sound=False) as fs:
             ino = await write_file(fs, b"file", data)
             await moved_out(fs, ino)
             flip(directory)
@@ -141,10 +141,11 @@ async def test_a_cold_file_is_read_once_from_its_servers(
     size = 48 << 20
     data = os.urandom(size)
     with hooked():  # each read is a request to a server, then
-        settings = KINDS[kind] | ON_READ | {"data.verify": verify, "data.hedge": "off"}
+        settings = KINDS[kind] | {"data.verify": verify, "data.hedge": "off"}
         async with opened(directory, settings) as fs:
             ino = await write_file(fs, b"file", data)
             await moved_out(fs, ino)
+            await fs.setxattr(ino, b"user.aifs.tier", b"burst")
             servers = fs.store.servers
             before = sum(server.read_bytes for server in servers.capacity())
             handle = (await fs.open(ino, os.O_RDONLY)).handle
@@ -156,23 +157,3 @@ async def test_a_cold_file_is_read_once_from_its_servers(
             from_servers = sum(server.read_bytes for server in servers.capacity()) - before
             assert from_servers <= 1.01 * size
             assert await read_file(fs, ino) == data
-
-
-@pytest.mark.sweep
-async def test_many_cold_files_at_once_are_read_once(directory: Path) -> None:
-    size, count = 4 << 20, 40
-    data = [os.urandom(size) for _ in range(count)]
-    with hooked():
-        async with opened(directory, ON_READ) as fs:
-            inos = [await write_file(fs, b"%d" % number, data[number]) for number in range(count)]
-            await moved_out(fs, *inos)
-            servers = fs.store.servers
-            before = sum(server.read_bytes for server in servers.capacity())
-            async with trio.open_nursery() as nursery:
-                for ino in inos:
-                    nursery.start_soon(read_file, fs, ino)
-            await idle(fs)
-            assert any([(await fs.getattr(ino)).copy is not None for ino in inos])
-            from_servers = sum(server.read_bytes for server in servers.capacity()) - before
-            # One that the read cache has given up before it is staged is read once more.
-            assert from_servers <= 1.1 * size * count

@@ -19,7 +19,7 @@ from tests.support import engines, modes
 from tests.support.stores import OWNER, drained, moved_out, opened, overwrite, read_file, write_file
 from tests.support.stores import fs as fs
 
-WAITING = modes.WAITING | {"burst.stage_on_read": "0"}
+WAITING = modes.WAITING
 SIZE = 300_000
 KINDS = pytest.mark.parametrize(
     "kind", [modes.STRIPED, modes.INTERLEAVED], ids=["striped", "interleaved"]

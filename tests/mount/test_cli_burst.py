@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs, aifs_on_terminal
 
-WAITING = "burst.drain_delay=1h,burst.stage_on_read=0"
+WAITING = "burst.drain_delay=1h"
 SIZE = 3 << 20
 
 

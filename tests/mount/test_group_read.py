@@ -60,7 +60,7 @@ print(digest.hexdigest(), flush=True)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
-    options = ("burst.stage_on_read=0", "burst.drain_delay=0s", "meta.backup_interval=0")
+    options = ("burst.drain_delay=0s", "meta.backup_interval=0")
     with mounted_store(tmp_path_factory.mktemp("read"), options) as store:
         yield store
 

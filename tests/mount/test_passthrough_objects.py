@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not be
 @pytest.fixture(scope="module")
 def store() -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-objects-") as scratch:
-        options = ("layout.inline_limit=0", "burst.stage_on_read=0", "burst.drain_delay=1h")
+        options = ("layout.inline_limit=0", "burst.drain_delay=1h")
         with mounted_store(Path(scratch), options) as mounted:
             if not status(mounted)["passthrough"]:
                 pytest.skip("this machine cannot pass files through")
@@ -209,7 +209,7 @@ def test_a_drained_and_evicted_file_is_read_from_its_object(store: Mounted) -> N
 
 
 def test_a_writer_that_is_killed_leaves_a_file_that_is_in_order(scratch: Path) -> None:
-    with mounted_store(scratch, ("layout.inline_limit=0", "burst.stage_on_read=0")) as store:
+    with mounted_store(scratch, ("layout.inline_limit=0")) as store:
         os.setxattr(store.path, "user.aifs.layout", b"count=1")
         os.setxattr(store.path, "user.aifs.tier", b"capacity")
         path = store.path / "file"

@@ -26,7 +26,7 @@ def make(store: Mounted, name: str, layout: str) -> tuple[Path, list[str]]:
 
 
 def test_flips_are_repaired_or_named(mount_store: Callable[..., Mounted]) -> None:
-    store = mount_store("burst.drain_delay=1h,burst.stage_on_read=0,data.movers=1")
+    store = mount_store("burst.drain_delay=1h,data.movers=1")
     store.expected.append(
         "scrub: /plain/file: bytes 1048576 to 2097151, on data servers .*: the bytes do not have"
     )

@@ -73,7 +73,7 @@ def in_memory(path: Path) -> list[bool]:
 def test_the_first_start_is_recorded_and_the_next_one_prefetched(
     mount_store: Callable[..., Mounted],
 ) -> None:
-    store = mount_store(*SLOW, "burst.stage_on_read=0")  # or pages move to the burst copies
+    store = mount_store(*SLOW)  # or pages move to the burst copies
     package = store.path / "package"
     make_package(package)
     cold(store)
@@ -176,7 +176,7 @@ def test_a_daemon_that_is_killed_while_it_prefetches_leaves_the_record(
     mount_store: Callable[..., Mounted],
 ) -> None:
     """The prefetcher has a file open that it has not read."""
-    store = mount_store(*SLOW, "burst.stage_on_read=0")
+    store = mount_store(*SLOW)
     package = store.path / "package"
     make_package(package)
     cold(store)
@@ -281,7 +281,7 @@ sys.exit(table not in found)
 def test_what_is_prefetched_stays_open_for_hosts_that_start_later(
     mount_store: Callable[..., Mounted],
 ) -> None:
-    store = mount_store(*SLOW, "burst.stage_on_read=0")
+    store = mount_store(*SLOW)
     package = store.path / "package"
     make_package(package)
     cold(store)
@@ -298,7 +298,7 @@ def test_hosts_that_prefetch_pass_on_what_servers_gave(scratch: Path, a_postgres
     """A file is open for as long as it is prefetched: else hosts do not know of each other, and
     each has the servers read all of it."""
     large = 32 * BLOCK
-    settings = {"burst": {"drain_delay": "0s", "stage_on_read": 0}}
+    settings = {"burst": {"drain_delay": "0s"}}
     with many_hosts(scratch, a_postgres, settings=settings) as cluster:
         first = cluster[0]
         top = first.path / "start"

@@ -128,7 +128,6 @@ def test_a_plan_of_loads_knows_where_the_bytes_are(
     aifs("evict", mounted.path)
     facts = json.loads(planned(path, "--json"))  # as it is before the plan looks into the file
     assert facts["ranks"][0]["bytes"] == facts["server_bytes"] == size
-    mounted.options = ("burst.stage_on_read=0",)
     mounted.remount()
     aifs("evict", mounted.path)
     for line in re.findall(r"^  aifs checkpoint plan (.*)", plan_command.epilog, re.MULTILINE):

@@ -24,7 +24,6 @@ SETTINGS = modes.STRIPED | {
     "layout.unit": UNIT,
     "layout.inline_limit": 0,
     "burst.drain_delay": "0s",
-    "burst.stage_on_read": 0,
     "meta.backup_interval": "0",
 }
 KINDS = {

@@ -19,6 +19,7 @@ from aifs.cli.status import refusal_of
 from aifs.core.config import load
 from aifs.core.upkeep import NEVER_S, Job, Upkeep, Work
 from aifs.data.health import Health
+from aifs.data.reading.blocks import NoBlocks
 from aifs.data.storage import Space
 from aifs.layout.placement import ACTIVE, BURST_FIRST
 from aifs.meta.records import Copy
@@ -48,7 +49,7 @@ class FakeServer:
 
 class FakeServers:
     def __init__(self, *devices: FakeServer) -> None:
-        self.devices, self.buffers = devices, None
+        self.devices, self.buffers, self.blocks = devices, None, NoBlocks()
 
     def burst(self) -> tuple[FakeServer, ...]:
         return self.devices
@@ -490,3 +491,43 @@ def test_a_copy_on_a_device_that_is_not_registered_cannot_be_opened(tmp_path):
         BurstTier(load(str(tmp_path), {}), servers, MemoryEngine(), no_id, Upkeep()).open(
             Copy(BURST_FIRST + 3, 1)
         )
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+async def test_blocks_take_what_copies_leave():
+    server, tier = make_one()
+    device = tier.devices[server.id]
+    assert device.room_for_blocks() == int(0.6 * server.size)
+    tier.dirty(1, server.id, 2 * GIB)
+    assert abs(device.room_for_blocks() - 4 * GIB) < GIB // 20
+    tier.dirty(1, server.id, 8 * GIB)
+    assert device.room_for_blocks() == 0
+
+
+async def test_blocks_count_as_free():
+    server, tier = make_one()
+    device = tier.devices[server.id]
+    device.block_bytes = lambda: 5 * GIB
+    server.used = 5 * GIB
+    await tier.look()
+    assert tier.admit("", 7 * GIB) is server and not tier.pressure
+    assert device.room_for_blocks() == int(0.6 * server.size)
+
+
+async def test_clean_copies_give_blocks_their_share():
+    server, tier = make_one()
+    device = tier.devices[server.id]
+    for copy_id in range(70):
+        tier.dirty(copy_id, server.id, GIB // 10)
+        tier.clean(copy_id, server.id, GIB // 10)
+    server.used = 7 * GIB
+    await tier.look()
+    assert 0 < device.room_for_blocks() <= GIB // 2
+    assert not tier.needs_eviction()
+    device.block_bytes = lambda: GIB
+    server.used = 8 * GIB
+    await tier.look()
+    (wanted,) = tier.needs_eviction().values()
+    assert abs(wanted - 2 * GIB) < GIB // 20

@@ -36,6 +36,8 @@ class ContainerEntry(NamedTuple):
     length: int
     unread: int = 0
     """Mask of columns that must not be read."""
+    is_sealed: bool = False
+    """It never grows any more."""
 
     def size(self, end: int) -> int:
         """How long the container counts as where bytes up to ``end`` are read. A plain one may have
@@ -45,9 +47,14 @@ class ContainerEntry(NamedTuple):
             return self.length
         return -(-max(self.length, end) // STRIPE_BLOCK) * STRIPE_BLOCK
 
-    def covers(self, end: int) -> bool:
-        """Whether what is known here will do to read up to ``end``."""
-        return end <= self.length or not self.layout.is_protected
+    def is_grown_to(self, entry: "ContainerEntry") -> bool:
+        """Whether readers of this one go on by ``entry``: a plain one may have grown."""
+        length = entry.length if self.layout.is_protected else self.length
+        return self == entry._replace(length=length, is_sealed=self.is_sealed)
+
+    def fixed(self, block: int) -> int:
+        """How many bytes never change, in whole blocks where more may come."""
+        return self.length if self.is_sealed else self.length - self.length % block
 
 
 class _Open:
@@ -189,7 +196,7 @@ class ContainerFiles:
         check: Check,
         wrong: str,
     ) -> None:
-        layout, length, unread = entry
+        layout, length, unread, _ = entry
         columns = Columns(self.servers, layout, 0, container)
         where = f"container {container}"
 
@@ -198,6 +205,10 @@ class ContainerFiles:
 
         found = Wrong(columns, unread, length, offset, where, self._on_damage)
         try:
+            if self.servers.blocks.end(container):  # they may be what is wrong
+                await self.read(container, offset, target)
+                if await is_right():
+                    return
             if await put_right(found, target, is_right):
                 return
         finally:
@@ -255,16 +266,18 @@ class ContainerFiles:
         not have it.
         """
         found = self._open.get(container)
-        if found is None or not found.entry.covers(end):
+        if found is None or end > found.entry.length:
             if found is None:  # one file may lie in many containers
                 await self.servers.descriptors.find_room()
             entry = await self._find(container)
             if entry is None:
                 raise MissingObject(f"container {container} does not exist")
             found = self._open.get(container)  # others may have been faster
-            if found is None or found.entry != entry:
+            if found is None or not found.entry.is_grown_to(entry):
                 self._retire(container)
                 found = self._open[container] = _Open(entry, self._objects_of(container, entry))
+            found.entry = entry
+            found.objects.fixed(entry.fixed(self.servers.blocks.block))
         found.used = True
         return found
 
@@ -282,6 +295,7 @@ class ContainerFiles:
             block=BLOCK if layout.is_protected else STRIPE_BLOCK,
             window=0 if layout.is_protected else window,
             whole_from=WHOLE_BLOCKS_FROM if layout.is_protected else 0,
+            near=True,
         )
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:

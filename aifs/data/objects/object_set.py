@@ -3,7 +3,7 @@ lengths, durability.
 
 Without protection there is one copy of each column, so that a column which fails is an error; with
 it, bytes count as written where enough columns have them, and as read where enough can tell them.
-A read goes through up to four stages of one signature (``cached_reads.Stage``).
+A read goes through up to five stages of one signature (``cached_reads.Stage``).
 
 Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
 worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
@@ -25,6 +25,7 @@ from aifs.data.objects.cached_reads import (
 from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, Known, columns_of
+from aifs.data.objects.local_reads import LocalReads
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.together import Sharing, TogetherReads
 from aifs.data.reading.read_cache import BLOCK
@@ -115,6 +116,7 @@ class ObjectSet:
         block: int = BLOCK,
         window: int = 0,
         whole_from: int = WHOLE_BLOCKS_FROM,
+        near: bool = False,
     ) -> None:
         """Does no I/O. ``new``: no object of this oid has ever been made, which spares asking.
         ``background``: an I/O priority (see core.files), at which everything runs, in workers.
@@ -123,7 +125,8 @@ class ObjectSet:
 
         With ``digests`` what is read past the caches is compared with its checksums, and what is
         read through them if ``verify``; ``on_damage`` is told of columns with wrong bytes.
-        ``shared``: other hosts may read the same file. The rest: see CachedReads.
+        ``shared``: other hosts may read the same file. ``near``: what is read through the caches is
+        kept nearer, too (Blocks). The rest: see CachedReads.
         """
         self._servers = servers
         self._layout = layout
@@ -152,6 +155,11 @@ class ObjectSet:
                 top = checked if verify else top
             if shared is not None:
                 top = TogetherReads(servers, columns, top, checked, shared.join)
+        self._local = None
+        """The stage that keeps blocks near; None: none are."""
+        if near and servers.blocks.serves(layout):
+            opens = None if layout.is_protected else self._cached.open
+            top = self._local = LocalReads(servers, oid, top, opens)
         self._top = top
         """The stage by which the file is read."""
         self._verify = verify and digests is not None
@@ -195,8 +203,8 @@ class ObjectSet:
         """As a strict ``read``, into the caller's memory; what has checksums is not compared with
         them.
         """
-        if self._recovery is not None:
-            buffer[:] = await self._recovery.read(offset, len(buffer), size)
+        if self._local is not None or self._recovery is not None:
+            buffer[:] = await self._top.read(offset, len(buffer), size)
             return
         data = await self._cached.read(offset, len(buffer), size, into=buffer)
         if data is not buffer:
@@ -204,8 +212,15 @@ class ObjectSet:
 
     async def open(self) -> bool:
         """Have descriptors of a set without protection, through which page caches are read; whether
-        there were none. Raises Unavailable."""
-        return self._recovery is None and await self._cached.open()
+        there were none. Where blocks are kept near these come first. Raises Unavailable."""
+        if self._recovery is not None or self._local is not None:
+            return False
+        return await self._cached.open()
+
+    def fixed(self, length: int) -> None:
+        """The first bytes of a set that grows never change. Does not block."""
+        if self._local is not None:
+            self._local.fixed = length
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
         """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
@@ -544,6 +559,7 @@ async def delete_batch(
             continue  # what may lie there is nobody's concern any more
         for key in chosen:
             servers.cache.invalidate(object_name(server, key))
+            servers.blocks.end(key[1])
         calls.append((server.workers, server.remove_objects, (chosen,)))
     for (_, _, [chosen]), errors in zip(calls, await outcomes(calls) if calls else [], strict=True):
         if isinstance(errors, FsError):

@@ -1,0 +1,694 @@
+"""Clean bytes of the data servers in the burst tier: the second level below the read cache.
+
+A source (block_map.py) is a sparse file in ``blocks`` of a burst directory, at the source's own
+offsets. What is in it the map alone knows, which is this host's own: no record names a block, and
+reading makes no transaction.
+
+* A source stands for bytes that never change: those of a container below the length on record, and
+  those of an object set that has the checksums with which it was made. A change in place drops
+  these first, durably (``Transitions.mark``), and that ends the source (``end``), at other hosts
+  when they are shown it. A block is filled if the source stands after its last byte was read.
+* A block has a checksum, made when it was filled. What an earlier process has known counts when its
+  bytes have been compared: so the map on disk may be older than the files, and after a power cut
+  nothing is served that was not checked. It is written when all that names its sources is durable.
+* Blocks take what is below the low mark and nothing else takes (``Device.room_for_blocks``). They
+  count as free space, and give way at each look at the device, before a writer waits.
+* What an error meets is given up: it can be had from the servers.
+"""
+
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
+
+import trio
+
+from aifs.burst.block_map import (
+    BLOCK_MIN,
+    BLOCKS,
+    SUM_BYTES,
+    BlockMap,
+    BlockSegment,
+    block_size,
+    decode,
+    encode,
+)
+from aifs.core import faults, files
+from aifs.core.log import logger
+from aifs.core.tasks import run_all
+from aifs.core.upkeep import NEVER_S, Upkeep, Work
+from aifs.data import naming
+from aifs.data.chunk_codec import digest_of
+from aifs.data.server import DataServer
+from aifs.data.servers import Servers
+from aifs.data.workers import gather
+from aifs.layout.striped import Striped
+
+_log = logger(__name__)
+
+_FILLED = faults.declare("burst.blocks.filled", "a block is in its file, the map does not have it")
+_LEFT = faults.declare("burst.blocks.left", "the map has a block no more, its file still has it")
+_SAVED = faults.declare("burst.blocks.saved", "the map on disk is as the one in memory was")
+
+_MAP = "map"
+_PENDING_MAX = 32 << 20
+_BATCH = 16
+_SAVE_S = 60.0
+_REST_S = 60.0
+"""How long a device that has failed keeps nothing new."""
+_REFUSED_MAX = 1 << 16
+
+_opening = Lock()
+
+Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
+"""Those of these ids whose bytes never change as the records say, and up to which byte."""
+
+Leaving = Callable[[int, int, int], None]
+"""Called with a source, and the start and the end of what it has no more, before any of that
+changes. Does not block."""
+
+
+class _Fill(NamedTuple):
+    """A block that is to be kept."""
+
+    source: int
+    number: int
+    data: memoryview
+    file: "_File"
+
+
+class _File:
+    """The sparse file of a source."""
+
+    __slots__ = ("_busy", "_gone", "device", "fd", "path", "source", "used")
+
+    def __init__(self, device: "_Device", source: int) -> None:
+        self.device = device
+        self.source = source
+        self.path = f"{device.path}/{source:016x}"
+        self.fd: int | None = None
+        self._busy = 0  # calls in worker threads
+        self._gone = False
+        self.used = True
+        """See DescriptorUser, as ``close_idle``."""
+
+    def descriptor(self) -> int:
+        """Opened when it is first needed. For worker threads that have it ``in_use``."""
+        with _opening:
+            if self.fd is None:
+                files.make_dirs(self.device.path)
+                self.fd = files.open_file(self.path, create=True)
+            return self.fd
+
+    def in_use(self, change: int) -> None:
+        """As long as the sum of changes is more than 0, its descriptor is kept."""
+        self._busy += change
+        if self._gone:
+            self.close_idle()
+
+    def gone(self) -> None:
+        """It has been removed."""
+        self._gone = True
+        self.close_idle()
+
+    def close_idle(self) -> int:
+        if self._busy or self.fd is None:
+            return 0
+        files.close_file(self.fd)
+        self.fd = None
+        return 1
+
+
+@dataclass(slots=True)
+class _Device:
+    """A burst directory, and what it holds."""
+
+    server: DataServer
+    map: BlockMap
+    path: str
+    """Of the directory of the sources' files."""
+    files: dict[int, _File] = field(default_factory=dict)
+    """By source."""
+    leaving: deque[tuple[_File, BlockSegment | None]] = field(default_factory=deque)
+    """Segments to be punched, and files to be removed (None), in order."""
+    fills: deque[_Fill] = field(default_factory=deque)
+    """Blocks that are to be written, in order."""
+    filling: set[tuple[int, int]] = field(default_factory=set)
+    """Sources and numbers of blocks that are going to be there."""
+    changed: bool = False
+    """The map is not as it is on disk."""
+    rests_until_s: float = 0.0
+    """Nothing is kept until then, on trio's clock, because it has failed."""
+    can_read_cached: bool = True
+    """Whether the filesystem reads from its page cache alone."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.leaving or self.fills or self.map.excess > 0)
+
+
+class BlockCache:
+    """Of all burst directories of a host. Used from one trio thread; ``work`` is its background
+    work, which alone changes files."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        upkeep: Upkeep,
+        standing: Standing,
+        barrier: Callable[[], Awaitable[None]],
+        mode: str,
+    ) -> None:
+        """``mode``: see burst.blocks in the reference of the configuration."""
+        self._servers = servers
+        self._upkeep = upkeep
+        self.standing = standing
+        """See Standing."""
+        self._barrier = barrier
+        self._mode = mode
+        self.block = BLOCK_MIN
+        """Bytes of a block."""
+        self.devices: dict[int, _Device] = {}
+        """By number."""
+        self._known: set[int] = set()
+        """Numbers of burst directories that were loaded, or could not be."""
+        self._new: list[int] = []
+        """Those that have been added since the mount."""
+        self._where: dict[int, _Device] = {}
+        """By source, the device that has it, or is going to."""
+        self._refused: set[int] = set()
+        """Sources that do not stand: what is written in place never does again."""
+        self._has_room = False
+        """Whether any device takes blocks."""
+        self._pending = 0
+        """Bytes that wait to be written."""
+        self._save_at_s = 0.0
+        """When the maps are written next, on trio's clock; 0: when something has changed."""
+        self.leaving: list[Leaving] = []
+        """Told of what goes, before it does."""
+        self._hit_bytes = 0
+        """Bytes that were read from blocks since the mount."""
+        self._filled_bytes = 0
+        """Bytes that have come into blocks."""
+        self._evicted_bytes = 0
+        """Bytes of blocks that gave way."""
+        self._wrong = 0
+        """Blocks that were not what their checksums say."""
+        servers.descriptors.add_users(self._users)
+
+    def _users(self) -> Iterable[_File]:
+        return [file for device in self.devices.values() for file in device.files.values()]
+
+    # --- devices ---
+
+    async def load(self) -> None:
+        """Take over what earlier mounts have kept, and remove what nobody knows."""
+        if self._servers.read_only:
+            return
+        if self._mode == "off":
+            for server in self._servers.burst():
+                server.workers.post(_remove_all, os.path.join(server.address, naming.BLOCKS))
+            return
+        burst = [server for server in self._servers.burst() if not server.absent]
+        spaces = await self._servers.spaces(burst)
+        self.block = block_size(sum(space.total for space in spaces if space is not None))
+        for server in burst:
+            await self.load_device(server)
+
+    async def load_device(self, server: DataServer) -> None:
+        """The same of one burst directory."""
+        self._known.add(server.id)
+        path = os.path.join(server.address, naming.BLOCKS)
+        device = _Device(server, BlockMap(self.block), path)
+        try:
+            segments, names = (await gather([(server.workers, _read_map, (path, self.block))]))[0]
+        except OSError as error:
+            _log.info("%s keeps no blocks: %s", server.name, error)
+            return
+        ids = sorted({segment.source for segment in segments} - self._where.keys())
+        ends = await self.standing(ids)
+        device.map.restore(
+            segment
+            for segment in segments
+            if segment.source in names
+            and (segment.number * BLOCKS + segment.have.bit_length()) * self.block
+            <= ends.get(segment.source, 0)
+        )
+        device.map.limit = device.map.bytes  # until somebody has looked at the device
+        device.files = {source: _File(device, source) for source in device.map.sources}
+        masks = {
+            source: {number: segment.have for number, segment in segments_of.items()}
+            for source, segments_of in device.map.sources.items()
+        }
+        unknown = names - masks.keys()
+        try:
+            await gather([(server.workers, _tidy, (device, unknown, masks, self.block))])
+        except OSError as error:
+            _log.info("%s keeps no blocks: %s", server.name, error)
+            return
+        self._where |= dict.fromkeys(device.files, device)
+        self.devices[server.id] = device
+
+    def bytes_on(self, server: int) -> int:
+        """See Blocks."""
+        device = self.devices.get(server)
+        return 0 if device is None else device.map.bytes
+
+    def give_room(self, server: int, limit: int) -> None:
+        """See Blocks."""
+        device = self.devices.get(server)
+        if device is None:
+            if self._mode != "off" and server not in self._known:
+                self._known.add(server)
+                self._new.append(server)
+                self._upkeep.wake(Work.BLOCKS)
+            return
+        device.map.limit = limit
+        self._has_room = any(it.map.limit for it in self.devices.values())
+        if device.has_work:
+            self._upkeep.wake(Work.BLOCKS)
+
+    async def leave(self, server: int) -> None:
+        """See Blocks."""
+        device = self.devices.pop(server, None)
+        if device is not None:
+            for source in list(device.files):
+                self._forget(device, source)
+            for file, _ in device.leaving:
+                file.gone()
+            await gather([(device.server.workers, _remove_all, (device.path,))])
+
+    # --- reading ---
+
+    def serves(self, layout: Striped) -> bool:
+        """See Blocks. What lies in memory, or on our own filesystem, does not."""
+        if self._mode != "auto":
+            return self._mode == "always"
+        own = {server.storage.pool for server in self._servers.burst() if not server.absent}
+        servers = map(self._servers.find, layout.servers)
+        return any(
+            not (server.absent or server.storage.in_memory or server.storage.pool in own)
+            for server in servers
+            if server is not None
+        )
+
+    def takes(self, source: int) -> bool:
+        """See Blocks."""
+        if source in self._where:
+            return True
+        return self._has_room and source not in self._refused
+
+    def held(self, source: int, offset: int, length: int) -> int:
+        """See Blocks."""
+        device = self._where.get(source)
+        return 0 if device is None else device.map.held(source, offset, length)
+
+    def read_now(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None or not buffer or offset + len(buffer) > size:
+            return False
+        spans = device.map.span(source, offset, len(buffer))
+        if spans is None or any(mask & ~segment.checked for segment, mask in spans):
+            return False
+        file = device.files[source]
+        return self._read_now(file, buffer, offset, spans)
+
+    def _read_now(
+        self, file: _File, buffer: memoryview, offset: int, spans: list[tuple[BlockSegment, int]]
+    ) -> bool:
+        device = file.device
+        if file.fd is None:
+            return False
+        try:
+            if device.server.may_inline:
+                done = files.read_into(file.fd, buffer, offset)
+            elif device.can_read_cached:
+                done = files.read_cached(file.fd, buffer, offset)
+            else:
+                return False
+        except OSError:  # a read in a worker meets any other error again
+            device.can_read_cached = False
+            return False
+        if done < len(buffer):
+            return False
+        self._used(device, spans, len(buffer), file)
+        return True
+
+    async def read(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None or not buffer or offset + len(buffer) > size:
+            return False
+        spans = device.map.span(source, offset, len(buffer))
+        if spans is None:
+            return False
+        file = device.files[source]
+        unchecked = [
+            (segment.number * BLOCKS + bit, segment.sum_of(bit))
+            for segment, mask in spans
+            for bit in range(BLOCKS)
+            if mask & ~segment.checked & 1 << bit
+        ]
+        if not unchecked and self._read_now(file, buffer, offset, spans):
+            return True
+        call = (device.server.workers, _read, (file, buffer, offset, unchecked, self.block, size))
+        file.in_use(1)
+        try:
+            # The buffer is the thread's until it ends, also where the reader is cancelled.
+            [(done, wrong)] = await gather([call], partial(file.in_use, -1), abandonable=True)
+        except OSError as error:
+            self._fails(device, error)
+            self.end(source)
+            return False
+        # Only now: what was punched meanwhile has left the map before.
+        if not all(device.map.is_current(segment) for segment, _ in spans):
+            return False
+        for index in wrong:
+            self._wrong += 1
+            _log.info("%s: block %d is not what it was", file.path, index)
+            self._drop(device, file, index)
+        if wrong or done < len(buffer):
+            return False
+        for segment, mask in spans:
+            segment.checked |= mask & segment.have
+        self._used(device, spans, len(buffer), file)
+        return True
+
+    def _used(
+        self, device: _Device, spans: list[tuple[BlockSegment, int]], length: int, file: _File
+    ) -> None:
+        self._hit_bytes += length
+        file.used = True
+        for segment, _ in spans:
+            device.map.use(segment, length // len(spans))
+
+    def file_of(self, source: int, offset: int, length: int) -> tuple[DataServer, int] | None:
+        """The burst directory, and a descriptor that is not the caller's, of the file that has this
+        range at the same offset, all of it checked; None: it is not here, or not open. So it stays
+        until ``leaving`` is called. Does not block."""
+        device = self._where.get(source)
+        spans = None if device is None else device.map.span(source, offset, length)
+        if device is None or spans is None or any(mask & ~it.checked for it, mask in spans):
+            return None
+        fd = device.files[source].fd
+        return None if fd is None else (device.server, fd)
+
+    def bytes_of(self, source: int) -> int:
+        """See Blocks."""
+        device = self._where.get(source)
+        return 0 if device is None else device.map.bytes_of(source)
+
+    # --- filling ---
+
+    def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
+        """See Blocks."""
+        device = self._where.get(source) or self._place_of(source)
+        if device is None or not device.map.limit or trio.current_time() < device.rests_until_s:
+            return
+        if memoryview(data.obj).nbytes > 2 * len(data):
+            data = memoryview(bytes(data))  # or all of a stripe stays in memory for a part of it
+        block, stop = self.block, offset + len(data)
+        first = -(-offset // block)
+        for index in range(first, -(-stop // block)):
+            start, last = index * block, min((index + 1) * block, end)
+            is_whole = start < last <= stop
+            if not is_whole or (source, index) in device.filling or device.map.has(source, index):
+                continue
+            if self._pending + block > _PENDING_MAX:
+                return
+            file = device.files.get(source)
+            if file is None:
+                file = device.files[source] = _File(device, source)
+                self._where[source] = device
+            self._pending += last - start
+            device.filling.add((source, index))
+            part = data[start - offset : last - offset]
+            device.fills.append(_Fill(source, index, part, file))
+        if device.fills:
+            self._upkeep.wake(Work.BLOCKS)
+
+    def _place_of(self, source: int) -> _Device | None:
+        """The device for a new source: the one with the most room for it."""
+        if source in self._refused:
+            return None
+        usable = [device for device in self.devices.values() if device.map.limit]
+        return max(usable, key=lambda it: it.map.limit - it.map.bytes, default=None)
+
+    async def work(self) -> float:
+        """Do what is due: each device by itself, because one may hang."""
+        while self._new:
+            if (server := self._servers.find(self._new.pop())) is not None:
+                await self.load_device(server)
+        await run_all(*(partial(self._work_on, device) for device in self.devices.values()))
+        now_s = trio.current_time()
+        if not any(device.changed for device in self.devices.values()):
+            return NEVER_S
+        self._save_at_s = self._save_at_s or now_s + _SAVE_S
+        if now_s < self._save_at_s:
+            return self._save_at_s - now_s
+        await self.save()
+        return NEVER_S
+
+    async def _work_on(self, device: _Device) -> None:
+        while device.has_work and device.server.id in self.devices:
+            self._evict(device)
+            try:
+                await self._leave(device)
+                await self._fill(device)
+            except OSError as error:
+                self._fails(device, error)
+
+    async def _fill(self, device: _Device) -> None:
+        taken = [device.fills.popleft() for _ in range(min(_BATCH, len(device.fills)))]
+        try:
+            # Their bytes were read before: what stands now has stood all the while, and ends aloud.
+            await self._refuse_fallen(device, {fill.source for fill in taken})
+            batch = [fill for fill in taken if device.files.get(fill.source) is fill.file]
+            if not batch:
+                return
+            used = [fill.file for fill in batch]
+            sums = await self._carry_out(device, used, _write_all, batch, self.block)
+            faults.reach(_FILLED)
+        finally:
+            self._pending -= sum(len(fill.data) for fill in taken)
+            device.filling.difference_update((fill.source, fill.number) for fill in taken)
+        for fill, checksum in zip(batch, sums, strict=True):
+            if device.files.get(fill.source) is fill.file:
+                device.map.put(fill.source, fill.number, checksum)
+                self._filled_bytes += len(fill.data)
+                device.changed = True
+
+    async def _refuse_fallen(self, device: _Device, sources: set[int]) -> None:
+        """Forget those of these that are new and do not stand."""
+        new = sorted(sources - device.map.sources.keys())
+        standing = await self.standing(new) if new else {}
+        for source in new:
+            if source not in standing and source in device.files:
+                if len(self._refused) >= _REFUSED_MAX:
+                    self._refused.clear()
+                self._refused.add(source)
+                self._forget(device, source)
+
+    # --- what goes ---
+
+    def end(self, source: int) -> bool:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None:
+            return False
+        self._forget(device, source)
+        self._upkeep.wake(Work.BLOCKS)
+        return True
+
+    def _forget(self, device: _Device, source: int) -> None:
+        for tell in self.leaving:
+            tell(source, 0, 1 << 63)
+        device.map.end(source)
+        self._where.pop(source, None)
+        device.leaving.append((device.files.pop(source), None))
+        device.changed = True
+
+    def _drop(self, device: _Device, file: _File, index: int) -> None:
+        """One block counts no more. It is written again before it counts, and not punched."""
+        number, bit = divmod(index, BLOCKS)
+        for tell in self.leaving:
+            tell(file.source, index * self.block, (index + 1) * self.block)
+        device.map.drop(device.map.sources[file.source][number], 1 << bit)
+        device.changed = True
+
+    def _evict(self, device: _Device) -> None:
+        span = BLOCKS * self.block
+        while device.map.excess > 0 and len(device.leaving) < _BATCH:
+            segment = device.map.evict()
+            assert segment is not None  # it takes the bytes that are too many
+            start = segment.number * span
+            for tell in self.leaving:
+                tell(segment.source, start, start + span)
+            self._evicted_bytes += segment.have.bit_count() * self.block
+            file = device.files[segment.source]
+            device.leaving.append((file, segment))
+            if segment.source not in device.map.sources:
+                del device.files[segment.source], self._where[segment.source]
+                device.leaving.append((file, None))
+            device.changed = True
+
+    async def _leave(self, device: _Device) -> None:
+        while device.leaving:
+            some = [device.leaving.popleft() for _ in range(min(_BATCH, len(device.leaving)))]
+            faults.reach(_LEFT)
+            await self._carry_out(device, [file for file, _ in some], _give_up, some, self.block)
+            for file, segment in some:
+                if segment is None:
+                    file.gone()
+
+    async def _carry_out(
+        self, device: _Device, used: Sequence[_File], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """In a worker, which uses these files."""
+        for file in used:
+            file.in_use(1)
+
+        def ended() -> None:
+            for file in used:
+                file.in_use(-1)
+
+        return (await gather([(device.server.workers, function, args)], ended))[0]
+
+    def _fails(self, device: _Device, error: OSError) -> None:
+        device.rests_until_s = trio.current_time() + _REST_S
+        _log.info("%s keeps no more blocks for a while: %s", device.path, error)
+
+    # --- the map on disk ---
+
+    async def save(self) -> None:
+        """The maps on disk are as those in memory were. Raises FsError."""
+        self._save_at_s = 0.0
+        found = [
+            (device, device.map.snapshot()) for device in self.devices.values() if device.changed
+        ]
+        await self._barrier()  # what names these sources is durable, and so are the lengths
+        for device, segments in found:
+            device.changed = False
+            work = (_write_map, (device.path, segments, self.block))
+            try:
+                await gather([(device.server.workers, *work)])
+            except OSError as error:
+                self._fails(device, error)
+            faults.reach(_SAVED)
+
+    async def close(self) -> None:
+        """At an orderly end. Raises FsError."""
+        if any(device.changed for device in self.devices.values()):
+            await self.save()
+        for file in self._users():
+            file.close_idle()
+
+    def status(self) -> dict[str, Any]:
+        """For ``aifs status``; bytes, since the mount except ``cached_bytes`` and
+        ``limit_bytes``. ``wrong_blocks``: they were not what their checksums say."""
+        maps = [device.map for device in self.devices.values()]
+        return {
+            "block_bytes": self.block,
+            "cached_bytes": sum(it.bytes for it in maps),
+            "limit_bytes": sum(it.limit for it in maps),
+            "sources": sum(len(it.sources) for it in maps),
+            "hit_bytes": self._hit_bytes,
+            "filled_bytes": self._filled_bytes,
+            "evicted_bytes": self._evicted_bytes,
+            "waiting_bytes": self._pending,
+            "wrong_blocks": self._wrong,
+        }
+
+
+def _sum_of(data: memoryview) -> bytes:
+    return digest_of(data)[:SUM_BYTES]
+
+
+# --- in worker threads ---
+
+
+def _read(
+    file: _File,
+    buffer: memoryview,
+    offset: int,
+    unchecked: list[tuple[int, bytes]],
+    block: int,
+    size: int,
+) -> tuple[int, list[int]]:
+    """Fill ``buffer``; how many bytes there were, and which blocks are wrong."""
+    fd, wrong = file.descriptor(), []
+    for index, checksum in unchecked:
+        start = index * block
+        part = memoryview(bytearray(min(block, size - start)))
+        if files.read_into(fd, part, start) < len(part) or _sum_of(part) != checksum:
+            wrong.append(index)
+    return (0 if wrong else files.read_into(fd, buffer, offset)), wrong
+
+
+def _write_all(fills: Sequence[_Fill], block: int) -> list[bytes]:
+    """The checksum of each."""
+    for fill in fills:
+        files.write_at(fill.file.descriptor(), fill.data, fill.number * block)
+    return [_sum_of(fill.data) for fill in fills]
+
+
+def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:
+    span = BLOCKS * block
+    for file, segment in some:
+        if segment is not None:
+            _punch(file.descriptor(), segment.number * span, span)
+            continue
+        with suppress(FileNotFoundError):
+            files.unlink(file.path)
+
+
+def _read_map(path: str, block: int) -> tuple[list[BlockSegment], set[int]]:
+    """What the map on disk says, and the sources that have files."""
+    if not os.path.isdir(path):
+        return [], set()
+    names = {int(name, 16) for name in os.listdir(path) if len(name) == 16}
+    record = files.read_file(os.path.join(path, _MAP)) or b""
+    head, body = record[:SUM_BYTES], memoryview(record)[SUM_BYTES:]
+    if _sum_of(body) != head:
+        return [], names
+    try:
+        return decode(block, bytes(body)), names
+    except ValueError:
+        return [], names
+
+
+def _write_map(path: str, segments: list[tuple[BlockSegment, int]], block: int) -> None:
+    record = encode(block, segments)
+    files.replace_file(os.path.join(path, _MAP), _sum_of(memoryview(record)) + record)
+
+
+def _tidy(
+    device: _Device, unknown: Iterable[int], masks: dict[int, dict[int, int]], block: int
+) -> None:
+    """Remove what the map does not name: files, and blocks that were written after it."""
+    for source in unknown:
+        files.unlink(f"{device.path}/{source:016x}")
+    for source, have in masks.items():
+        file = device.files[source]
+        status = os.stat(file.path)
+        if status.st_blocks * 512 > sum(mask.bit_count() for mask in have.values()) * block:
+            for index in range(-(-status.st_size // block)):
+                if not have.get(index // BLOCKS, 0) >> index % BLOCKS & 1:
+                    _punch(file.descriptor(), index * block, block)
+            file.close_idle()
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    files.change_allocation(fd, files.PUNCH_HOLE | files.KEEP_SIZE, offset, length)
+
+
+def _remove_all(path: str) -> None:
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            files.unlink(os.path.join(path, name))
+        files.remove_dir(path)

@@ -1,0 +1,282 @@
+"""The clean blocks that one burst device holds, in memory, and which of them goes first. Pure: no
+I/O, no clock.
+
+A *source* is an object set or a container, and is named by its id. Its bytes are cut into blocks,
+and 128 blocks in a row are a *segment*, which is what the order of eviction knows: so the map of
+8 TB is one object for each 128 MiB (``block_size``), with 8 bytes for each block: 90 MiB.
+
+Eviction is S3-FIFO (Yang et al., 2023): a new segment enters a small queue, a tenth of the room;
+one that is used again before it reaches the end goes on to the main queue, another one goes, and
+its name is remembered for a while: if it comes back, it enters the main queue. So one scan of
+a large dataset passes through the small queue alone. Uses that follow each other closely are
+one use: the neighbours of a small file, which came with its block, are read next.
+"""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+BLOCKS = 128
+"""Blocks in a segment: the bits of its masks."""
+
+SUM_BYTES = 8
+"""Of the checksum of a block."""
+
+BLOCK_MIN, BLOCK_MAX = 64 << 10, 1 << 20
+_BLOCKS_MAX = 1 << 23
+
+_SMALL_SHARE = 10
+"""The small queue has one part in so many of the room."""
+_CLOSE_SHARE = 16
+"""Uses are one if fewer bytes than one part in so many of the room were used in between."""
+_USES_MAX = 3
+
+_MAGIC = b"AIFSBLK1"
+_HEAD = struct.Struct("<8sIQ")
+_SEGMENT = struct.Struct(f"<QI{BLOCKS // 8}s")
+
+
+def block_size(room: int) -> int:
+    """The bytes of a block where the devices have ``room`` bytes: so many blocks fit in memory."""
+    size = BLOCK_MIN
+    while size < BLOCK_MAX and room // size > _BLOCKS_MAX:
+        size *= 2
+    return size
+
+
+class BlockSegment:
+    """Blocks in a row of one source. A segment that has left the map never comes back."""
+
+    __slots__ = ("checked", "have", "is_main", "number", "source", "sums", "used_at", "uses")
+
+    def __init__(self, source: int, number: int, have: int = 0, sums: bytes = b"") -> None:
+        self.source = source
+        self.number = number
+        self.have = have
+        """Mask of the blocks that are there."""
+        self.checked = 0
+        """Mask of those whose bytes were compared with their checksums, or written, by this
+        process."""
+        self.sums = bytearray(BLOCKS * SUM_BYTES)
+        self.is_main = False
+        self.uses = 0
+        self.used_at = 0
+        at = 0
+        for bit in self.bits():
+            self.sums[bit * SUM_BYTES : (bit + 1) * SUM_BYTES] = sums[at : at + SUM_BYTES]
+            at += SUM_BYTES
+
+    def bits(self) -> Iterator[int]:
+        """The numbers, in the segment, of the blocks that are there."""
+        return (bit for bit in range(BLOCKS) if self.have >> bit & 1)
+
+    def sum_of(self, bit: int) -> bytes:
+        """The checksum of a block."""
+        return bytes(self.sums[bit * SUM_BYTES : (bit + 1) * SUM_BYTES])
+
+
+class BlockMap:
+    """See above. Used from one trio thread."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.limit = 0
+        """Bytes that blocks may take."""
+        self.bytes = 0
+        """That they take; a block counts whole."""
+        self.sources: dict[int, dict[int, BlockSegment]] = {}
+        """By id, and number, all segments."""
+        self._small: OrderedDict[BlockSegment, None] = OrderedDict()
+        """The small queue, the oldest segment first."""
+        self._main: OrderedDict[BlockSegment, None] = OrderedDict()
+        """The main queue."""
+        self._small_blocks = 0
+        """Blocks of all in the small one."""
+        self._gone: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """Names of segments that left the small queue, the oldest first."""
+        self._used = 0
+        """Bytes that have come or were read: the clock of all this."""
+
+    @property
+    def segments(self) -> int:
+        return len(self._small) + len(self._main)
+
+    @property
+    def excess(self) -> int:
+        """Bytes of blocks that have to go."""
+        return self.bytes - self.limit
+
+    def span(self, source: int, offset: int, length: int) -> list[tuple[BlockSegment, int]] | None:
+        """The segments that hold a range, each with the mask of the blocks that do; None if a block
+        is missing."""
+        numbers = self.sources.get(source)
+        if numbers is None:
+            return None
+        first, last = offset // self.block, (offset + length - 1) // self.block
+        found: list[tuple[BlockSegment, int]] = []
+        for number in range(first // BLOCKS, last // BLOCKS + 1):
+            segment, start = numbers.get(number), number * BLOCKS
+            low, high = max(first - start, 0), min(last - start, BLOCKS - 1)
+            mask = (1 << high + 1) - (1 << low)
+            if segment is None or segment.have & mask != mask:
+                return None
+            found.append((segment, mask))
+        return found
+
+    def held(self, source: int, offset: int, length: int) -> int:
+        """How many bytes are there of a range, from its start on."""
+        index, last = offset // self.block, (offset + length - 1) // self.block
+        numbers = self.sources.get(source, {})
+        while index <= last and (segment := numbers.get(index // BLOCKS)) is not None:
+            have = segment.have >> index % BLOCKS
+            run = (have ^ have + 1).bit_length() - 1  # bits that are set, from the lowest on
+            index += run
+            if index % BLOCKS or not run:
+                break
+        return max(0, min(index * self.block - offset, length))
+
+    def is_current(self, segment: BlockSegment) -> bool:
+        return self.sources.get(segment.source, {}).get(segment.number) is segment
+
+    def has(self, source: int, index: int) -> bool:
+        """Whether block ``index`` of a source is there."""
+        segment = self.sources.get(source, {}).get(index // BLOCKS)
+        return segment is not None and bool(segment.have >> index % BLOCKS & 1)
+
+    def bytes_of(self, source: int) -> int:
+        """Of one source."""
+        segments = self.sources.get(source, {}).values()
+        return sum(segment.have.bit_count() for segment in segments) * self.block
+
+    # --- what comes, and is used ---
+
+    def put(self, source: int, index: int, checksum: bytes) -> None:
+        """Block ``index`` is there, and has been checked."""
+        number, bit = divmod(index, BLOCKS)
+        segment = self.sources.get(source, {}).get(number)
+        if segment is None:
+            segment = BlockSegment(source, number)
+            segment.used_at = self._used
+            self._enter(segment, (source, number) in self._gone)
+        if not segment.have >> bit & 1:
+            segment.have |= 1 << bit
+            self._count(segment, 1)
+        segment.checked |= 1 << bit
+        segment.sums[bit * SUM_BYTES : (bit + 1) * SUM_BYTES] = checksum
+        self._used += self.block
+
+    def use(self, segment: BlockSegment, length: int) -> None:
+        """So many bytes of it were read."""
+        self._used += length
+        if self._used - segment.used_at > self.limit // _CLOSE_SHARE:
+            segment.used_at = self._used
+            segment.uses = min(segment.uses + 1, _USES_MAX)
+
+    # --- what goes ---
+
+    def drop(self, segment: BlockSegment, mask: int) -> None:
+        """These blocks of it count no more."""
+        if self.is_current(segment):
+            self._count(segment, -(segment.have & mask).bit_count())
+            segment.have &= ~mask
+            segment.checked &= ~mask
+
+    def end(self, source: int) -> bool:
+        """All of a source counts no more. Whether there was anything."""
+        segments = self.sources.get(source)
+        for segment in list(segments.values()) if segments else ():
+            self._leave(segment)
+        return segments is not None
+
+    def evict(self) -> BlockSegment | None:
+        """The segment that goes first, which has left the map; None: there is none."""
+        while self._small or self._main:
+            is_small = self._small_blocks * self.block * _SMALL_SHARE >= self.limit
+            if self._small and (is_small or not self._main):
+                segment = next(iter(self._small))
+                self._leave(segment)
+                if segment.uses:
+                    segment.uses = 0
+                    self._enter(segment, True)
+                    continue
+                self._gone[segment.source, segment.number] = None
+                while len(self._gone) > self.segments:
+                    self._gone.popitem(last=False)
+                return segment
+            segment = next(iter(self._main))
+            if segment.uses:
+                segment.uses -= 1
+                self._main.move_to_end(segment)
+                continue
+            self._leave(segment)
+            return segment
+        return None
+
+    def _enter(self, segment: BlockSegment, is_main: bool) -> None:
+        segment.is_main = is_main
+        self.sources.setdefault(segment.source, {})[segment.number] = segment
+        (self._main if is_main else self._small)[segment] = None
+        self._gone.pop((segment.source, segment.number), None)
+        self._count(segment, segment.have.bit_count())
+
+    def _leave(self, segment: BlockSegment) -> None:
+        numbers = self.sources[segment.source]
+        del numbers[segment.number]
+        if not numbers:
+            del self.sources[segment.source]
+        del (self._main if segment.is_main else self._small)[segment]
+        self._count(segment, -segment.have.bit_count())
+
+    def _count(self, segment: BlockSegment, blocks: int) -> None:
+        self.bytes += blocks * self.block
+        if not segment.is_main:
+            self._small_blocks += blocks
+
+    # --- on disk ---
+
+    def snapshot(self) -> list[tuple[BlockSegment, int]]:
+        """All segments, in the order in which they would go, with their blocks: for ``encode``."""
+        return [(segment, segment.have) for queue in (self._small, self._main) for segment in queue]
+
+    def restore(self, segments: Iterable[BlockSegment]) -> None:
+        """Take over what an earlier process has known, in the order of ``snapshot``: none of it is
+        checked. Nothing else is in the map."""
+        for segment in segments:
+            self._enter(segment, segment.is_main)
+
+
+def encode(block: int, segments: Iterable[tuple[BlockSegment, int]]) -> bytes:
+    """A snapshot, without a checksum. May run in a thread: a block that has gone meanwhile is in it
+    or not."""
+    parts = [b""]
+    for segment, have in segments:
+        sums = b"".join(segment.sum_of(bit) for bit in range(BLOCKS) if have >> bit & 1)
+        mask = have.to_bytes(BLOCKS // 8, "little")
+        parts.append(_SEGMENT.pack(segment.source, segment.number << 1 | segment.is_main, mask))
+        parts.append(sums)
+    parts[0] = _HEAD.pack(_MAGIC, block, len(parts) // 2)
+    return b"".join(parts)
+
+
+def decode(block: int, record: bytes) -> list[BlockSegment]:
+    """The segments of a snapshot. Raises ValueError if it is damaged, or of blocks of other
+    size."""
+    try:
+        magic, of, count = _HEAD.unpack_from(record)
+        if (magic, of) != (_MAGIC, block):
+            raise ValueError("a map of other blocks")
+        found, at = list[BlockSegment](), _HEAD.size
+        for _ in range(count):
+            source, number, mask = _SEGMENT.unpack_from(record, at)
+            have = int.from_bytes(mask, "little")
+            at += _SEGMENT.size
+            end = at + have.bit_count() * SUM_BYTES
+            segment = BlockSegment(source, number >> 1, have, record[at:end])
+            segment.is_main = bool(number & 1)
+            found.append(segment)
+            at = end
+    except struct.error:
+        raise ValueError("a map that is cut off") from None
+    if at != len(record):
+        raise ValueError("a map of another length")
+    return found

@@ -1,0 +1,68 @@
+"""Reads of an object set by way of the blocks of it that this host keeps near: the topmost stage.
+
+What is kept of object sets is what all stages below have made of it: recovered, checked, shared.
+A read that finds all its blocks asks no server. Another one is widened to whole blocks, and these
+are kept, in the background: so what lies beside it in a container comes along.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from aifs.data.objects.cached_reads import Stage
+from aifs.data.servers import Servers
+
+
+class LocalReads:
+    """Of one object set. See Stage."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        source: int,
+        below: Stage,
+        open_below: Callable[[], Awaitable[object]] | None,
+    ) -> None:
+        """``open_below``: the stages below have their descriptors then, by which page caches are
+        read, which suits small reads of containers; None: they are not read so."""
+        self._blocks = servers.blocks
+        self._source = source
+        self._below = below
+        self._open_below = open_below
+        self._buffers = servers.buffers
+        self.read_past, self.find = below.read_past, below.find
+        self.forget, self.end = below.forget, below.end
+        self.fixed: int | None = None
+        """Bytes that never change, of a container: whole blocks, or all; None: of a settled file
+        all do not."""
+
+    async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
+        """See Stage."""
+        blocks, source, below = self._blocks, self._source, self._below
+        if not strict:
+            return await below.read(offset, length, size, strict)
+        end, start, stop = self._end(size), offset, offset + length
+        if held := blocks.held(source, offset, length):
+            buffer = self._buffers.take(length)
+            if await blocks.read(source, offset, buffer[:held], end):
+                if held < length:
+                    buffer[held:] = await self.read(offset + held, length - held, size)
+                return buffer
+            del buffer
+        if self.fixed is not None and self._open_below is not None:
+            await self._open_below()
+        if not blocks.takes(source):
+            return await below.read(offset, length, size)
+        if stop <= end:
+            block = blocks.block
+            start, stop = start - start % block, min(-(-stop // block) * block, end)
+        data = await below.read(start, stop - start, size, strict)
+        blocks.fill(source, start, data, end)
+        return data[offset - start :][:length]
+
+    def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
+        """See Stage. What is not there has to come by ``read``, which keeps it."""
+        if not self._blocks.takes(self._source):
+            return self._below.read_now(offset, buffer, size)
+        return self._blocks.read_now(self._source, offset, buffer, self._end(size))
+
+    def _end(self, size: int) -> int:
+        return size if self.fixed is None else self.fixed

@@ -1,0 +1,87 @@
+"""Clean blocks that are kept nearer than the data servers, as the reads of object sets see them."""
+
+from typing import Protocol
+
+from aifs.layout.striped import Striped
+
+
+class Blocks(Protocol):
+    """Blocks of *sources*, which are object sets and containers, by id and at their own offsets."""
+
+    block: int
+    """Bytes of a block."""
+
+    def serves(self, layout: Striped) -> bool:
+        """Whether blocks of what lies there come sooner from here. Does not block."""
+
+    def takes(self, source: int) -> bool:
+        """Whether blocks of it may be here, or are wanted. Does not block."""
+
+    def held(self, source: int, offset: int, length: int) -> int:
+        """How many bytes of a range of it are here, from its start on. Does not block."""
+
+    def read_now(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        """Fill ``buffer``, if all of it is here, and that takes no waiting; ``size``: where the
+        source ends. Does not block."""
+
+    async def read(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        """The same, also where it has to be waited for. Cancellable."""
+
+    def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
+        """Keep the whole blocks among these bytes of it, and its last ones; bytes from ``end`` on
+        may change. Does not block."""
+
+    def bytes_of(self, source: int) -> int:
+        """That are here of a source; 0 of other ids."""
+
+    def bytes_on(self, server: int) -> int:
+        """That blocks take on a burst directory."""
+
+    def give_room(self, server: int, limit: int) -> None:
+        """Blocks may take so many bytes there from now on. Does not block."""
+
+    async def leave(self, server: int) -> None:
+        """Keep nothing there any more."""
+
+    def end(self, source: int) -> bool:
+        """Its bytes may change from now on, or nobody has them any more; whether any were here.
+        Other ids may be named, too. Does not block."""
+
+
+class NoBlocks:
+    """Where none are kept. See Blocks."""
+
+    block = 1
+
+    def serves(self, layout: Striped) -> bool:
+        return False
+
+    def takes(self, source: int) -> bool:
+        return False
+
+    def held(self, source: int, offset: int, length: int) -> int:
+        return 0
+
+    def read_now(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        return False
+
+    async def read(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
+        return False
+
+    def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
+        pass
+
+    def bytes_of(self, source: int) -> int:
+        return 0
+
+    def bytes_on(self, server: int) -> int:
+        return 0
+
+    def give_room(self, server: int, limit: int) -> None:
+        pass
+
+    async def leave(self, server: int) -> None:
+        pass
+
+    def end(self, source: int) -> bool:
+        return False
