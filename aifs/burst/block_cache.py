@@ -67,10 +67,6 @@ _opening = Lock()
 Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
 """Those of these ids whose bytes never change as the records say, and up to which byte."""
 
-Leaving = Callable[[int, int, int], None]
-"""Called with a source, and the start and the end of what it has no more, before any of that
-changes. Does not block."""
-
 
 class _Fill(NamedTuple):
     """A block that is to be kept."""
@@ -188,8 +184,8 @@ class BlockCache:
         """Bytes that wait to be written."""
         self._save_at_s = 0.0
         """When the maps are written next, on trio's clock; 0: when something has changed."""
-        self.leaving: list[Leaving] = []
-        """Told of what goes, before it does."""
+        self._tells: list[Callable[[int], None]] = []
+        """Called with a source before some of it goes."""
         self._hit_bytes = 0
         """Bytes that were read from blocks since the mount."""
         self._filled_bytes = 0
@@ -388,9 +384,7 @@ class BlockCache:
             device.map.use(segment, length // len(spans))
 
     def file_of(self, source: int, offset: int, length: int) -> tuple[DataServer, int] | None:
-        """The burst directory, and a descriptor that is not the caller's, of the file that has this
-        range at the same offset, all of it checked; None: it is not here, or not open. So it stays
-        until ``leaving`` is called. Does not block."""
+        """See Blocks."""
         device = self._where.get(source)
         spans = None if device is None else device.map.span(source, offset, length)
         if device is None or spans is None or any(mask & ~it.checked for it, mask in spans):
@@ -506,8 +500,7 @@ class BlockCache:
         return True
 
     def _forget(self, device: _Device, source: int) -> None:
-        for tell in self.leaving:
-            tell(source, 0, 1 << 63)
+        self._tell(source)
         device.map.end(source)
         self._where.pop(source, None)
         device.leaving.append((device.files.pop(source), None))
@@ -516,19 +509,23 @@ class BlockCache:
     def _drop(self, device: _Device, file: _File, index: int) -> None:
         """One block counts no more. It is written again before it counts, and not punched."""
         number, bit = divmod(index, BLOCKS)
-        for tell in self.leaving:
-            tell(file.source, index * self.block, (index + 1) * self.block)
+        self._tell(file.source)
         device.map.drop(device.map.sources[file.source][number], 1 << bit)
         device.changed = True
 
+    def tell(self, leaving: Callable[[int], None]) -> None:
+        """See Blocks."""
+        self._tells.append(leaving)
+
+    def _tell(self, source: int) -> None:
+        for tell in self._tells:
+            tell(source)
+
     def _evict(self, device: _Device) -> None:
-        span = BLOCKS * self.block
         while device.map.excess > 0 and len(device.leaving) < _BATCH:
             segment = device.map.evict()
             assert segment is not None  # it takes the bytes that are too many
-            start = segment.number * span
-            for tell in self.leaving:
-                tell(segment.source, start, start + span)
+            self._tell(segment.source)
             self._evicted_bytes += segment.have.bit_count() * self.block
             file = device.files[segment.source]
             device.leaving.append((file, segment))

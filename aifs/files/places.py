@@ -41,6 +41,8 @@ _PATIENCE_S = 0.1
 """After so long files are not waited for that are opened for this: a program waits that needs none
 of them."""
 
+_ANY_UNIT = 1 << 20  # of a source with one file
+
 LocalFile = tuple[DataServer, int]
 """A server, and a descriptor of a local file there; -1: there is none."""
 
@@ -60,6 +62,7 @@ class Places:
         """``is_off``: files have no places. So it is where reads are compared with checksums, and
         where hosts share the store: another one may change bytes without our being asked."""
         self._kernel = kernel
+        self._blocks = servers.blocks
         self._engine = engine
         self._containers: ContainerFiles | None = None
         """Those of packed files; None before they are known."""
@@ -67,7 +70,7 @@ class Places:
         self._sources: dict[int, _Source] = {}
         """By number."""
         self._numbers: dict[int, int] = {}
-        """By oid."""
+        """By oid; by -oid of what is read from its blocks in a burst directory."""
         self._free: list[int] = []
         """Numbers that were a source's."""
         self._descriptors = 0
@@ -77,6 +80,7 @@ class Places:
         self.used = False
         """See DescriptorUser, as ``close_idle``."""
         servers.tell_of("data", self._take_failing)
+        servers.blocks.tell(lambda oid: self.take_objects(-oid))
         servers.descriptors.add_users(lambda: [self])
 
     def read_containers(self, containers: ContainerFiles) -> None:
@@ -102,15 +106,18 @@ class Places:
                 await self.open_containers(extents)
             elif inode.objects is not None and inode.objects.width <= COLUMNS_MAX:
                 assert isinstance(objects, ObjectSet)  # its layout is striped
-                with trio.move_on_after(_PATIENCE_S):
-                    found = await objects.local_files(size)
+                if self._blocks.file_of(inode.oid, 0, size) is None:
+                    with trio.move_on_after(_PATIENCE_S):
+                        found = await objects.local_files(size)
         except FsError:
             return  # the reader is told
         is_same = file.objects is file.placed is objects and inode.size == size
         if not is_same or not self._may_place(file):
             return
-        if inode.objects is not None and found:
-            number = self._open(inode.oid, inode.objects.unit, found)
+        if inode.objects is not None:
+            number = self._near(inode.oid, 0, size)
+            if number is None:
+                number = self._open(inode.oid, inode.objects.unit, found)
             self._put(inode.ino, size, [] if number is None else [ReadPlace(0, size, 0, number)])
         else:
             self.put_chunks(inode.ino, size, extents)
@@ -129,13 +136,21 @@ class Places:
         """Have the bridge answer reads of an inode that begins with these extents. It is in core
         and settled, or claimed and so on record. Whether the bridge has places of it. Does not
         block."""
-        numbers = self._numbers
         places = [
-            ReadPlace(start, start + at.raw, at.offset + HEADER_BYTES, numbers[at.container])
+            ReadPlace(start, start + at.raw, at.offset + HEADER_BYTES, number)
             for start, at in _plain(extents)
-            if at.container in numbers
+            if (number := self._source_of(at)) is not None
         ]
         return self._put(ino, size, places)
+
+    def _source_of(self, at: Location) -> int | None:
+        near = self._near(at.container, at.offset + HEADER_BYTES, at.raw)
+        return self._numbers.get(at.container) if near is None else near
+
+    def _near(self, oid: int, offset: int, length: int) -> int | None:
+        """The source with these bytes if they are in blocks: at the same offset, in one file."""
+        found = self._blocks.file_of(oid, offset, length)
+        return None if found is None else self._open(-oid, _ANY_UNIT, [found])
 
     def _put(self, ino: int, size: int, places: Sequence[ReadPlace]) -> bool:
         passthrough = self._passthrough

@@ -244,16 +244,16 @@ async def test_blocks_give_way(directory: Path) -> None:
     async with opened(directory, modes.STRIPED) as fs:
         ino = await cached(fs, data)
         [device] = fs.blocks.devices
-        left: list[tuple[int, int, int]] = []
+        left: list[int] = []
         oid = (await fs.getattr(ino)).oid
-        fs.blocks.leaving.append(lambda *gone: left.append(gone))
+        fs.blocks.tell(left.append)
         assert sum(path.stat().st_blocks for path in files_of(directory)) * 512 >= SIZE // 2
         found = fs.blocks.file_of(oid, 0, SIZE)
         assert found is not None and os.pread(found[1], SIZE, 0) == data and found[0].id == device
         fs.blocks.give_room(device, 0)
         await fs.upkeep.have_done(Work.BLOCKS)
         assert fs.blocks.file_of(oid, 0, SIZE) is None
-        assert left and not fs.blocks.status()["cached_bytes"] and not files_of(directory)
+        assert left[0] == oid and not fs.blocks.status()["cached_bytes"] and not files_of(directory)
         assert await read_file(fs, ino) == data
 
 

@@ -1,6 +1,7 @@
 """Clean blocks that are kept nearer than the data servers, as the reads of object sets see them."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from aifs.layout.striped import Striped
 
@@ -30,6 +31,14 @@ class Blocks(Protocol):
     def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
         """Keep the whole blocks among these bytes of it, and its last ones; bytes from ``end`` on
         may change. Does not block."""
+
+    def file_of(self, source: int, offset: int, length: int) -> tuple[Any, int] | None:
+        """The burst directory, and a descriptor that is not the caller's, of the file that has this
+        range at the same offset, all of it checked; None: it is not here, or not open. So it stays
+        until those are told that ``tell`` names. Does not block."""
+
+    def tell(self, leaving: Callable[[int], None]) -> None:
+        """``leaving`` is called from now on before blocks of a source change, or go."""
 
     def bytes_of(self, source: int) -> int:
         """That are here of a source; 0 of other ids."""
@@ -69,6 +78,12 @@ class NoBlocks:
         return False
 
     def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
+        pass
+
+    def file_of(self, source: int, offset: int, length: int) -> None:
+        return None
+
+    def tell(self, leaving: Callable[[int], None]) -> None:
         pass
 
     def bytes_of(self, source: int) -> int:
