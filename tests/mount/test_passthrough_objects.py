@@ -209,7 +209,7 @@ def test_a_drained_and_evicted_file_is_read_from_its_object(store: Mounted) -> N
 
 
 def test_a_writer_that_is_killed_leaves_a_file_that_is_in_order(scratch: Path) -> None:
-    with mounted_store(scratch, ("layout.inline_limit=0")) as store:
+    with mounted_store(scratch, ("layout.inline_limit=0",)) as store:
         os.setxattr(store.path, "user.aifs.layout", b"count=1")
         os.setxattr(store.path, "user.aifs.tier", b"capacity")
         path = store.path / "file"
