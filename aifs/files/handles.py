@@ -250,6 +250,11 @@ class Handles:
         if not self.was_accessed(inode.ino):  # else it shows another time
             passthrough.note_attributes(inode.ino, record)
 
+    def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
+        """See Passthrough. Does not block."""
+        if self.kernel.passthrough is not None:
+            self.kernel.passthrough.note_entries(entries)
+
     def open_lent(self, ino: int, flags: int, uid: int) -> bool:
         """Open an inode that is lent for reading, as the bridge does. Whether that was done: it has
         one more handle. Does not block."""

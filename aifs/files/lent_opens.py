@@ -20,7 +20,7 @@ from aifs.layout.interleaved import Extent
 from aifs.meta import keys
 from aifs.meta.chunks import decode_list
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.records import APPEND_ONLY, Inode, decode_inode
+from aifs.meta.records import APPEND_ONLY, Inode, decode_dentry, decode_inode
 
 _AHEAD = 32
 """Files that are lent at once."""
@@ -55,8 +55,14 @@ class LentOpens:
         self._places = table.handles.places
         self._following = deque[int](maxlen=_STREAMS)
         """Numbers behind the last ones of files that were lent together."""
+        self._found = (0, b"", 0)
+        """What was looked up last: directory, name and inode."""
         self._failed = 0
         """Files that could not be lent since one could."""
+
+    def found(self, parent: int, name: bytes, ino: int) -> None:
+        """A program has looked this name up. Does not block."""
+        self._found = parent, name, ino
 
     async def open(self, ino: int, flags: int, uid: int) -> bool:
         """Open a file for reading that is not in core. Whether that was done: then it is lent, and
@@ -68,11 +74,15 @@ class LentOpens:
             return False
         if not await self._engine.view(_settled, [ino]):
             return False
-        inos = await self._engine.view(_inodes_from, ino, self._count(ino))
+        count = self._count(ino)
+        inos = await self._engine.view(_inodes_from, ino, count)
         inos = [each for each in inos if each == ino or self._may_be_lent(each)]
         with self._table.opening(*inos, lent=True) as claimed:
             await self._lend(sorted(claimed))
             is_lent = self._handles.is_lent(ino)
+        parent, name, found = self._found
+        if is_lent and found == ino and count > 1:
+            self._handles.note_entries(await self._engine.view(_entries_from, parent, name))
         self._failed = 0 if is_lent else self._failed + 1
         return is_lent and self._handles.open_lent(ino, flags, uid)
 
@@ -119,6 +129,14 @@ def _inodes_from(tx: ReadTransaction, ino: int, count: int) -> list[int]:
     """This inode, and those that follow it."""
     end = keys.inode(ino + 4 * _AHEAD)
     return [keys.number(key) for key, _ in tx.range(keys.inode(ino), end, count)]
+
+
+def _entries_from(tx: ReadTransaction, parent: int, name: bytes) -> list[tuple[bytes, bytes]]:
+    """The entries of a directory behind this name; none if it is doomed."""
+    record = tx.get(keys.dentry(parent, name))
+    if record is None or tx.get(keys.doomed(parent)) is not None:
+        return []
+    return list(tx.range(*keys.entries_after(parent, decode_dentry(record).cookie), _AHEAD))
 
 
 def _settled(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored]:

@@ -122,6 +122,9 @@ class Passthrough(Protocol):
         """The record of an inode that is lent, as it is now: names that lead to it may be looked up
         without us."""
 
+    def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
+        """Keys and records of entries of directories, as they are now: the same of their names."""
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         """An inode that was lent, as it was. Its handles are ours from now on: they are ``LENT |
         ino``. ``idle``: only if it has none, else the next request about it will come to us.

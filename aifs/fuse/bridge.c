@@ -354,6 +354,22 @@ static PyObject *listing(PyObject *self, PyObject *args)
     return Py_BuildValue("Nn", reply, i);
 }
 
+/* note_entries(entries): entries of directories, as their records are now, as the list of (key, record). */
+static PyObject *note_entries(PyObject *self, PyObject *entries)
+{
+    for (Py_ssize_t i = 0; PyList_Check(entries) && i < PyList_GET_SIZE(entries); i++) {
+        PyObject *pair = PyList_GET_ITEM(entries, i);
+        bool is_pair = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2;
+        struct span key = span_of(is_pair ? PyTuple_GET_ITEM(pair, 0) : Py_None);
+        struct span entry = span_of(is_pair ? PyTuple_GET_ITEM(pair, 1) : Py_None);
+        if (key.length == ENTRY_KEY_SIZE && entry.length > ENTRY_NAME_AT)
+            put_entry_of(&bridge.entries, big_endian(key.start + 1),
+                         (struct span){entry.start + ENTRY_NAME_AT, entry.length - ENTRY_NAME_AT},
+                         big_endian(entry.start));
+    }
+    Py_RETURN_NONE;
+}
+
 /* note_records(writes): records have changed, as a dict of keys and records; None: erased. */
 static PyObject *note_records(PyObject *self, PyObject *writes)
 {
@@ -544,6 +560,7 @@ static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
     {"reply", reply, METH_VARARGS, NULL},
     {"listing", listing, METH_VARARGS, NULL},
+    {"note_entries", note_entries, METH_O, NULL},
     {"note_records", note_records, METH_O, NULL},
     {"kept_name", kept_name, METH_VARARGS, NULL},
     {"drop_name", drop_name, METH_VARARGS, NULL},
@@ -578,7 +595,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 5) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 6) < 0)
         Py_CLEAR(made);
     return made;
 }

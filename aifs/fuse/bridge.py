@@ -265,6 +265,9 @@ class Bridge:
     def note_attributes(self, ino: int, record: bytes) -> None:
         extension.note_attributes(ino, record)
 
+    def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
+        extension.note_entries(entries)
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         return _first(extension.take_back(ino, idle))
 

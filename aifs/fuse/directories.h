@@ -114,11 +114,8 @@ static inline void note_inode(struct directories *directories, uint64_t ino, str
     if (known != NULL)
         known->attr.ino = 0;
     if (is_inode(inode) && !has_acl(inode) && S_ISDIR(decoded(inode).mode))
-        directories->attributes[ino % ATTRIBUTES_MAX] = (struct fuse_attr_out){
-            .attr_valid = keeping->attr_ns / SECOND_NS,
-            .attr_valid_nsec = keeping->attr_ns % SECOND_NS,
-            .attr = attributes_of(ino, decoded(inode), keeping->block_size),
-        };
+        directories->attributes[ino % ATTRIBUTES_MAX] =
+            attr_out(attributes_of(ino, decoded(inode), keeping->block_size), keeping);
 }
 
 /* A record has changed; an empty one: it has been erased. */

@@ -11,9 +11,10 @@
 #include "directories.h"
 
 enum {
-    ENTRIES_MAX = 1 << 15, /* names that are known, each in its place by its hash */
-    ASKED_MAX = 256,       /* the same, of requests that have not been answered, by their number */
-    SHORT_MAX = 47,        /* longer names are not known */
+    ENTRY_SETS = 1 << 13, /* a name that is known has its place in one of these, by its hash */
+    ENTRY_WAYS = 4,
+    ASKED_MAX = 256, /* requests that have not been answered, each in its place by its number */
+    SHORT_MAX = 47,  /* longer names are not known */
 };
 
 struct entry {
@@ -28,25 +29,41 @@ struct entries {
         uint64_t unique, changes; /* as it was when it was asked */
         struct entry entry;
     } asked[ASKED_MAX];
-    struct entry entries[ENTRIES_MAX];
+    uint32_t hand;
+    struct entry entries[ENTRY_SETS * ENTRY_WAYS];
 };
-
-static inline bool is_entry_of(const struct entry *entry, uint64_t parent, struct span name)
-{
-    return parent != 0 && entry->parent == parent && entry->length == name.length
-           && memcmp(entry->name, name.start, name.length) == 0;
-}
 
 static inline struct entry *entry_at(struct entries *all, uint64_t parent, struct span name)
 {
-    return all->entries + name_hash(parent, name) % ENTRIES_MAX;
+    struct entry *set = all->entries + name_hash(parent, name) % ENTRY_SETS * ENTRY_WAYS;
+    for (int i = 0; parent != 0 && i < ENTRY_WAYS; i++)
+        if (set[i].parent == parent && set[i].length == name.length && memcmp(set[i].name, name.start, name.length) == 0)
+            return set + i;
+    return NULL;
 }
 
 /* The inode that a name leads to; 0: it is not known. */
 static inline uint64_t find_entry(struct entries *all, uint64_t parent, struct span name)
 {
     const struct entry *found = entry_at(all, parent, name);
-    return is_entry_of(found, parent, name) ? found->ino : 0;
+    return found ? found->ino : 0;
+}
+
+/* A name leads to this inode, as its record says now. */
+static inline void put_entry_of(struct entries *all, uint64_t parent, struct span name, uint64_t ino)
+{
+    struct entry *place = entry_at(all, parent, name);
+    if (name.length > SHORT_MAX || parent == 0)
+        return;
+    if (place == NULL) {
+        place = all->entries + name_hash(parent, name) % ENTRY_SETS * ENTRY_WAYS;
+        int i = 0;
+        while (i < ENTRY_WAYS && place[i].parent != 0)
+            i++;
+        place += i < ENTRY_WAYS ? (unsigned)i : all->hand++ % ENTRY_WAYS;
+    }
+    *place = (struct entry){.parent = parent, .ino = ino, .length = (uint8_t)name.length};
+    memcpy(place->name, name.start, name.length);
 }
 
 /* The filesystem gets the LOOKUP of a name. */
@@ -66,9 +83,8 @@ static inline void note_found(struct entries *all, uint64_t unique, uint64_t ino
     struct span name = {asked->entry.name, asked->entry.length};
     if (asked->unique != unique || asked->entry.parent == 0)
         return;
-    asked->entry.ino = ino;
     if (asked->changes == all->changes)
-        *entry_at(all, asked->entry.parent, name) = asked->entry;
+        put_entry_of(all, asked->entry.parent, name, ino);
     asked->entry.parent = 0;
 }
 
@@ -84,7 +100,7 @@ static inline void note_entry(struct entries *all, uint64_t parent, struct span 
 {
     struct entry *known = entry_at(all, parent, name);
     all->changes++;
-    if (is_entry_of(known, parent, name))
+    if (known != NULL)
         known->parent = 0;
 }
 

@@ -435,9 +435,10 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     case FUSE_GETATTR: {
         const struct fuse_attr_out *found = find_directory(&bridge->directories, header->nodeid);
-        if (found == NULL || passes_on(bridge))
+        const struct fuse_attr *known = find_attributes(&bridge->opens, header->nodeid);
+        if ((found == NULL && known == NULL) || passes_on(bridge))
             return PASS;
-        answer->attr = *found;
+        answer->attr = found ? *found : attr_out(*known, &state->keeping);
         answer->size = sizeof answer->attr;
         return ANSWER;
     }

@@ -92,6 +92,15 @@ static inline struct fuse_attr attributes_of(uint64_t ino, struct inode_record r
     return found;
 }
 
+static inline struct fuse_attr_out attr_out(struct fuse_attr attr, const struct keeping *keeping)
+{
+    return (struct fuse_attr_out){
+        .attr_valid = keeping->attr_ns / SECOND_NS,
+        .attr_valid_nsec = keeping->attr_ns % SECOND_NS,
+        .attr = attr,
+    };
+}
+
 static inline struct fuse_entry_out entry_out(uint64_t ino, struct fuse_attr attr, const struct keeping *keeping)
 {
     return (struct fuse_entry_out){

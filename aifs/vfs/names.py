@@ -75,6 +75,7 @@ class Names:
             self._looked_up.require_shown((parent, name), caller.pid)
             if self._recordings.is_on:
                 self._recordings.found(parent, name, inode)
+            self._files.lent_opens.found(parent, name, inode.ino)
             return self._io.inodes.current(inode)
         except NotFound:
             if parent < virtual.FIRST and name != VIRTUAL:

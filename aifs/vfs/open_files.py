@@ -73,7 +73,8 @@ class OpenFiles:
         self._io = io
         self._writeback = writeback
         self._drain = drain
-        self._lent_opens = LentOpens(services.engine, io.table, io.capacity)
+        self.lent_opens = LentOpens(services.engine, io.table, io.capacity)
+        """Opens of packed files that are not in core."""
         self.drain_on_fsync = services.config.burst.drain_on_fsync
         self._closing = closing
         self._kernel = services.kernel
@@ -94,7 +95,7 @@ class OpenFiles:
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing or flags & os.O_TRUNC:
             self._options.require_writable()
-        elif not self.recordings.is_on and await self._lent_opens.open(ino, flags, caller.uid):
+        elif not self.recordings.is_on and await self.lent_opens.open(ino, flags, caller.uid):
             return Opened(LENT_HERE)
         try:
             file = await self._io.inodes.acquire(ino)

@@ -119,6 +119,9 @@ class Kernel:
     def note_attributes(self, ino: int, record: bytes) -> None:
         """Names are the filesystem's here."""
 
+    def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
+        """The same."""
+
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
         lent = self._lent.get(ino)
         if lent is not None and idle and lent.opens:

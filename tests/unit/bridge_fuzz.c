@@ -469,6 +469,10 @@ static void one_entry_of(struct entries *all)
         if (below(3) == 0) {
             leads_to[number] = below(4);
             note_entry(all, parent, name);
+        } else if (leads_to[number] != 0 && below(3) == 0) {
+            put_entry_of(all, parent, name, leads_to[number]);
+        } else if (below(200) == 0) {
+            forget_entries(all);
         }
         break;
     default: {
