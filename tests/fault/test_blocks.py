@@ -391,3 +391,20 @@ async def test_without_blocks_the_directory_goes(directory: Path) -> None:
     async with stores.served(off):
         pass
     assert not (directory / "burst/blocks").exists()
+
+
+async def test_a_stripe_is_kept_as_a_whole(directory: Path) -> None:
+    """One file has brought it into memory, with its neighbours."""
+    data = [os.urandom(50_000) for _ in range(20)]
+    with hooked():
+        async with opened(directory, modes.INTERLEAVED, servers=1) as fs:
+            inos = [await write_file(fs, b"%d" % n, each) for n, each in enumerate(data)]
+            await moved_out(fs, *inos)
+            await room(fs)
+            assert await read_file(fs, inos[0]) == data[0]
+            await kept(fs)
+            assert fs.blocks.status()["cached_bytes"] >= sum(map(len, data[:10]))
+            await forget(fs)
+            before = from_servers(fs)
+            assert await read_file(fs, inos[1]) == data[1]
+            assert from_servers(fs) == before

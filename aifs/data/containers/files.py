@@ -276,6 +276,9 @@ class ContainerFiles:
             if found is None or not found.entry.is_grown_to(entry):
                 self._retire(container)
                 found = self._open[container] = _Open(entry, self._objects_of(container, entry))
+            # The read cache may have what lay behind the length as it was known before, from before
+            # another host wrote there.
+            self.changed(container, entry.layout)
             found.entry = entry
             found.objects.fixed(entry.fixed(self.servers.blocks.block))
         found.used = True

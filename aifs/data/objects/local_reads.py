@@ -5,9 +5,7 @@ A read that finds all its blocks asks no server. Another one is widened to whole
 are kept, in the background: so what lies beside it in a container comes along.
 """
 
-from collections.abc import Awaitable, Callable
-
-from aifs.data.objects.cached_reads import Stage
+from aifs.data.objects.cached_reads import CachedReads, Stage
 from aifs.data.servers import Servers
 
 
@@ -19,14 +17,13 @@ class LocalReads:
         servers: Servers,
         source: int,
         below: Stage,
-        open_below: Callable[[], Awaitable[object]] | None,
+        cached: CachedReads | None,
     ) -> None:
-        """``open_below``: the stages below have their descriptors then, by which page caches are
-        read, which suits small reads of containers; None: they are not read so."""
+        """``cached``: the stage below, if it is that, and its bytes need not be recovered."""
         self._blocks = servers.blocks
         self._source = source
         self._below = below
-        self._open_below = open_below
+        self._cached = cached
         self._buffers = servers.buffers
         self.read_past, self.find = below.read_past, below.find
         self.forget, self.end = below.forget, below.end
@@ -47,15 +44,20 @@ class LocalReads:
                     buffer[held:] = await self.read(offset + held, length - held, size)
                 return buffer
             del buffer
-        if self.fixed is not None and self._open_below is not None:
-            await self._open_below()
+        cached = None if self.fixed is None else self._cached  # of a container
+        if cached is not None:
+            await cached.open()  # page caches suit small reads
         if not blocks.takes(source):
             return await below.read(offset, length, size)
         if stop <= end:
             block = blocks.block
             start, stop = start - start % block, min(-(-stop // block) * block, end)
         data = await below.read(start, stop - start, size, strict)
-        blocks.fill(source, start, data, end)
+        around = None if cached is None else cached.loaded(start)
+        if around is not None:  # a stripe, with what lies beside it
+            blocks.fill(source, *around, end)
+        else:
+            blocks.fill(source, start, data, end)
         return data[offset - start :][:length]
 
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:

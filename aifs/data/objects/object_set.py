@@ -158,8 +158,8 @@ class ObjectSet:
         self._local = None
         """The stage that keeps blocks near; None: none are."""
         if near and servers.blocks.serves(layout):
-            opens = None if layout.is_protected else self._cached.open
-            top = self._local = LocalReads(servers, oid, top, opens)
+            cached = self._cached if top is self._cached else None
+            top = self._local = LocalReads(servers, oid, top, cached)
         self._top = top
         """The stage by which the file is read."""
         self._verify = verify and digests is not None
