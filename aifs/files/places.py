@@ -246,10 +246,11 @@ class Places:
 
 def _plain(extents: Sequence[Extent]) -> Iterator[tuple[int, Location]]:
     """Those of the first extents of a file that lie in containers as they are: where they begin in
-    the file, and where they lie."""
+    the file, and where they lie. Not shared ones: when one has gone bad, all files that name it are
+    read elsewhere from the next transaction on."""
     start = 0
-    for length, place, _ in extents[:PLACES_MAX]:
-        if place is not None and place.container and place.codec == PLAIN:
+    for length, place, is_shared in extents[:PLACES_MAX]:
+        if place is not None and not is_shared and place.codec == PLAIN:
             if place.stored == place.raw == length:
                 yield start, place
         start += length

@@ -571,13 +571,15 @@ static inline void edit_open(const struct state *state, uint64_t nodeid, struct 
  * no harm. */
 static inline void note_reply(struct bridge *bridge, const struct fuse_out_header *header, const void *body, size_t size)
 {
-    uint64_t ino;
-    if (header->error != 0 || (size != sizeof(struct fuse_entry_out) && size != sizeof(struct create_out)))
+    struct fuse_entry_out entry;
+    if (header->error != 0 || (size != sizeof entry && size != sizeof(struct create_out)))
         return;
-    memcpy(&ino, body, sizeof ino);
-    note_told(&bridge->state, ino);
-    if (ino != 0)
-        note_found(&bridge->entries, header->unique, ino);
+    memcpy(&entry, body, sizeof entry);
+    note_told(&bridge->state, entry.nodeid);
+    /* A name that the kernel must not keep, as others do, is asked for each time. */
+    bool is_kept = entry.entry_valid || entry.entry_valid_nsec || bridge->state.keeping.entry_ns == 0;
+    if (entry.nodeid != 0 && is_kept)
+        note_found(&bridge->entries, header->unique, entry.nodeid);
 }
 
 /* A reply, as its header and the part behind it (size 0: none). Edits both in place. */

@@ -18,7 +18,7 @@ from aifs.core.errors import NoSpace, Unavailable
 from aifs.files import containers, transitions
 from aifs.files.types import ROOT, SetAttr
 from aifs.layout.hint import Policy
-from aifs.layout.interleaved import Interleaved, redundancy_of
+from aifs.layout.interleaved import Interleaved, Location, redundancy_of
 from aifs.layout.redundancy import Redundancy
 from aifs.meta import chunks, keys, shared
 from aifs.meta.chunks import CHUNKS_PER_RECORD
@@ -29,6 +29,7 @@ from aifs.saves.storing import Storing
 from aifs.vfs.filesystem import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
+from tests.support.kernel import Kernel
 from tests.support.points import once
 from tests.support.stores import fs as fs
 from tests.support.stores import read_file, rewrite, set_policy
@@ -542,11 +543,8 @@ async def test_what_was_appended_beside_a_full_server_counts_as_dead(fs: Filesys
     assert outcomes(members) == [DrainOutcome.DRAINED] * 2
 
 
-async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: Filesystem) -> None:
-    drain, data = group_drain(fs), ranks(3)
-    contents = await write_files(fs, data)
-    inos = list(contents)
-    await store(fs, drain, inos[:1])
+async def spoil_one(fs: Filesystem) -> Location:
+    """Where a shared chunk lies that has other bytes now."""
     known = await shared_chunks(fs)
     spoilt = next(known.place for known in known.values() if known.place.raw == CHUNK)
     record = await fs.store.engine.view(chunks.find_container, spoilt.container)
@@ -554,6 +552,15 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: 
     fd = os.open(server.where((0, spoilt.container)), os.O_WRONLY)
     os.pwrite(fd, b"spoilt", spoilt.offset + 1000)
     os.close(fd)
+    return spoilt
+
+
+async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(3)
+    contents = await write_files(fs, data)
+    inos = list(contents)
+    await store(fs, drain, inos[:1])
+    spoilt = await spoil_one(fs)
     members, report = await store(fs, drain, inos[1:2])
     assert outcomes(members) == [DrainOutcome.DRAINED]
     assert report.replaced_chunks == 1 and report.verified_chunks == len(EQUAL) // CHUNK + 1
@@ -564,6 +571,25 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: 
         report.verified_chunks == report.replaced_chunks == 0
     )  # the third of them leans on what the second has seen
     await check_contents(fs, contents)
+
+
+async def test_a_lent_file_is_read_with_what_has_replaced_a_bad_chunk(fs: Filesystem) -> None:
+    drain, data = group_drain(fs), ranks(2)
+    first, second = await write_files(fs, data)
+    await store(fs, drain, [first])
+    await fs.containers.retire(lambda container, layout: True)
+    await fs.evictor.evict(first)
+    async with Kernel(fs) as kernel:
+        for is_spoilt in (False, True):
+            if is_spoilt:
+                await spoil_one(fs)
+                _, report = await store(fs, drain, [second])
+                assert report.replaced_chunks == 1
+            reader = await kernel.open(first, os.O_RDONLY)
+            for start in range(0, len(data[0]), CHUNK):
+                expected = data[0][start : start + CHUNK]
+                assert bytes(await kernel.read(reader, start, CHUNK)) == expected
+            await kernel.release(reader)
 
 
 # --- policies -------------------------------------------------------------------------------------

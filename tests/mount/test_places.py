@@ -339,3 +339,21 @@ def test_names_of_lent_files_are_looked_up_without_the_daemon(forgetful: Mounted
     with pytest.raises(FileNotFoundError):
         content(paths[7])
     os.close(inside)
+
+
+def test_a_name_that_publishing_changes_is_looked_up_each_time(
+    store: Mounted, packed: list[Path]
+) -> None:
+    """The kernel would keep it until the other names of a publication are new."""
+    directory = packed[0].parent
+    (directory / "tmp").mkdir()
+    wanted = {"final": "final", "tracker": "tracker", "content": "1"}
+    os.setxattr(directory / "tmp", "user.aifs.publish-as", json.dumps(wanted).encode())
+    tracker = directory / "tracker"
+    tracker.unlink()
+    os.link(packed[0], tracker)
+    assert tracker.read_bytes() == content_of(packed[0])
+    before = lookups(store)
+    for _ in range(5):
+        assert tracker.stat().st_size == SMALL
+    assert lookups(store) == before + 5
