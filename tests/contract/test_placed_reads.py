@@ -24,7 +24,6 @@ CONTENT = bytes(range(1, 251)) * 400
 SETTINGS = modes.STRIPED | {
     "layout.unit": "4KiB",
     "layout.inline_limit": "0",
-    "burst.stage_on_read": "0",
     "burst.stage_for_write": "0",
     "data.movers": "0",
 }
@@ -226,7 +225,6 @@ async def test_verified_reads_have_no_places(directory: Path) -> None:
 
 PACKED = modes.WAITING | {
     "layout.inline_limit": "0",
-    "burst.stage_on_read": "0",
     "data.movers": "0",
     "layout.compact_above": "0.1",
 }

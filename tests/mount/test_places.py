@@ -39,7 +39,6 @@ def store() -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-places-", dir="/dev/shm") as scratch:
         options = (
             "layout.inline_limit=0",
-            "burst.stage_on_read=0",
             "burst.stage_for_write=0",
             "burst.drain_delay=1h",
         )
@@ -285,7 +284,7 @@ def test_no_descriptor_of_a_removed_object_stays(store: Mounted, packed: list[Pa
 @pytest.fixture
 def forgetful(scratch: Path) -> Iterator[Mounted]:
     """A mount of which the kernel keeps no names."""
-    options = ("layout.inline_limit=0", "burst.stage_on_read=0", "burst.drain_delay=1h")
+    options = ("layout.inline_limit=0", "burst.drain_delay=1h")
     with mounted_store(scratch, (*options, "kernel.entry_timeout=0s")) as mounted:
         yield mounted
 
