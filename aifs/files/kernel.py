@@ -1,6 +1,7 @@
 """The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
 local files by itself."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,13 @@ class Kernel:
     def __init__(self) -> None:
         self.passthrough: Passthrough | None = None
         """Present if the kernel can read and write local files by itself."""
+        self.unkept: Counter[tuple[int, bytes]] = Counter()
+        """Names of which it is not to keep what they lead to, each counted as often as somebody
+        wants that."""
+
+    def keeps_names(self, directory: int) -> bool:
+        """Whether it may keep all names of a directory."""
+        return all(parent != directory for parent, _ in self.unkept)
 
     def see_all(self, on: bool) -> None:
         """Whether all requests are to come to us, also those that can be answered without us."""

@@ -81,7 +81,8 @@ class LentOpens:
             await self._lend(sorted(claimed))
             is_lent = self._handles.is_lent(ino)
         parent, name, found = self._found
-        if is_lent and found == ino and count > 1:
+        is_next = is_lent and found == ino and count > 1
+        if is_next and self._handles.kernel.keeps_names(parent):
             self._handles.note_entries(await self._engine.view(_entries_from, parent, name))
         self._failed = 0 if is_lent else self._failed + 1
         return is_lent and self._handles.open_lent(ino, flags, uid)

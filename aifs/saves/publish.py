@@ -7,7 +7,6 @@ committed.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -108,7 +107,7 @@ class Publishing:
         self._forget = forget
         self.published = 0
         """How many directories ``publish`` has shown since the mount."""
-        self._unkept: Counter[Name] = Counter()
+        self._unkept = services.kernel.unkept
         """Names of which the kernel keeps neither what they lead to nor that they lead nowhere,
         because publishing changes them together with others: it would forget them one after the
         other, and programs would see one new and another old. A pointer stays here. A final name,
@@ -120,7 +119,7 @@ class Publishing:
 
     def keeps_names(self, directory: int) -> bool:
         """Whether it may keep all names of a directory."""
-        are_kept = all(parent != directory for parent, _ in self._unkept)
+        are_kept = self._kernel.keeps_names(directory)
         return are_kept and not self._looked_up.is_shared(directory)
 
     async def rename(

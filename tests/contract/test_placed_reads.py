@@ -14,6 +14,7 @@ import trio.testing
 
 from aifs.core import files
 from aifs.files.types import SetAttr
+from aifs.meta.publishing import Publication
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.kernel import Kernel
@@ -260,6 +261,27 @@ async def test_who_opens_a_packed_file_has_the_next_ones_lent(directory: Path, k
             await kernel.release(handle)
         assert kernel.answered == len(inos) - 1
         assert kernel.placed_bytes == sum(len(content_of(n)) + 100 for n in range(len(inos)))
+
+
+async def test_names_that_publishing_changes_are_not_told_ahead(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with with_packed(directory, {}) as (kernel, inos):
+        told: list[tuple[bytes, bytes]] = []
+        monkeypatch.setattr(kernel, "note_entries", told.extend)
+        for is_published in (False, True):
+            if is_published:
+                new = await kernel.mkdir(ROOT, b"tmp", 0o755, ME)
+                what = Publication(new.ino, ROOT, b"final", tracker=b"tracker", content=b"1")
+                await kernel.publish(what, ME)
+                await kernel.unlink(ROOT, b"tracker", ME)
+                await kernel.link(inos[3], ROOT, b"tracker")
+            told.clear()
+            for ino in inos:
+                kernel.io.table.recall(ino)
+            await kernel.lookup(ROOT, b"0", ME)
+            await kernel.release(await kernel.open(inos[0], os.O_RDONLY))
+            assert bool(told) != is_published
 
 
 async def test_packed_files_that_are_lent_ahead_are_changed_and_removed(directory: Path) -> None:
