@@ -13,10 +13,12 @@ import trio
 import trio.testing
 
 from aifs.core import files
+from aifs.core.upkeep import Work
 from aifs.files.types import SetAttr
 from aifs.meta.publishing import Publication
 from aifs.vfs import Caller
 from tests.support import modes
+from tests.support.data_servers import open_below
 from tests.support.kernel import Kernel
 from tests.support.stores import drained, opened
 
@@ -351,3 +353,45 @@ async def test_a_failing_server_takes_packed_files_back(directory: Path) -> None
         for server in kernel.store.servers.capacity():
             server.health.answers()
         await kernel.release(reader)
+
+
+@pytest.mark.parametrize("change", ["write", "evict"])
+@pytest.mark.parametrize("kind", ["striped", "interleaved"])
+async def test_the_bridge_reads_blocks_as_long_as_they_are_there(
+    directory: Path, kind: str, change: str
+) -> None:
+    """Those of an earlier mount, which the daemon has compared when it read them first."""
+    settings = PLAIN | {"burst.blocks": "always", "layout.kind": kind}
+    settings |= {"layout.pack_below": "0"} if kind == "striped" else {}
+    async with mounted(directory, settings) as kernel:
+        ino = await make(kernel)
+        await kernel.tier.look()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, handle) == CONTENT
+        await kernel.release(handle)
+        while kernel.blocks.status()["waiting_bytes"]:
+            await kernel.upkeep.have_done(Work.BLOCKS)
+        await kernel.containers.retire(lambda *_: True)  # its last block is kept, too
+        kernel.containers.files.forget()
+    async with mounted(directory, settings) as kernel:
+        await kernel.tier.look()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        assert await placed(kernel, handle, CONTENT)
+        of_blocks = [path for path in open_below(directory) if "/blocks/" in path]
+        if kind == "striped":
+            assert len(of_blocks) == 2, "ours, and the bridge's"
+        expected = CONTENT
+        if change == "evict":
+            for device in kernel.tier.devices.values():
+                device.room_for_blocks = lambda: 0
+            await kernel.tier.look()
+            await kernel.upkeep.have_done(Work.BLOCKS)
+            assert not [path for path in open_below(directory) if "/blocks/" in path]
+        else:
+            writer = await kernel.open(ino, os.O_RDWR)
+            await kernel.write(writer, 10, b"other")
+            await kernel.release(writer)
+            expected = CONTENT[:10] + b"other" + CONTENT[15:]
+        for _ in range(2):
+            assert await all_of(kernel, handle) == expected
+        await kernel.release(handle)
