@@ -24,6 +24,8 @@ SUM_BYTES = 8
 
 BLOCK_MIN, BLOCK_MAX = 64 << 10, 1 << 20
 _BLOCKS_MAX = 1 << 23
+SEGMENTS_MAX = 1 << 17
+"""Of small files each is one, and takes half a KiB of memory or more."""
 
 _SMALL_SHARE = 10
 """The small queue has one part in so many of the room."""
@@ -57,7 +59,7 @@ class BlockSegment:
         self.checked = 0
         """Mask of those whose bytes were compared with their checksums, or written, by this
         process."""
-        self.sums = bytearray(BLOCKS * SUM_BYTES)
+        self.sums = bytearray(have.bit_length() * SUM_BYTES)
         self.is_main = False
         self.uses = 0
         self.used_at = 0
@@ -103,8 +105,9 @@ class BlockMap:
 
     @property
     def excess(self) -> int:
-        """Bytes of blocks that have to go."""
-        return self.bytes - self.limit
+        """Bytes of blocks that have to go; of one, if all that is too many is a segment."""
+        too_many = self.block if self.segments > SEGMENTS_MAX else 0
+        return max(self.bytes - self.limit, too_many)
 
     def span(self, source: int, offset: int, length: int) -> list[tuple[BlockSegment, int]] | None:
         """The segments that hold a range, each with the mask of the blocks that do; None if a block
@@ -162,6 +165,7 @@ class BlockMap:
             segment.have |= 1 << bit
             self._count(segment, 1)
         segment.checked |= 1 << bit
+        segment.sums.extend(bytes(max(0, (bit + 1) * SUM_BYTES - len(segment.sums))))
         segment.sums[bit * SUM_BYTES : (bit + 1) * SUM_BYTES] = checksum
         self._used += self.block
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aifs.burst import block_map
 from aifs.burst.block_map import (
     BLOCK_MAX,
     BLOCK_MIN,
@@ -134,6 +135,22 @@ def test_the_map_of_a_large_tier_is_small() -> None:
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert size / count * (8 << 40) / (BLOCKS * BLOCK_MAX) < 100 << 20
+
+
+def test_the_map_of_many_small_files_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a source with a segment of its own: there are not more than fit in memory."""
+    monkeypatch.setattr(block_map, "SEGMENTS_MAX", 200)
+    made = BlockMap(BLOCK)
+    made.limit = 1 << 60
+    for source in range(200):
+        made.put(source, 0, checksum(source, 0))
+    assert not made.excess > 0
+    assert all(len(s.sums) == SUM_BYTES for of in made.sources.values() for s in of.values())
+    for source in range(200, 300):
+        made.put(source, 0, checksum(source, 0))
+        while made.excess > 0:
+            assert made.evict() is not None
+    assert made.segments == 200
 
 
 @pytest.mark.parametrize(("room", "size"), [(0, 1), (512 << 30, 1), (1 << 40, 2), (8 << 40, 16)])
