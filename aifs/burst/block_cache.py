@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from aifs.burst.block_map import (
     encode,
 )
 from aifs.core import faults, files
+from aifs.core.errors import FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
@@ -61,6 +63,9 @@ _SAVE_S = 60.0
 _REST_S = 60.0
 """How long a device that has failed keeps nothing new."""
 _REFUSED_MAX = 1 << 16
+
+_ERRORS = (OSError, FsError)
+"""Of a device, and of a server that hangs."""
 
 _opening = Lock()
 
@@ -174,6 +179,8 @@ class BlockCache:
         """Numbers of burst directories that were loaded, or could not be."""
         self._new: list[int] = []
         """Those that have been added since the mount."""
+        self._ended: set[int] | None = None
+        """Ids that were ended since a map began to be loaded; None: none is."""
         self._where: dict[int, _Device] = {}
         """By source, the device that has it, or is going to."""
         self._refused: set[int] = set()
@@ -218,11 +225,18 @@ class BlockCache:
     async def load_device(self, server: DataServer) -> None:
         """The same of one burst directory."""
         self._known.add(server.id)
+        self._ended = ended = set[int]()
+        try:
+            await self._take_over(server, ended)
+        finally:
+            self._ended = None
+
+    async def _take_over(self, server: DataServer, ended: set[int]) -> None:
         path = os.path.join(server.address, naming.BLOCKS)
         device = _Device(server, BlockMap(self.block), path)
         try:
             segments, names = (await gather([(server.workers, _read_map, (path, self.block))]))[0]
-        except OSError as error:
+        except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
         ids = sorted({segment.source for segment in segments} - self._where.keys())
@@ -243,9 +257,13 @@ class BlockCache:
         unknown = names - masks.keys()
         try:
             await gather([(server.workers, _tidy, (device, unknown, masks, self.block))])
-        except OSError as error:
+        except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
+        # Others went on meanwhile: what they have ended, or keep elsewhere, is not taken over.
+        for source in device.files.keys() & (ended | self._where.keys()):
+            device.map.end(source)
+            device.leaving.append((device.files.pop(source), None))
         self._where |= dict.fromkeys(device.files, device)
         self.devices[server.id] = device
 
@@ -357,7 +375,7 @@ class BlockCache:
         try:
             # The buffer is the thread's until it ends, also where the reader is cancelled.
             [(done, wrong)] = await gather([call], partial(file.in_use, -1), abandonable=True)
-        except OSError as error:
+        except _ERRORS as error:
             self._fails(device, error)
             self.end(source)
             return False
@@ -454,8 +472,9 @@ class BlockCache:
             try:
                 await self._leave(device)
                 await self._fill(device)
-            except OSError as error:
+            except _ERRORS as error:
                 self._fails(device, error)
+                return  # what is to go is tried again when somebody has looked at the device
 
     async def _fill(self, device: _Device) -> None:
         taken = [device.fills.popleft() for _ in range(min(_BATCH, len(device.fills)))]
@@ -466,7 +485,13 @@ class BlockCache:
             if not batch:
                 return
             used = [fill.file for fill in batch]
-            sums = await self._carry_out(device, used, _write_all, batch, self.block)
+            try:
+                sums = await self._carry_out(device, used, _write_all, batch, self.block)
+            except _ERRORS:  # what there is of them takes room that the map knows nothing of
+                for fill in batch:
+                    if device.files.get(fill.source) is fill.file:
+                        self._forget(device, fill.source)
+                raise
             faults.reach(_FILLED)
         finally:
             self._pending -= sum(len(fill.data) for fill in taken)
@@ -492,6 +517,8 @@ class BlockCache:
 
     def end(self, source: int) -> bool:
         """See Blocks."""
+        if self._ended is not None:
+            self._ended.add(source)
         device = self._where.get(source)
         if device is None:
             return False
@@ -536,10 +563,11 @@ class BlockCache:
 
     async def _leave(self, device: _Device) -> None:
         while device.leaving:
-            some = [device.leaving.popleft() for _ in range(min(_BATCH, len(device.leaving)))]
+            some = list(islice(device.leaving, _BATCH))
             faults.reach(_LEFT)
             await self._carry_out(device, [file for file, _ in some], _give_up, some, self.block)
             for file, segment in some:
+                device.leaving.popleft()
                 if segment is None:
                     file.gone()
 
@@ -556,7 +584,7 @@ class BlockCache:
 
         return (await gather([(device.server.workers, function, args)], ended))[0]
 
-    def _fails(self, device: _Device, error: OSError) -> None:
+    def _fails(self, device: _Device, error: Exception) -> None:
         device.rests_until_s = trio.current_time() + _REST_S
         _log.info("%s keeps no more blocks for a while: %s", device.path, error)
 
@@ -574,7 +602,7 @@ class BlockCache:
             work = (_write_map, (device.path, segments, self.block))
             try:
                 await gather([(device.server.workers, *work)])
-            except OSError as error:
+            except _ERRORS as error:
                 self._fails(device, error)
             faults.reach(_SAVED)
 
@@ -630,7 +658,10 @@ def _read(
 def _write_all(fills: Sequence[_Fill], block: int) -> list[bytes]:
     """The checksum of each."""
     for fill in fills:
-        files.write_at(fill.file.descriptor(), fill.data, fill.number * block)
+        fd, start = fill.file.descriptor(), fill.number * block
+        if len(fill.data) < block:  # it counts whole: so much is free when it goes
+            files.change_allocation(fd, files.KEEP_SIZE, start, block)
+        files.write_at(fd, fill.data, start)
     return [_sum_of(fill.data) for fill in fills]
 
 
@@ -674,9 +705,12 @@ def _tidy(
         file = device.files[source]
         status = os.stat(file.path)
         if status.st_blocks * 512 > sum(mask.bit_count() for mask in have.values()) * block:
-            for index in range(-(-status.st_size // block)):
+            index, fd = 0, file.descriptor()
+            while data := files.next_data(fd, index * block, status.st_size):  # it may be sparse
+                index = data[0] // block
                 if not have.get(index // BLOCKS, 0) >> index % BLOCKS & 1:
-                    _punch(file.descriptor(), index * block, block)
+                    _punch(fd, index * block, block)
+                index += 1
             file.close_idle()
 
 

@@ -2,6 +2,7 @@
 not.
 """
 
+import errno
 import os
 import random
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from aifs.data.containers.files import STRIPE_BLOCK
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
-from tests.support.data_servers import hooked
+from tests.support.data_servers import failing, hooked
 from tests.support.modes import config_of
 from tests.support.stores import ROOT, ask, moved_out, overwrite, put, read_file, write_file
 
@@ -415,3 +416,93 @@ async def test_a_stripe_is_kept_as_a_whole(directory: Path) -> None:
             before = from_servers(fs)
             assert await read_file(fs, inos[1]) == data[1]
             assert from_servers(fs) == before
+
+
+async def test_a_block_that_is_not_whole_takes_what_it_counts(directory: Path) -> None:
+    """Else a tier of small files seems to have room that it has not when they give way."""
+    async with opened(directory, modes.STRIPED | {"layout.pack_below": "0"}) as fs:
+        for number in range(8):
+            await cached(fs, content_of(5000, number), b"%d" % number)
+        taken = sum(path.stat().st_blocks * 512 for path in files_of(directory))
+        counted = fs.blocks.status()["cached_bytes"]
+        assert counted == 8 * fs.blocks.block and taken >= counted
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_what_cannot_be_kept_takes_no_room(directory: Path, number: int) -> None:
+    data = content_of(SIZE)
+    with hooked():
+        async with opened(directory, modes.STRIPED) as fs:
+            ino = await write_file(fs, b"file", data)
+            await moved_out(fs, ino)
+            await room(fs)
+            below, written = str(directory / "burst/blocks"), list[str]()
+
+            def full(op: str, path: str) -> None:
+                if op == "write_at" and path.startswith(below):
+                    written.append(path)
+                    if len(written) == 3:
+                        raise OSError(number, os.strerror(number))
+
+            with hooked(full):
+                assert await read_file(fs, ino) == data
+                await kept(fs)
+            assert len(written) >= 3
+            await fs.upkeep.have_done(Work.BLOCKS)
+            taken = sum(path.stat().st_blocks * 512 for path in files_of(directory))
+            assert taken <= fs.blocks.status()["cached_bytes"]
+            assert await read_file(fs, ino) == data
+
+
+async def test_what_could_not_be_punched_is_punched_later(directory: Path) -> None:
+    async with opened(directory, modes.STRIPED) as fs:
+        await cached(fs, content_of(SIZE))
+        [device] = fs.blocks.devices
+        with failing("unlink", str(directory / "burst/blocks")) as failed:
+            fs.blocks.give_room(device, 0)
+            await fs.upkeep.have_done(Work.BLOCKS)
+        assert failed and files_of(directory)
+        await room(fs)
+        await fs.upkeep.have_done(Work.BLOCKS)
+        assert not files_of(directory)
+
+
+async def test_what_ends_while_a_map_is_loaded_is_not_taken_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst directory that comes while files are changed."""
+    data = content_of(SIZE)
+    async with opened(directory, IN_PLACE) as fs:
+        ino = await cached(fs, data)
+        oid = (await fs.getattr(ino)).oid
+        await fs.blocks.save()
+        [device] = fs.blocks.devices.values()
+        fs.blocks.devices.clear()
+        fs.blocks._where.clear()
+        standing = fs.blocks.standing
+
+        async def changing(ids: list[int]) -> dict[int, int]:
+            found = await standing(ids)
+            await overwrite(fs, ino, 0, b"other")
+            return found
+
+        monkeypatch.setattr(fs.blocks, "standing", changing)
+        await fs.blocks.load_device(device.server)
+        assert not fs.blocks.bytes_of(oid)
+        assert await read_file(fs, ino) == b"other" + data[5:]
+
+
+async def test_the_length_of_a_file_of_blocks_costs_nothing(directory: Path) -> None:
+    """At the start blocks are looked for that the map does not know: not in holes."""
+    data = content_of(SIZE)
+    async with opened(directory, modes.STRIPED) as fs:
+        ino = await cached(fs, data)
+    path = max(files_of(directory), key=lambda path: path.stat().st_blocks)
+    far = 1 << 43
+    with path.open("r+b") as file:
+        file.seek(far)
+        file.write(bytes(1 << 20))
+    async with opened(directory) as fs:
+        await room(fs)
+        assert path.stat().st_blocks * 512 <= fs.blocks.status()["cached_bytes"]
+        assert await read_file(fs, ino) == data
