@@ -173,6 +173,8 @@ class BlockCache:
         self._mode = mode
         self.block = BLOCK_MIN
         """Bytes of a block."""
+        self.corrections = 0
+        """See Blocks."""
         self.devices: dict[int, _Device] = {}
         """By number."""
         self._known: set[int] = set()
@@ -525,6 +527,11 @@ class BlockCache:
         self._forget(device, source)
         self._upkeep.wake(Work.BLOCKS)
         return True
+
+    def correct(self, source: int) -> bool:
+        """See Blocks."""
+        self.corrections += 1
+        return self.end(source)
 
     def _forget(self, device: _Device, source: int) -> None:
         self._tell(source)

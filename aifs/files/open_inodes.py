@@ -361,7 +361,6 @@ class OpenInodes:
         Whether that is on record (see moves.put_damaged). No gate is waited for, because the reader
         of a column that turns out to be wrong may hold it.
         """
-        self._servers.blocks.end(oid)  # they may have been read when they were wrong
         ino = await self._engine.view(moves.find_user, ino, oid)
         while True:
             file = self._table.open.get(ino)
@@ -371,6 +370,7 @@ class OpenInodes:
                     done = await self._transitions.lose_columns(file, oid, mask)
                     if done:
                         self._table.overtake_objects(oid, but=file)
+                        self._servers.blocks.correct(oid)  # they were read when it was wrong
                     return done
                 finally:
                     await self.release(file)
@@ -382,6 +382,7 @@ class OpenInodes:
                 if done:
                     self._table.overtake_objects(oid)
                     self._handles.places.take_objects(oid)
+                    self._servers.blocks.correct(oid)
                 return done
 
     # --- uses that we hear of later ---

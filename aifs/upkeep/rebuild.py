@@ -375,7 +375,7 @@ class Rebuild:
             return await self._io.inodes.lose_columns(ino, oid, mask)
         noted = await self._engine.transact(moves.put_damaged, oid, ino, mask)
         if noted:
-            self._servers.blocks.end(oid)  # they may have been read when it was wrong
+            self._servers.blocks.correct(oid)  # they may have been read when it was wrong
             self._containers.moved(oid)
         return noted != 0
 

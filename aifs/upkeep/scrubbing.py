@@ -528,7 +528,7 @@ class _Scrub:
             return False
         is_right = done == 0 if flaw.kind is LONG else bytes(there[:done]) == flaw.right
         forget_columns(self._scrubber.servers.cache, self._layout, (self._ino, self._oid))
-        self._scrubber.servers.blocks.end(self._oid)  # they may have been read when it was wrong
+        self._scrubber.servers.blocks.correct(self._oid)  # they were read when it was wrong
         self.found.repaired += is_right
         return is_right
 

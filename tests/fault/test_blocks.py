@@ -19,11 +19,13 @@ from aifs.burst.block_cache import BlockCache
 from aifs.core import faults
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
+from aifs.data.objects.recovery import Recovery
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.modes import config_of
+from tests.support.spoil import flip
 from tests.support.stores import ROOT, ask, moved_out, overwrite, put, read_file, write_file
 
 ALWAYS = modes.WAITING | modes.BY_DAEMON | {"burst.blocks": "always", "layout.inline_limit": "0"}
@@ -245,6 +247,33 @@ async def test_wrong_bytes_of_a_container_that_were_kept_are_read_once_more(
                 os.pwrite(file.descriptor(), b"wrong", at)
         async with fs.io.inodes.held(ino) as held:
             assert bytes(await fs.io.read_to_copy(held, 0, len(data))) == data
+
+
+async def test_what_was_read_before_it_was_repaired_is_not_kept(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content_of(SIZE)
+    async with opened(directory, KINDS["replicated"]) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        await room(fs)
+        inode = await fs.getattr(ino)
+        server = fs.store.servers[inode.objects.servers[0]]
+        flip(server.where((ino, inode.oid)), 1000)
+        below = Recovery.read
+
+        async def read(*args: Any) -> memoryview:
+            found = bytes(await below(*args))
+            fs.scrub.start(bandwidth=0)
+            await fs.scrub.wait()
+            return memoryview(found)
+
+        monkeypatch.setattr(Recovery, "read", read)
+        assert await read_file(fs, ino) != data
+        monkeypatch.undo()
+        await kept(fs)
+        await forget(fs)
+        assert await read_file(fs, ino) == data
 
 
 async def test_blocks_give_way(directory: Path) -> None:

@@ -205,7 +205,7 @@ class ContainerFiles:
 
         found = Wrong(columns, unread, length, offset, where, self._on_damage)
         try:
-            if self.servers.blocks.end(container):  # they may be what is wrong
+            if self.servers.blocks.correct(container):  # they may be what is wrong
                 await self.read(container, offset, target)
                 if await is_right():
                     return

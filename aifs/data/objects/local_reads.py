@@ -52,7 +52,10 @@ class LocalReads:
         if stop <= end:
             block = blocks.block
             start, stop = start - start % block, min(-(-stop // block) * block, end)
+        corrections = blocks.corrections
         data = await below.read(start, stop - start, size, strict)
+        if blocks.corrections != corrections:
+            return data[offset - start :][:length]
         around = None if cached is None else cached.loaded(start)
         if around is not None:  # a stripe, with what lies beside it
             blocks.fill(source, *around, end)

@@ -11,6 +11,8 @@ class Blocks(Protocol):
 
     block: int
     """Bytes of a block."""
+    corrections: int
+    """Counts the calls of ``correct``: what was being read meanwhile must not be kept."""
 
     def serves(self, layout: Striped) -> bool:
         """Whether blocks of what lies there come sooner from here. Does not block."""
@@ -56,11 +58,16 @@ class Blocks(Protocol):
         """Its bytes may change from now on, or nobody has them any more; whether any were here.
         Other ids may be named, too. Does not block."""
 
+    def correct(self, source: int) -> bool:
+        """As ``end``, of bytes that were found to be wrong where they were read, and are not read
+        from there any more."""
+
 
 class NoBlocks:
     """Where none are kept. See Blocks."""
 
     block = 1
+    corrections = 0
 
     def serves(self, layout: Striped) -> bool:
         return False
@@ -99,4 +106,7 @@ class NoBlocks:
         pass
 
     def end(self, source: int) -> bool:
+        return False
+
+    def correct(self, source: int) -> bool:
         return False
