@@ -498,16 +498,15 @@ async def test_what_could_not_be_punched_is_punched_later(directory: Path) -> No
 
 async def test_what_ends_while_a_map_is_loaded_is_not_taken_over(directory: Path) -> None:
     """A burst directory that comes while files are changed."""
-    data = content_of(SIZE)
     async with opened(directory, IN_PLACE) as fs:
-        ino = await cached(fs, data)
+        ino = await cached(fs, content_of(SIZE))
         oid = (await fs.getattr(ino)).oid
         await fs.blocks.save()
         [device] = fs.blocks.devices.values()
 
         async def changing(ids: list[int]) -> dict[int, int]:
             found = await fs.blocks.standing(ids)
-            await overwrite(fs, ino, 0, b"other")
+            assert oid in found
             late.end(oid)
             return found
 
