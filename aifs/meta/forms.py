@@ -351,7 +351,8 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
 def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
     """Those of these object sets and containers whose bytes never change, and up to which byte: of
     a container those of its length, and all if it is sealed; of an object set all, as long as it
-    has the checksums with which it was made, which a change in place drops first (``put_mark``)."""
+    has the checksums with which it was made, which a change in place drops first (``put_mark``).
+    None of those with columns that are wrong: what was read before that was known may be, too."""
     first = tx.get_many([keys.checksums(oid, 0) for oid in ids])
     found = {oid: _ALL for oid, record in zip(ids, first, strict=True) if record}
     for oid in ids:
@@ -359,7 +360,11 @@ def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
             with suppress(Unavailable):  # fsck names it
                 if (container := chunks.find_container(tx, oid)) is not None:
                     found[oid] = _ALL if chunks.is_sealed(tx, oid) else container.length
-    return found
+    degraded = tx.get_many([keys.degraded(oid) for oid in found])
+    return {
+        oid: end if record is None else 0
+        for (oid, end), record in zip(found.items(), degraded, strict=True)
+    }
 
 
 def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:

@@ -16,6 +16,7 @@ import trio
 
 from aifs.burst import block_cache
 from aifs.burst.block_cache import BlockCache
+from aifs.check import fsck
 from aifs.core import faults
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
@@ -529,3 +530,28 @@ async def test_the_length_of_a_file_of_blocks_costs_nothing(directory: Path) -> 
         await room(fs)
         assert path.stat().st_blocks * 512 <= fs.blocks.status()["cached_bytes"]
         assert await read_file(fs, ino) == data
+
+
+async def test_what_fsck_has_found_wrong_is_not_kept(directory: Path) -> None:
+    """Blocks may have it, which were filled from the wrong column."""
+    data = content_of(SIZE)
+    async with mounted(directory, ALWAYS | KINDS["replicated"]) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        inode = await fs.getattr(ino)
+        assert inode.objects is not None
+        server = fs.store.servers[inode.objects.servers[0]]
+        path = server.where((inode.named_by, inode.oid))
+        with open(path, "r+b") as file:
+            file.write(b"wrong")
+        await room(fs)
+        assert (await read_file(fs, ino))[:5] == b"wrong"
+        await kept(fs)
+    report = await trio.to_thread.run_sync(
+        partial(fsck.check, repair=True, deep=True), config_of(directory)
+    )
+    assert report.findings
+    async with opened(directory) as fs:
+        await room(fs)
+        assert await read_file(fs, ino) == data
+        await fs.upkeep.have_done(Work.REBUILD)
