@@ -451,6 +451,8 @@ def test_projects_are_inherited(here: Path) -> None:
     assert errno_of(os.link, "outside", "dir/link") == errno.EXDEV
     assert errno_of(os.rename, "outside", "dir/moved") == errno.EXDEV
     os.rename("dir/below/file", "dir/file")
+    for names in ((b"dir/file", b"outside"), (b"outside", b"dir/file")):
+        assert errno_of(renameat2, *names, RENAME_EXCHANGE) == errno.EXDEV
     os.rename("dir/file", "taken")
     assert project_of("taken") == (0, 7)
 
