@@ -18,6 +18,7 @@ from aifs.burst import block_cache
 from aifs.burst.block_cache import BlockCache
 from aifs.check import fsck
 from aifs.core import faults
+from aifs.core.errors import Unavailable
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
 from aifs.data.objects.recovery import Recovery
@@ -555,3 +556,22 @@ async def test_what_fsck_has_found_wrong_is_not_kept(directory: Path) -> None:
         await room(fs)
         assert await read_file(fs, ino) == data
         await fs.upkeep.have_done(Work.REBUILD)
+
+
+async def test_what_lies_beside_and_is_away_fails_no_read(directory: Path) -> None:
+    """A read is widened to whole blocks, of which one server that is not asked for has a part."""
+    settings = {"layout.unit": "16KiB", "layout.count": "4"} | modes.STRIPED
+    data = content_of(1 << 20)
+    async with opened(directory, settings, sound=False) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        inode = await fs.getattr(ino)
+        assert inode.objects is not None
+        server = fs.store.servers[inode.objects.servers[1]]
+        os.unlink(server.where((inode.named_by, inode.oid)))
+        await room(fs)
+        handle, *_ = await fs.open(ino, os.O_RDONLY)
+        assert await fs.read(handle, 0, 4096) == data[:4096]
+        with pytest.raises(Unavailable):
+            await fs.read(handle, 16 << 10, 4096)
+        await fs.release(handle)

@@ -5,6 +5,7 @@ A read that finds all its blocks asks no server. Another one is widened to whole
 are kept, in the background: so what lies beside it in a container comes along.
 """
 
+from aifs.core.errors import Unavailable
 from aifs.data.objects.cached_reads import CachedReads, Stage
 from aifs.data.servers import Servers
 
@@ -53,7 +54,12 @@ class LocalReads:
             block = blocks.block
             start, stop = start - start % block, min(-(-stop // block) * block, end)
         corrections = blocks.corrections
-        data = await below.read(start, stop - start, size, strict)
+        try:
+            data = await below.read(start, stop - start, size, strict)
+        except Unavailable:
+            if stop - start == length:
+                raise
+            return await below.read(offset, length, size)  # what lies beside it is away
         if blocks.corrections != corrections:
             return data[offset - start :][:length]
         around = None if cached is None else cached.loaded(start)
