@@ -307,6 +307,10 @@ _REASONS = {
     ),
 }
 
+_CLOSING_S = 0.3
+"""After so long a file that a program has just closed is closed for the mount, too: close(2) does
+not wait for that."""
+
 
 @command(
     "evict",
@@ -324,27 +328,43 @@ def evict_command(paths: tuple[str, ...]) -> Report:
     exit code 1. The burst tier does this by itself when it needs room.
     """
     require_files(paths)
-    files = freed = 0
-    kept = Counter[str]()
-    for path in (file for path in paths for file in walk(path)):
-        try:
-            state = door.read(path, "state")
-            if not (state["copy"] or state.get("block_bytes")):
-                continue
-            door.put(path, "evict")
-        except FileNotFoundError:  # it is gone
-            continue
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            kept[_reason(path)] += 1
-            continue
-        files += 1
-        freed += sum(state["bytes"].values())
+    done, kept = list[int](), Counter[str]()
+    files: Iterable[str] = (file for path in paths for file in walk(path))
+    for is_last in (False, True):
+        opened = list[str]()
+        for path in files:
+            outcome = _evict(path)
+            if outcome == "open" and not is_last:
+                opened.append(path)
+            elif isinstance(outcome, str):
+                kept[outcome] += 1
+            elif outcome is not None:
+                done.append(outcome)
+        files = opened
+        if opened:
+            time.sleep(_CLOSING_S)
     for reason, kept_files in kept.items():
         print_error(f"{count(kept_files, 'file')} not evicted: {_REASONS[reason]}")
-    text = f"evicted {count(files, 'file')}, {size(freed)}"
-    return Report({"files": files, "bytes": freed, "kept": kept}, text, code=1 if kept else 0)
+    text = f"evicted {count(len(done), 'file')}, {size(sum(done))}"
+    report = {"files": len(done), "bytes": sum(done), "kept": kept}
+    return Report(report, text, code=1 if kept else 0)
+
+
+def _evict(path: str) -> int | str | None:
+    """How many bytes a file had in the burst tier, or the reason for which it keeps them; None if
+    it has none."""
+    try:
+        state = door.read(path, "state")
+        if not (state["copy"] or state.get("block_bytes")):
+            return None
+        door.put(path, "evict")
+    except FileNotFoundError:  # it is gone
+        return None
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return _reason(path)
+    return sum(state["bytes"].values())
 
 
 def _reason(path: str) -> str:

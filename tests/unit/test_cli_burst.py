@@ -328,6 +328,15 @@ def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
     assert run(capsys, "evict", mount.root / "tree/cached") == (0, "evicted 0 files, 0 B\n", "")
 
 
+def test_evict_waits_a_moment_for_a_close(capsys, mount: Played, monkeypatch) -> None:
+    """close(2) has returned, and the mount hears of it later."""
+    mount.opened.add(str(mount.file("tree/closing", "cached", 2)))
+    mount.file("tree/cached", "cached", 1)
+    monkeypatch.setattr(time, "sleep", lambda _: mount.opened.clear())
+    done = run(capsys, "evict", mount.root / "tree")
+    assert done == (0, "evicted 2 files, 3.00 MiB\n", "")
+
+
 def test_pin_sets_the_tier_of_all_and_stages(capsys, mount: Played, monkeypatch) -> None:
     mount.file("tree/deep/a", "clean")
     mount.file("tree/b", "cached")
