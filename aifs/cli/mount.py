@@ -60,11 +60,11 @@ _MOUNT_OPTIONS = """
 Mount options (-o, separated by commas, may be repeated; the last one wins):
   ro, rw                  read-only or not (rw)
   allow_other             let other users in (on when root mounts; noallow_other: off)
-  nodev, nosuid, noexec   no device nodes, set-uid bits, programs (root starts from dev, suid, exec)
+  nodev, nosuid, noexec   no devices, set-uid bits, programs (root starts from dev, suid, exec)
   sync                    write to stable storage before each write returns
   noatime, strictatime    never keep access times, or at each opening for reading (relatime)
-  remount                 change ro, rw, the access times, nodev, nosuid and noexec of a mount that
-                          is there
+  remount                 change ro, rw, access times, nodev, nosuid and noexec of a mount that is
+                          there
   default_permissions     always on: the kernel checks permissions
   auto, noauto, user, nofail, _netdev, x-*, ...
                           for /etc/fstab: understood, nothing to do
