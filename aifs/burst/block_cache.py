@@ -1,16 +1,16 @@
 """Clean bytes of the data servers in the burst tier: the second level below the read cache.
 
 A source (block_map.py) is a sparse file in ``blocks`` of a burst directory, at the source's own
-offsets. What is in it the map alone knows, which is this host's own: no record names a block, and
-reading makes no transaction.
+offsets. Only the host's own map says which blocks are there: no record names a block, and reading
+makes no transaction.
 
 * A source stands for bytes that never change: those of a container below the length on record, and
   those of an object set that has the checksums with which it was made. A change in place drops
   these first, durably (``Transitions.mark``), and that ends the source (``end``), at other hosts
   when they are shown it. A block is filled if the source stands after its last byte was read.
-* A block has a checksum, made when it was filled. What an earlier process has known counts when its
-  bytes have been compared: so the map on disk may be older than the files, and after a power cut
-  nothing is served that was not checked. It is written when all that names its sources is durable.
+* A fill makes a checksum of each block. A process serves a block that an earlier one has filled
+  only after it has compared the bytes with that checksum: so the map on disk may be older than the
+  files, also after a power cut. The map is written when all that names its sources is durable.
 * Blocks take what is below the low mark and nothing else takes (``Device.room_for_blocks``). They
   count as free space, and give way at each look at the device, before a writer waits.
 * What an error meets is given up: it can be had from the servers.
@@ -186,7 +186,7 @@ class BlockCache:
         self._where: dict[int, _Device] = {}
         """By source, the device that has it, or is going to."""
         self._refused: set[int] = set()
-        """Sources that do not stand: what is written in place never does again."""
+        """Sources that do not stand. An object set that was written in place never stands again."""
         self._has_room = False
         """Whether any device takes blocks."""
         self._pending = 0
@@ -262,7 +262,7 @@ class BlockCache:
         except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
-        # Others went on meanwhile: what they have ended, or keep elsewhere, is not taken over.
+        # Other tasks ran meanwhile: the sources that they ended, or keep elsewhere, are left out.
         for source in device.files.keys() & (ended | self._where.keys()):
             device.map.end(source)
             device.leaving.append((device.files.pop(source), None))
@@ -301,7 +301,7 @@ class BlockCache:
     # --- reading ---
 
     def serves(self, layout: Striped) -> bool:
-        """See Blocks. What lies in memory, or on our own filesystem, does not."""
+        """See Blocks. Servers in memory, or on a burst directory's own filesystem, do not."""
         if self._mode != "auto":
             return self._mode == "always"
         own = {server.storage.pool for server in self._servers.burst() if not server.absent}
@@ -325,14 +325,19 @@ class BlockCache:
 
     def read_now(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
         """See Blocks."""
+        spans = self._spans(source, offset, len(buffer), size)
+        if not spans or any(mask & ~segment.checked for segment, mask in spans):
+            return False
+        return self._read_now(self._where[source].files[source], buffer, offset, spans)
+
+    def _spans(
+        self, source: int, offset: int, length: int, size: int
+    ) -> list[tuple[BlockSegment, int]]:
+        """As BlockMap.span; empty also where the range is, or goes beyond the source's end."""
         device = self._where.get(source)
-        if device is None or not buffer or offset + len(buffer) > size:
-            return False
-        spans = device.map.span(source, offset, len(buffer))
-        if spans is None or any(mask & ~segment.checked for segment, mask in spans):
-            return False
-        file = device.files[source]
-        return self._read_now(file, buffer, offset, spans)
+        if device is None or not length or offset + length > size:
+            return []
+        return device.map.span(source, offset, length) or []
 
     def _read_now(
         self, file: _File, buffer: memoryview, offset: int, spans: list[tuple[BlockSegment, int]]
@@ -357,12 +362,10 @@ class BlockCache:
 
     async def read(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
         """See Blocks."""
-        device = self._where.get(source)
-        if device is None or not buffer or offset + len(buffer) > size:
+        spans = self._spans(source, offset, len(buffer), size)
+        if not spans:
             return False
-        spans = device.map.span(source, offset, len(buffer))
-        if spans is None:
-            return False
+        device = self._where[source]
         file = device.files[source]
         unchecked = [
             (segment.number * BLOCKS + bit, segment.sum_of(bit))
@@ -381,7 +384,7 @@ class BlockCache:
             self._fails(device, error)
             self.end(source)
             return False
-        # Only now: what was punched meanwhile has left the map before.
+        # After the read: a segment leaves the map before its blocks are punched.
         if not all(device.map.is_current(segment) for segment, _ in spans):
             return False
         for index in wrong:
@@ -481,7 +484,7 @@ class BlockCache:
     async def _fill(self, device: _Device) -> None:
         taken = [device.fills.popleft() for _ in range(min(_BATCH, len(device.fills)))]
         try:
-            # Their bytes were read before: what stands now has stood all the while, and ends aloud.
+            # Their bytes were read before this: a source that stands now has stood since then.
             await self._refuse_fallen(device, {fill.source for fill in taken})
             batch = [fill for fill in taken if device.files.get(fill.source) is fill.file]
             if not batch:
@@ -683,7 +686,7 @@ def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:
 
 
 def _read_map(path: str, block: int) -> tuple[list[BlockSegment], set[int]]:
-    """What the map on disk says, and the sources that have files."""
+    """The segments of the map on disk, and the sources that have files."""
     if not os.path.isdir(path):
         return [], set()
     names = {int(name, 16) for name in os.listdir(path) if len(name) == 16}

@@ -414,8 +414,8 @@ class Device:
         return self._up_to(self._config.high_water) - self._promised_bytes()
 
     def room_for_blocks(self) -> int:
-        """Bytes that clean blocks may take: what is free below the low mark, or their share, up to
-        where eviction begins."""
+        """Bytes that clean blocks may take: all that is free below the low mark; if their share is
+        more, that share, up to where eviction begins."""
         below = self._up_to(self._config.low_water)
         room = max(below, min(self._block_share(), self._up_to(self._evict_mark)))
         return max(0, min(room, self._room()) - self._promised_bytes())

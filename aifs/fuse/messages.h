@@ -551,13 +551,12 @@ static inline void edit_init(struct state *state, struct fuse_init_out *out)
 static inline void edit_open(const struct state *state, uint64_t nodeid, struct open_out *out)
 {
     uint64_t backing = out->fh >> HANDLE_BITS;
+    out->open_flags |= no_flush(state);
     if (out->fh == LENT_HERE) {
         out->fh = LENT_HANDLE | nodeid;
-        out->open_flags |= no_flush(state);
         return;
     }
     out->fh &= (UINT64_C(1) << HANDLE_BITS) - 1;
-    out->open_flags |= no_flush(state);
     if (backing) {
         /* It goes with no flag about the page cache. Direct I/O comes to us all the same; mappings do not. */
         out->open_flags = OPEN_PASSTHROUGH | no_flush(state) | (out->open_flags & FOPEN_DIRECT_IO);

@@ -253,8 +253,8 @@ class CachedReads:
         return True
 
     def loaded(self, offset: int) -> tuple[int, memoryview] | None:
-        """What the read cache has around this byte of a set with one column: where that begins in
-        it. Does not block."""
+        """Of a set with one column: the offset of the read cache's block that has this byte, and
+        the block; None: it is not there. Does not block."""
         number = offset // self.block
         block = self._cache.peek(self.source(0).name, number) if self._is_one else None
         return None if block is None or block.view is None else (number * self.block, block.view)

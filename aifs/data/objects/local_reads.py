@@ -1,6 +1,6 @@
 """Reads of an object set by way of the blocks of it that this host keeps near: the topmost stage.
 
-What is kept of object sets is what all stages below have made of it: recovered, checked, shared.
+The blocks hold the bytes as the stages below return them: recovered, checked, shared.
 A read that finds all its blocks asks no server. Another one is widened to whole blocks, and these
 are kept, in the background: so what lies beside it in a container comes along.
 """
@@ -70,7 +70,7 @@ class LocalReads:
         return data[offset - start :][:length]
 
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
-        """See Stage. What is not there has to come by ``read``, which keeps it."""
+        """See Stage. ``read`` brings the bytes that are not in blocks, and keeps them."""
         if not self._blocks.takes(self._source):
             return self._below.read_now(offset, buffer, size)
         return self._blocks.read_now(self._source, offset, buffer, self._end(size))
