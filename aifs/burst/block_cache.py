@@ -72,6 +72,10 @@ _opening = Lock()
 Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
 """Those of these ids whose bytes never change as the records say, and up to which byte."""
 
+Repairs = Callable[[], Awaitable[int]]
+"""How often bytes were found to be wrong so far, as the records say. What is followed of the last
+time is done when this returns."""
+
 
 class _Fill(NamedTuple):
     """A block that is to be kept."""
@@ -161,6 +165,7 @@ class BlockCache:
         servers: Servers,
         upkeep: Upkeep,
         standing: Standing,
+        repairs: Repairs,
         barrier: Callable[[], Awaitable[None]],
         mode: str,
     ) -> None:
@@ -169,6 +174,7 @@ class BlockCache:
         self._upkeep = upkeep
         self.standing = standing
         """See Standing."""
+        self._repairs = repairs
         self._barrier = barrier
         self._mode = mode
         self.block = BLOCK_MIN
@@ -236,8 +242,9 @@ class BlockCache:
     async def _take_over(self, server: DataServer, ended: set[int]) -> None:
         path = os.path.join(server.address, naming.BLOCKS)
         device = _Device(server, BlockMap(self.block), path)
+        work = (_read_map, (path, self.block, await self._repairs()))
         try:
-            segments, names = (await gather([(server.workers, _read_map, (path, self.block))]))[0]
+            segments, names = (await gather([(server.workers, *work)]))[0]
         except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
@@ -534,6 +541,9 @@ class BlockCache:
     def correct(self, source: int) -> bool:
         """See Blocks."""
         self.corrections += 1
+        for device in self.devices.values():
+            device.changed = True  # maps from before it count no more
+        self._upkeep.wake(Work.BLOCKS)
         return self.end(source)
 
     def _forget(self, device: _Device, source: int) -> None:
@@ -603,13 +613,14 @@ class BlockCache:
     async def save(self) -> None:
         """The maps on disk are as those in memory were. Raises FsError."""
         self._save_at_s = 0.0
+        repairs = await self._repairs()
         found = [
             (device, device.map.snapshot()) for device in self.devices.values() if device.changed
         ]
         await self._barrier()  # what names these sources is durable, and so are the lengths
         for device, segments in found:
             device.changed = False
-            work = (_write_map, (device.path, segments, self.block))
+            work = (_write_map, (device.path, segments, self.block, repairs))
             try:
                 await gather([(device.server.workers, *work)])
             except _ERRORS as error:
@@ -685,7 +696,7 @@ def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:
             files.unlink(file.path)
 
 
-def _read_map(path: str, block: int) -> tuple[list[BlockSegment], set[int]]:
+def _read_map(path: str, block: int, repairs: int) -> tuple[list[BlockSegment], set[int]]:
     """The segments of the map on disk, and the sources that have files."""
     if not os.path.isdir(path):
         return [], set()
@@ -695,13 +706,15 @@ def _read_map(path: str, block: int) -> tuple[list[BlockSegment], set[int]]:
     if _sum_of(body) != head:
         return [], names
     try:
-        return decode(block, bytes(body)), names
+        return decode(block, repairs, bytes(body)), names
     except ValueError:
         return [], names
 
 
-def _write_map(path: str, segments: list[tuple[BlockSegment, int]], block: int) -> None:
-    record = encode(block, segments)
+def _write_map(
+    path: str, segments: list[tuple[BlockSegment, int]], block: int, repairs: int
+) -> None:
+    record = encode(block, repairs, segments)
     files.replace_file(os.path.join(path, _MAP), _sum_of(memoryview(record)) + record)
 
 

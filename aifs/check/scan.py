@@ -46,6 +46,7 @@ _COUNTERS = (
     keys.COUNTER_SERVERS,
     keys.COUNTER_BURST,
     keys.COUNTER_QUOTAS,
+    keys.COUNTER_REPAIRS,
 )
 
 

@@ -21,6 +21,18 @@ def put_unread(tx: Transaction, oid: int, ino: int, mask: int) -> None:
     tx.put(keys.degraded(oid), Degraded(ino, mask | find_unread(tx, oid)).encode())
 
 
+def note_repair(tx: Transaction, oid: int) -> None:
+    """Wrong bytes of these objects were put right where they are. Other hosts hear of it as they do
+    of columns that are wrong, and give up what they keep of them; a host that is away sees by the
+    counter that it has missed something."""
+    tx.add(keys.COUNTER_REPAIRS, 1)
+    record = tx.get(keys.degraded(oid))
+    if record is None:
+        tx.delete(keys.degraded(oid))  # there is none; the change set names it all the same
+    else:
+        tx.put(keys.degraded(oid), record)
+
+
 def drop_degraded(tx: Transaction, oid: int) -> None:
     """The objects are about to go, or are whole."""
     if tx.get(keys.degraded(oid)) is not None:

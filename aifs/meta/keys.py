@@ -108,6 +108,7 @@ COUNTER_SERVERS = (
 )
 COUNTER_BURST = b"cburst"  # the same, of burst directories
 COUNTER_QUOTAS = b"cquotas"  # quotas that there have ever been
+COUNTER_REPAIRS = b"crepairs"  # how often bytes of objects were found to be wrong
 
 
 def inode(ino: int) -> bytes:

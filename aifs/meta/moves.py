@@ -86,6 +86,7 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
         return 0
     if not objects.layout.survives(mask | known):
         return 0
+    tx.add(keys.COUNTER_REPAIRS, 1)
     put_unread(tx, oid, objects.ino, mask)
     return mask | known
 

@@ -508,10 +508,11 @@ class _Scrub:
             raise _Changed from None
 
     async def _patch(self, flaw: Flaw) -> bool:
-        """Repair wrong bytes in place; whether they are right now, durably.
+        """Repair wrong bytes in place; whether they are right now, durably. All hosts have heard of
+        it then, or are about to.
 
         The object was open for this already when it was read. So if it has been deleted meanwhile
-        it is not made again.
+        it is not made again. Raises FsError if the metadata cannot be changed.
         """
         columns, column = self._inspection.columns, flaw.column
         try:
@@ -529,6 +530,7 @@ class _Scrub:
         is_right = done == 0 if flaw.kind is LONG else bytes(there[:done]) == flaw.right
         forget_columns(self._scrubber.servers.cache, self._layout, (self._ino, self._oid))
         self._scrubber.servers.blocks.correct(self._oid)  # they were read when it was wrong
+        await self._engine.transact(degraded.note_repair, self._oid)
         self.found.repaired += is_right
         return is_right
 

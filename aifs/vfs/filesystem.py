@@ -31,7 +31,8 @@ from aifs.files.refusals import Refusals
 from aifs.files.services import Heirlooms, ServeOptions, Services
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
-from aifs.meta import forms
+from aifs.meta import forms, keys
+from aifs.meta.kv import ReadTransaction
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
 from aifs.reads.starts import Starts
@@ -120,7 +121,10 @@ class Filesystem:
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
         standing = partial(engine.view, forms.find_standing)
-        self.blocks = BlockCache(servers, upkeep, standing, engine.barrier, config.burst.blocks)
+        repairs = partial(engine.view, ReadTransaction.counter, keys.COUNTER_REPAIRS)
+        self.blocks = BlockCache(
+            servers, upkeep, standing, repairs, engine.barrier, config.burst.blocks
+        )
         servers.keep_blocks(self.blocks)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
         self.collector = collector = Collector(engine, servers, backup, tier, upkeep, self.role)

@@ -78,6 +78,7 @@ class Following:
         self._table = services.table
         self._io = io
         self._blocks = services.servers.blocks
+        self._cache = services.servers.cache
         self._containers = io.containers
         self._collector = services.collector
         self._findings = findings
@@ -270,11 +271,16 @@ class Following:
             self._course.follow_member(ino, number, member)
 
     def _take_container(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
-        self._containers.moved(keys.number(key))
+        container = keys.number(key)
+        self._containers.moved(container)
+        if record is None:
+            self._blocks.end(container)
 
     def _take_degraded(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         oid = keys.number(key)
-        self._blocks.end(oid)  # they may have been read when they were wrong
+        # They may have been read when they were wrong.
+        self._blocks.correct(oid)
+        self._cache.invalidate_id(oid)
         self._containers.moved(oid)
         self._io.table.overtake_objects(oid)
 

@@ -22,7 +22,9 @@ from aifs.core.errors import Unavailable
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
 from aifs.data.objects.recovery import Recovery
+from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
+from aifs.meta.kv import ReadTransaction
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
@@ -512,7 +514,9 @@ async def test_what_ends_while_a_map_is_loaded_is_not_taken_over(directory: Path
             late.end(oid)
             return found
 
-        late = BlockCache(fs.store.servers, fs.upkeep, changing, fs.store.engine.barrier, "always")
+        engine = fs.store.engine
+        repairs = partial(engine.view, ReadTransaction.counter, keys.COUNTER_REPAIRS)
+        late = BlockCache(fs.store.servers, fs.upkeep, changing, repairs, engine.barrier, "always")
         await late.load_device(device.server)
         assert late.devices and not late.bytes_of(oid)
 

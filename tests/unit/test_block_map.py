@@ -73,7 +73,7 @@ def test_it_is_a_set_of_blocks(steps: list[tuple[str, int, int]]) -> None:
         for index in range(301):
             assert made.has(source, index) == ((source, index) in model)
     again = BlockMap(BLOCK)
-    again.restore(decode(BLOCK, encode(BLOCK, made.snapshot())))
+    again.restore(decode(BLOCK, 3, encode(BLOCK, 3, made.snapshot())))
     assert again.bytes == made.bytes
     for source, index in model:
         [(segment, mask)] = again.span(source, index * BLOCK + 7, 100) or []
@@ -160,16 +160,17 @@ def test_the_blocks_of_any_tier_fit_in_memory(room: int, size: int) -> None:
 
 
 def test_a_damaged_map_is_none() -> None:
-    record = encode(BLOCK, filled(1 << 30, 1, 2).snapshot())
+    record = encode(BLOCK, 3, filled(1 << 30, 1, 2).snapshot())
     for damaged in (b"", record[:-1], record + b"x", record[: len(record) // 2], b"x" + record[1:]):
         with pytest.raises(ValueError):
-            decode(BLOCK, damaged)
-    with pytest.raises(ValueError):
-        decode(2 * BLOCK, record)
+            decode(BLOCK, 3, damaged)
+    for block, repairs in ((2 * BLOCK, 3), (BLOCK, 4)):
+        with pytest.raises(ValueError):
+            decode(block, repairs, record)
     rng = random.Random(1)
     for _ in range(200):
         try:
-            decode(BLOCK, record[: rng.randrange(24, len(record))])
+            decode(BLOCK, 3, record[: rng.randrange(24, len(record))])
         except ValueError:
             continue
         raise AssertionError

@@ -479,6 +479,12 @@ class ReadCache:
         for block in list(self._objects.get(name, {}).values()):
             self._drop(block)
 
+    def invalidate_id(self, oid: int) -> None:
+        """The same of all objects of an object set or a container, and of what was made of them.
+        Names end with its id."""
+        for name in [name for name in self._objects if isinstance(name, tuple) and name[-1] == oid]:
+            self.invalidate(name)
+
     # --- memory ---
 
     def _is_current(self, block: Block) -> bool:
