@@ -14,7 +14,7 @@ from aifs.meta import forms, namespace
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem, recovery
 from tests.support import modes
-from tests.support.cluster import Cluster
+from tests.support.cluster import NAMES, Cluster
 from tests.support.cluster import cluster as cluster
 from tests.support.cluster import north as north
 from tests.support.cluster import south as south
@@ -25,15 +25,20 @@ from tests.support.stores import numbers as numbers_of
 DATA = bytes(range(256)) * 1000
 
 
-async def test_an_unlinked_copy_is_deleted_by_its_home(north, south, scratch):
-    ino = await write_file(north, b"f", DATA)
-    await south.unlink(ROOT_INO, b"f")
-    south.forget([ino])
-    await south.collector.drain()
-    assert await numbers_of(north, b"o") == []
-    await north.collector.drain()
-    assert await numbers_of(north, b"g") == []
-    assert not list((scratch / "s").glob("burst/*/objects/**/*-*"))
+@pytest.mark.parametrize("with_role", NAMES)
+async def test_an_unlinked_copy_is_deleted_by_its_home(cluster, scratch, with_role):
+    first, second = NAMES if with_role == NAMES[0] else reversed(NAMES)
+    async with cluster.mounted(first) as one, cluster.mounted(second) as other:
+        north, south = (one, other) if with_role == NAMES[0] else (other, one)
+        ino = await write_file(north, b"f", DATA)
+        await south.unlink(ROOT_INO, b"f")
+        south.forget([ino])
+        await south.collector.drain()
+        assert await numbers_of(north, b"o") == []
+        assert len(await numbers_of(north, b"g")) == 1
+        await north.collector.drain()
+        assert await numbers_of(north, b"g") == []
+        assert not list((scratch / "s").glob("burst/*/objects/**/*-*"))
 
 
 async def test_what_a_host_makes_is_not_taken_for_garbage_by_another(north, south):

@@ -4,7 +4,8 @@ space comes back.
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from aifs.core.errors import NoSpace
 from aifs.data import storages
 from aifs.data.storage import Space
 from aifs.files import transitions
+from aifs.files.containers import StoredFiles
+from aifs.files.draining import Draining, DrainOutcome
 from aifs.layout.hint import Policy, parse_layout_hint
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
@@ -196,6 +199,26 @@ async def test_a_list_that_there_was_no_room_to_flip_to_is_dropped(
         await fs.collector.drain()
         lists = await fs.store.engine.view(lambda tx: list(tx.range(*keys.all_of(b"y"))))
         assert len(listed) == 2 and not lists
+
+
+async def test_a_file_that_is_cut_while_its_batch_is_packed_fails_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory, modes.WAITING) as fs:
+        inos = [await write_file(fs, b"%d" % number, os.urandom(20 * KIB)) for number in range(3)]
+        batch, append = [Draining(ino) for ino in inos], fs.containers.append
+
+        @asynccontextmanager
+        async def append_later(*args: Any) -> AsyncIterator[StoredFiles]:
+            if not batch[1].cancelled:
+                await rewrite(fs, inos[1], b"cut")
+            async with append(*args) as stored:
+                yield stored
+
+        monkeypatch.setattr(fs.containers, "append", append_later)
+        await fs.drain.drainer.drain(batch)
+        whole, cut = DrainOutcome.DRAINED, DrainOutcome.CHANGED
+        assert [draining.outcome for draining in batch] == [whole, cut, whole]
 
 
 def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None:

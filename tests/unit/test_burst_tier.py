@@ -13,6 +13,7 @@ import trio.testing
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from aifs.burst import tier as tier_module
 from aifs.burst.ledger import Ledger
 from aifs.burst.tier import BurstTier
 from aifs.cli.status import refusal_of
@@ -290,10 +291,38 @@ async def test_a_writer_waits_as_long_as_told_or_until_there_is_room(autojump_cl
         for _ in range(3):
             nursery.start_soon(tier.throttle)
         await trio.sleep(1)
+        tier.gone(2)  # which leaves as little room
+        await trio.testing.wait_all_tasks_blocked()
         assert tier.status()["throttled_writers"] == 3
         tier.clean(1, server.id, 8 * GIB)
     assert trio.current_time() - start == pytest.approx(11)
     assert tier.status()["throttled_writers"] == 0
+
+
+async def test_a_writer_waits_as_long_as_it_takes_to_drain_a_file(autojump_clock, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(tier_module.time, "monotonic", lambda: now)
+    server, tier = make_one(throttle_max="10s")
+    for copy_id in range(80):
+        tier.dirty(copy_id, server.id, 100 * MIB)
+    assert tier.pause_s == pytest.approx(10 * tier.pressure), "nothing has been drained yet"
+    for copy_id in range(10):
+        tier.clean(copy_id, server.id, 100 * MIB)
+    now = 100.0
+    await tier.look()
+    assert tier.status()["drain_bytes_per_s"] == 10 * MIB
+    start, pressure = trio.current_time(), tier.pressure
+    await tier.throttle()
+    assert trio.current_time() - start == pytest.approx(10 * pressure / (1 - pressure))
+
+
+def test_a_mirror_that_becomes_the_copy_of_a_file_is_a_mirror_no_more():
+    server, tier = make_one()
+    tier.mirrors(1, server.id, 5 * MIB)
+    tier.mirrors(2, server.id, 3 * MIB)
+    assert tier.status()["mirror_bytes"] == 8 * MIB
+    tier.dirty(1, server.id, 5 * MIB)
+    assert tier.status()["mirror_bytes"] == 3 * MIB
 
 
 def test_what_others_store_there_moves_the_marks():
@@ -369,7 +398,12 @@ async def test_the_evictor_is_woken(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_file_is_made() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda tier: tier.admit(""), lambda tier: tier.admit_ahead("", 1)],
+    ids=["file", "ahead"],
+)
+async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_copy_is_made(make) -> None:
     server = FakeServer(0, 1000 * MIB)
     upkeep, looks = Upkeep(), []
     tier = make_tier(server, upkeep=upkeep)
@@ -382,7 +416,7 @@ async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_file_is
         nursery.start_soon(upkeep.run, {Work.LOOK_AT_BURST: Job(look)})
         await trio.testing.wait_all_tasks_blocked()
         assert len(looks) == 1 and looks[0] > 1
-        tier.admit("")
+        make(tier)
         await trio.testing.wait_all_tasks_blocked()
         assert len(looks) == 2
         nursery.cancel_scope.cancel()

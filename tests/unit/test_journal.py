@@ -198,8 +198,10 @@ def test_a_wrong_segment_is_refused_by_name(tmp_path, content, message):
     path.unlink()
     if content is not None:
         path.write_bytes(content)
+    descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match=f"journal.1: .*{message}"):
         Journal.open(str(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_holds_records(tmp_path):
