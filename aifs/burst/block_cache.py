@@ -18,7 +18,7 @@ makes no transaction.
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,8 @@ _SAVED = faults.declare("burst.blocks.saved", "the map on disk is as the one in 
 _MAP = "map"
 _PENDING_MAX = 32 << 20
 _BATCH = 16
+_BATCH_BYTES = 4 << 20
+"""What is written in one go ends with the first fill that is not below."""
 _SAVE_S = 60.0
 _REST_S = 60.0
 """How long a device that has failed keeps nothing new."""
@@ -78,10 +80,10 @@ time is done when this returns."""
 
 
 class _Fill(NamedTuple):
-    """A block that is to be kept."""
+    """Blocks in a row that are to be kept; the last one may be the source's end."""
 
     source: int
-    number: int
+    numbers: range
     data: memoryview
     file: "_File"
 
@@ -205,6 +207,8 @@ class BlockCache:
         """Bytes that were read from blocks since the mount."""
         self._filled_bytes = 0
         """Bytes that have come into blocks."""
+        self._dropped_bytes = 0
+        """Bytes that did not fit into what may wait."""
         self._evicted_bytes = 0
         """Bytes of blocks that gave way."""
         self._wrong = 0
@@ -437,22 +441,26 @@ class BlockCache:
         if memoryview(data.obj).nbytes > 2 * len(data):
             data = memoryview(bytes(data))  # or all of a stripe stays in memory for a part of it
         block, stop = self.block, offset + len(data)
-        first = -(-offset // block)
-        for index in range(first, -(-stop // block)):
-            start, last = index * block, min((index + 1) * block, end)
-            is_whole = start < last <= stop
-            if not is_whole or (source, index) in device.filling or device.map.has(source, index):
+        missing = [
+            index
+            for index in range(-(-offset // block), -(-stop // block))
+            if index * block < min((index + 1) * block, end) <= stop
+            and (source, index) not in device.filling
+            and not device.map.has(source, index)
+        ]
+        for numbers in _runs(missing):
+            start, last = numbers.start * block, min(numbers.stop * block, end)
+            if self._pending + last - start > _PENDING_MAX:
+                self._dropped_bytes += last - start
                 continue
-            if self._pending + block > _PENDING_MAX:
-                return
             file = device.files.get(source)
             if file is None:
                 file = device.files[source] = _File(device, source)
                 self._where[source] = device
             self._pending += last - start
-            device.filling.add((source, index))
+            device.filling.update((source, index) for index in numbers)
             part = data[start - offset : last - offset]
-            device.fills.append(_Fill(source, index, part, file))
+            device.fills.append(_Fill(source, numbers, part, file))
         if device.fills:
             self._upkeep.wake(Work.BLOCKS)
 
@@ -489,7 +497,9 @@ class BlockCache:
                 return  # what is to go is tried again when somebody has looked at the device
 
     async def _fill(self, device: _Device) -> None:
-        taken = [device.fills.popleft() for _ in range(min(_BATCH, len(device.fills)))]
+        taken: list[_Fill] = []
+        while device.fills and sum(len(fill.data) for fill in taken) < _BATCH_BYTES:
+            taken.append(device.fills.popleft())
         try:
             # Their bytes were read before this: a source that stands now has stood since then.
             await self._refuse_fallen(device, {fill.source for fill in taken})
@@ -507,10 +517,12 @@ class BlockCache:
             faults.reach(_FILLED)
         finally:
             self._pending -= sum(len(fill.data) for fill in taken)
-            device.filling.difference_update((fill.source, fill.number) for fill in taken)
-        for fill, checksum in zip(batch, sums, strict=True):
+            for fill in taken:
+                device.filling.difference_update((fill.source, it) for it in fill.numbers)
+        for fill, checksums in zip(batch, sums, strict=True):
             if device.files.get(fill.source) is fill.file:
-                device.map.put(fill.source, fill.number, checksum)
+                for number, checksum in zip(fill.numbers, checksums, strict=True):
+                    device.map.put(fill.source, number, checksum)
                 self._filled_bytes += len(fill.data)
                 device.changed = True
 
@@ -647,12 +659,22 @@ class BlockCache:
             "filled_bytes": self._filled_bytes,
             "evicted_bytes": self._evicted_bytes,
             "waiting_bytes": self._pending,
+            "dropped_bytes": self._dropped_bytes,
             "wrong_blocks": self._wrong,
         }
 
 
 def _sum_of(data: memoryview) -> bytes:
     return digest_of(data)[:SUM_BYTES]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers, as ranges without gaps."""
+    start = 0
+    for at, number in enumerate(numbers):
+        if at + 1 == len(numbers) or numbers[at + 1] != number + 1:
+            yield range(numbers[start], number + 1)
+            start = at + 1
 
 
 # --- in worker threads ---
@@ -676,14 +698,17 @@ def _read(
     return (0 if wrong else files.read_into(fd, buffer, offset)), wrong
 
 
-def _write_all(fills: Sequence[_Fill], block: int) -> list[bytes]:
-    """The checksum of each."""
+def _write_all(fills: Sequence[_Fill], block: int) -> list[list[bytes]]:
+    """The checksums of the blocks of each."""
     for fill in fills:
-        fd, start = fill.file.descriptor(), fill.number * block
-        if len(fill.data) < block:  # it counts whole: so much is free when it goes
-            files.change_allocation(fd, files.KEEP_SIZE, start, block)
-        files.write_at(fd, fill.data, start)
-    return [_sum_of(fill.data) for fill in fills]
+        fd = fill.file.descriptor()
+        if len(fill.data) % block:  # the last one counts whole: so much is free when it goes
+            files.change_allocation(fd, files.KEEP_SIZE, fill.numbers[-1] * block, block)
+        files.write_at(fd, fill.data, fill.numbers.start * block)
+    return [
+        [_sum_of(fill.data[at : at + block]) for at in range(0, len(fill.data), block)]
+        for fill in fills
+    ]
 
 
 def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:

@@ -96,6 +96,12 @@ class Places:
         inode, objects, size = file.inode, file.objects, file.inode.size
         if not self._may_place(file):
             return
+        if isinstance(objects, ObjectSet) and objects.is_kept_near:
+            # What the bridge would read from page caches of servers would never get there.
+            if not self._blocks.held(inode.oid, size - 1, 1):
+                return
+            if self._blocks.file_of(inode.oid, 0, size) is None:
+                return
         file.placed = objects
         extents: Sequence[Extent] = ()
         found: Sequence[LocalFile] = ()

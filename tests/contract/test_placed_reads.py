@@ -395,3 +395,24 @@ async def test_the_bridge_reads_blocks_as_long_as_they_are_there(
         for _ in range(2):
             assert await all_of(kernel, handle) == expected
         await kernel.release(handle)
+
+
+async def test_what_is_going_to_be_blocks_is_not_read_from_servers_by_the_bridge(
+    directory: Path,
+) -> None:
+    """Else it never gets there, and each pass over a dataset asks the servers again."""
+    async with mounted(directory, PLAIN | {"burst.blocks": "always"}) as kernel:
+        ino = await make(kernel)
+        await kernel.tier.look()
+        handle = await kernel.open(ino, os.O_RDONLY)
+        for start in range(0, len(CONTENT), 9000):
+            expected = CONTENT[start : start + 9000]
+            assert bytes(await kernel.read(handle, start, 9000)) == expected
+        assert not kernel.placed_bytes
+        while kernel.blocks.status()["waiting_bytes"]:
+            await kernel.upkeep.have_done(Work.BLOCKS)
+        before = sum(server.read_bytes for server in kernel.store.servers.capacity())
+        assert await placed(kernel, handle, CONTENT)
+        after = sum(server.read_bytes for server in kernel.store.servers.capacity())
+        assert after == before and not kernel.blocks.status()["dropped_bytes"]
+        await kernel.release(handle)

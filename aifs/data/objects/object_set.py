@@ -199,6 +199,11 @@ class ObjectSet:
 
     # --- reading ---
 
+    @property
+    def is_kept_near(self) -> bool:
+        """Whether blocks of it are kept nearer than the servers (Blocks), or are going to be."""
+        return self._local is not None and self._servers.blocks.takes(self._key[1])
+
     async def fill(self, offset: int, buffer: memoryview, size: int) -> None:
         """As a strict ``read``, into the caller's memory; what has checksums is not compared with
         them.
