@@ -115,6 +115,8 @@ def mount_command(
     and ends. The daemon logs to the file that the configuration key log.file names; SIGTERM and
     SIGINT unmount it cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
     """
+    # A search of all installed packages for plugins would be 5 % of a start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from aifs.cli.umount import register
     from aifs.core import config
     from aifs.fuse.options import parse
