@@ -19,6 +19,9 @@ from dataset_rates import data_rows
 from endurance import endurance_rows
 from environments import Amounts, env_rows
 from epochs import epoch_rows
+from first_reads import NORMAL as NORMAL_FIRST
+from first_reads import QUICK as QUICK_FIRST
+from first_reads import first_read_rows
 from gate import gate
 from gate_rows import ROWS
 from grouped import grouped_rows
@@ -64,6 +67,7 @@ SPECIAL = (
     "hosts",
     "data",
     "env",
+    "first-reads",
     "memory",
     "operations",
     "start",
@@ -214,6 +218,9 @@ def bench(
         if "env" in chosen:
             with log.status("env"):
                 rows += env_rows(base, QUICK_ENV if quick else NORMAL_ENV, rounds, wheels)
+        if "first-reads" in chosen:
+            with log.status("first reads"):
+                rows += first_read_rows(base, QUICK_FIRST if quick else NORMAL_FIRST, rounds)
         if "memory" in chosen:
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)
