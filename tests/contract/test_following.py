@@ -596,21 +596,28 @@ WAITING: dict[str, Call] = {
 }
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", WAITING)
-async def test_waits_until_it_is_shown_and_has_happened_before(fs, other, name):
+async def test_waits_until_it_is_shown_and_has_happened_before(fs, other):
     inos = await _prepare(fs)
-    other.engine.hold_back()
-    seq = fs.store.engine.seq
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(WAITING[name], fs, inos)
-        while not other.engine.waiting:
-            await trio.lowlevel.checkpoint()
-        assert fs.store.engine.seq > seq
-        # Nobody else is held up, and no lock is held.
-        await write_file(fs, b"another", TEXT)
-        other.engine.let_go()
-    assert not other.engine.waiting
+    for name, call in WAITING.items():
+        other.engine.hold_back()
+        seq, answered = fs.store.engine.seq, trio.Event()
+
+        async def ask(call: Call = call, answered: trio.Event = answered) -> None:
+            await call(fs, inos)
+            answered.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            try:
+                while not other.engine.waiting:
+                    assert not answered.is_set(), name
+                    await trio.lowlevel.checkpoint()
+                assert fs.store.engine.seq > seq, name
+                # Nobody else is held up, and no lock is held.
+                await write_file(fs, f"beside {name}".encode(), TEXT)
+            finally:
+                other.engine.let_go()
+        assert not other.engine.waiting, name
     fs.forget(list(inos.values()))
 
 
