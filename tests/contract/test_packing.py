@@ -221,6 +221,23 @@ async def test_a_file_that_is_cut_while_its_batch_is_packed_fails_alone(
         assert [draining.outcome for draining in batch] == [whole, cut, whole]
 
 
+async def test_a_drain_that_the_metadata_has_no_room_for_says_so(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(directory, modes.WAITING | modes.STRIPED) as fs:
+        inos = [await write_file(fs, b"%d" % number, os.urandom(20 * KIB)) for number in range(3)]
+        batch = [Draining(ino) for ino in inos]
+
+        async def full(*_: Any) -> None:
+            raise NoSpace("no more room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fs.store.engine, "transact", full)
+            await fs.drain.drainer.drain(batch)
+        assert [str(draining.outcome) for draining in batch] == ["no more room"] * 3
+        await drained(fs, *inos)
+
+
 def test_full_servers_get_nothing_while_others_have_room(tmp_path: Path) -> None:
     with data_servers(tmp_path, 3) as servers:
         for server, left in zip(servers.values(), (1 << 30, 0, 1 << 20), strict=True):
