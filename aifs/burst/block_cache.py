@@ -38,8 +38,9 @@ from aifs.burst.block_map import (
     decode,
     encode,
 )
+from aifs.burst.copy import is_used
 from aifs.core import faults, files
-from aifs.core.errors import FsError
+from aifs.core.errors import Busy, FsError
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.core.upkeep import NEVER_S, Upkeep, Work
@@ -54,6 +55,7 @@ _log = logger(__name__)
 
 _FILLED = faults.declare("burst.blocks.filled", "a block is in its file, the map does not have it")
 _LEFT = faults.declare("burst.blocks.left", "the map has a block no more, its file still has it")
+_GIVEN = faults.declare("burst.source.given", "blocks are a burst copy that no record knows")
 _SAVED = faults.declare("burst.blocks.saved", "the map on disk is as the one in memory was")
 
 _MAP = "map"
@@ -65,6 +67,10 @@ _SAVE_S = 60.0
 _REST_S = 60.0
 """How long a device that has failed keeps nothing new."""
 _REFUSED_MAX = 1 << 16
+_HELD_SHARE = 4
+"""Sources that stay may take so many times what others may take."""
+_ASK_S = 1.0
+"""How often it is asked which of them are used."""
 
 _ERRORS = (OSError, FsError)
 """Of a device, and of a server that hangs."""
@@ -152,10 +158,21 @@ class _Device:
     """Nothing is kept until then, on trio's clock, because it has failed."""
     can_read_cached: bool = True
     """Whether the filesystem reads from its page cache alone."""
+    lent: set[int] = field(default_factory=set)
+    """Sources that the kernel passes through."""
+    asks_at_s: float = 0.0
+    """Not before then, on trio's clock, it is asked which of those that were lent are used."""
 
     @property
     def has_work(self) -> bool:
         return bool(self.leaving or self.fills or self.map.excess > 0)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether sources that stay take too much."""
+        if self.map.excess > 0 or self.map.limit * _HELD_SHARE < self.map.held_bytes:
+            return bool(self.map.held_sources) and trio.current_time() >= self.asks_at_s
+        return False
 
 
 class BlockCache:
@@ -269,7 +286,8 @@ class BlockCache:
         }
         unknown = names - masks.keys()
         try:
-            await gather([(server.workers, _tidy, (device, unknown, masks, self.block))])
+            call = (server.workers, _tidy, (device, unknown, masks, self.block))
+            ended |= (await gather([call]))[0]
         except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
@@ -283,7 +301,7 @@ class BlockCache:
     def bytes_on(self, server: int) -> int:
         """See Blocks."""
         device = self.devices.get(server)
-        return 0 if device is None else device.map.bytes
+        return 0 if device is None else device.map.bytes - device.map.held_bytes
 
     def give_room(self, server: int, limit: int) -> None:
         """See Blocks."""
@@ -296,7 +314,7 @@ class BlockCache:
             return
         device.map.limit = limit
         self._has_room = any(it.map.limit for it in self.devices.values())
-        if device.has_work:
+        if device.has_work or device.is_crowded:
             self._upkeep.wake(Work.BLOCKS)
 
     async def leave(self, server: int) -> None:
@@ -431,6 +449,85 @@ class BlockCache:
         device = self._where.get(source)
         return 0 if device is None else device.map.bytes_of(source)
 
+    # --- sources that programs use by themselves ---
+
+    def place_of(self, source: int, size: int) -> int | None:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None or not size or not device.server.is_at_hand:
+            return None
+        if source not in device.map.held_sources:
+            spans = self.held(source, size - 1, 1) and self._spans(source, 0, size, size)
+            if not spans or any(mask & ~segment.checked for segment, mask in spans):
+                return None
+        return device.server.id
+
+    async def backing(self, source: int, size: int) -> int | None:
+        """See Blocks."""
+        device = self._where.get(source)
+        file = None if device is None else device.files.get(source)
+        if device is None or file is None:
+            return None
+        return await self._ask(device, file, _open_whole, size)
+
+    def lend(self, source: int, is_lent: bool) -> None:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None:
+            return
+        if is_lent:
+            device.lent.add(source)
+            device.map.hold(source, True)
+        else:
+            device.lent.discard(source)  # it may be mapped: ``_ask_back``
+
+    async def is_used(self, source: int) -> bool:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None or source not in device.map.held_sources:
+            return False
+        return await self._ask(device, device.files[source], _is_used)
+
+    async def give(self, source: int, copy_id: int) -> DataServer:
+        """See Blocks."""
+        device = self._where.get(source)
+        if device is None or source not in device.map.held_sources:
+            raise Busy(
+                f"programs have had the objects {source} open since before their blocks were given "
+                "up; until they close them, they can be read alone"
+            )
+        size, file = device.map.bytes_of(source), device.files.pop(source)
+        self._tell(source)
+        device.map.end(source)
+        device.map.limit = max(0, device.map.limit - size)
+        device.lent.discard(source)
+        self._where.pop(source)
+        device.changed = True
+        try:
+            await self._ask(device, file, _move, device.server.where((0, copy_id)))
+            faults.reach(_GIVEN)
+        finally:
+            file.gone()
+        return device.server
+
+    async def _ask(
+        self, device: _Device, file: _File, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """In a worker. Raises Unavailable."""
+        work = "open", file.path, function, file, *args
+        return await self._carry_out(device, [file], device.server.call, *work)
+
+    async def _ask_back(self, device: _Device) -> None:
+        """Sources that no program uses any more may go."""
+        device.asks_at_s = trio.current_time() + _ASK_S
+        for source in list(device.map.held_sources):
+            if source in device.lent:
+                self._tell(source)  # it is not lent any more if it is not open
+            if source in device.map.held_sources and source not in device.lent:
+                with suppress(*_ERRORS):
+                    if not await self.is_used(source) and source not in device.lent:
+                        device.map.hold(source, False)
+
     # --- filling ---
 
     def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
@@ -487,6 +584,8 @@ class BlockCache:
         return NEVER_S
 
     async def _work_on(self, device: _Device) -> None:
+        if device.is_crowded:
+            await self._ask_back(device)
         while device.has_work and device.server.id in self.devices:
             self._evict(device)
             try:
@@ -561,6 +660,7 @@ class BlockCache:
     def _forget(self, device: _Device, source: int) -> None:
         self._tell(source)
         device.map.end(source)
+        device.lent.discard(source)
         self._where.pop(source, None)
         device.leaving.append((device.files.pop(source), None))
         device.changed = True
@@ -647,8 +747,9 @@ class BlockCache:
             file.close_idle()
 
     def status(self) -> dict[str, Any]:
-        """For ``aifs status``; bytes, since the mount except ``cached_bytes`` and
-        ``limit_bytes``. ``wrong_blocks``: they were not what their checksums say."""
+        """For ``aifs status``; bytes, since the mount except ``cached_bytes``, ``limit_bytes`` and
+        ``staying_bytes``, of sources that programs use by themselves. ``wrong_blocks``: they were
+        not what their checksums say."""
         maps = [device.map for device in self.devices.values()]
         return {
             "block_bytes": self.block,
@@ -658,6 +759,7 @@ class BlockCache:
             "hit_bytes": self._hit_bytes,
             "filled_bytes": self._filled_bytes,
             "evicted_bytes": self._evicted_bytes,
+            "staying_bytes": sum(it.held_bytes for it in maps),
             "waiting_bytes": self._pending,
             "dropped_bytes": self._dropped_bytes,
             "wrong_blocks": self._wrong,
@@ -736,6 +838,25 @@ def _read_map(path: str, block: int, repairs: int) -> tuple[list[BlockSegment], 
         return [], names
 
 
+def _open_whole(file: _File, size: int) -> int | None:
+    """Not for writing: what the kernel keeps would be a writer, and no drain could prove that there
+    is none."""
+    fd = files.open_file(file.path, write=False)
+    if os.fstat(fd).st_size == size:
+        return fd
+    files.close_file(fd)
+    return None
+
+
+def _is_used(file: _File) -> bool:
+    return is_used(file.descriptor())
+
+
+def _move(file: _File, path: str) -> None:
+    files.make_dirs(os.path.dirname(path))
+    files.rename(file.path, path)
+
+
 def _write_map(
     path: str, segments: list[tuple[BlockSegment, int]], block: int, repairs: int
 ) -> None:
@@ -745,13 +866,18 @@ def _write_map(
 
 def _tidy(
     device: _Device, unknown: Iterable[int], masks: dict[int, dict[int, int]], block: int
-) -> None:
-    """Remove what the map does not name: files, and blocks that were written after it."""
+) -> set[int]:
+    """Remove what the map does not name: files, and blocks that were written after it. Returns the
+    sources that programs of an earlier mount have open or mapped: no block of these may go."""
+    used = set[int]()
     for source in unknown:
         files.unlink(f"{device.path}/{source:016x}")
     for source, have in masks.items():
         file = device.files[source]
         status = os.stat(file.path)
+        if _is_used(file):
+            used.add(source)
+            continue
         if status.st_blocks * 512 > sum(mask.bit_count() for mask in have.values()) * block:
             index, fd = 0, file.descriptor()
             while data := files.next_data(fd, index * block, status.st_size):  # it may be sparse
@@ -759,7 +885,8 @@ def _tidy(
                 if not have.get(index // BLOCKS, 0) >> index % BLOCKS & 1:
                     _punch(fd, index * block, block)
                 index += 1
-            file.close_idle()
+        file.close_idle()
+    return used
 
 
 def _punch(fd: int, offset: int, length: int) -> None:

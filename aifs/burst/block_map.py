@@ -98,6 +98,10 @@ class BlockMap:
         """Names of segments that left the small queue, the oldest first."""
         self._used = 0
         """Bytes that have come or were read: the clock of all this."""
+        self.held_sources: set[int] = set()
+        """Sources that are whole, and stay so: programs use their files by themselves."""
+        self.held_bytes = 0
+        """Of these, which do not count below the limit."""
 
     @property
     def segments(self) -> int:
@@ -106,8 +110,9 @@ class BlockMap:
     @property
     def excess(self) -> int:
         """Bytes of blocks that have to go; of one, if all that is too many is a segment."""
-        too_many = self.block if self.segments > SEGMENTS_MAX else 0
-        return max(self.bytes - self.limit, too_many)
+        loose = self.bytes - self.held_bytes
+        too_many = self.block if loose and self.segments > SEGMENTS_MAX else 0
+        return max(loose - self.limit, too_many)
 
     def span(self, source: int, offset: int, length: int) -> list[tuple[BlockSegment, int]] | None:
         """The segments that hold a range, each with the mask of the blocks that do; None if a block
@@ -178,6 +183,14 @@ class BlockMap:
 
     # --- what goes ---
 
+    def hold(self, source: int, is_held: bool) -> None:
+        """Whether a whole source stays."""
+        if is_held != (source in self.held_sources):
+            change = self.bytes_of(source) if is_held else -self.bytes_of(source)
+            self.held_sources ^= {source}
+            self.held_bytes += change
+            self.limit = max(0, self.limit - change)  # until somebody looks at the device
+
     def drop(self, segment: BlockSegment, mask: int) -> None:
         """These blocks of it count no more."""
         if self.is_current(segment):
@@ -186,20 +199,23 @@ class BlockMap:
             segment.checked &= ~mask
 
     def end(self, source: int) -> bool:
-        """All of a source counts no more. Whether there was anything."""
+        """All of a source counts no more, held or not. Whether there was anything."""
+        if source in self.held_sources:
+            self.hold(source, False)
         segments = self.sources.get(source)
         for segment in list(segments.values()) if segments else ():
             self._leave(segment)
         return segments is not None
 
     def evict(self) -> BlockSegment | None:
-        """The segment that goes first, which has left the map; None: there is none."""
-        while self._small or self._main:
+        """The segment that goes first, which has left the map; None: there is none, or all are
+        held."""
+        while self.bytes > self.held_bytes:
             is_small = self._small_blocks * self.block * _SMALL_SHARE >= self.limit
             if self._small and (is_small or not self._main):
                 segment = next(iter(self._small))
                 self._leave(segment)
-                if segment.uses:
+                if segment.uses or segment.source in self.held_sources:
                     segment.uses = 0
                     self._enter(segment, True)
                     continue
@@ -208,8 +224,8 @@ class BlockMap:
                     self._gone.popitem(last=False)
                 return segment
             segment = next(iter(self._main))
-            if segment.uses:
-                segment.uses -= 1
+            if segment.uses or segment.source in self.held_sources:
+                segment.uses = max(0, segment.uses - 1)
                 self._main.move_to_end(segment)
                 continue
             self._leave(segment)

@@ -56,6 +56,9 @@ class BurstCopy:
         """Whether ``fd`` has a read lease, which may have been broken."""
         self._was_open = fd is not None
         """Whether the copy has been opened since this was made."""
+        self.source = 0
+        """The object set whose blocks it was until programs that use it had to see a change; 0: it
+        was made as a copy."""
         self._changes = self._synced_changes = 0  # by us
         self._closing: AbstractContextManager | None = (
             None  # held while what was written is synced, to be closed

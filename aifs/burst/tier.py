@@ -311,6 +311,17 @@ class BurstTier:
             self.devices[device.id].promise(copy_id, expected)
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
 
+    async def take_source(self, source: int) -> BurstCopy:
+        """The file with all blocks of an object set, which programs use, as a copy that no record
+        knows yet. It is not synced. Raises Busy, Unavailable."""
+        copy_id = await self._take_id()
+        device = await self.blocks.give(source, copy_id)
+        self._new[copy_id] = device.id
+        self._sole[copy_id] = self._engine.seq, None
+        copy = BurstCopy(device, copy_id, self._servers.buffers)
+        copy.source = source
+        return copy
+
     def is_entered(self, server_id: int) -> bool:
         """Whether a copy is being made on a device that is not on record yet."""
         return server_id in self._new.values()

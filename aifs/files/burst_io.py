@@ -107,6 +107,28 @@ class BurstIO:
             await self._take_copy(file, must)
         return True
 
+    async def take_source(self, file: OpenInode) -> None:
+        """Someone is going to change a file that programs have passed through to its blocks, or
+        mapped so: these are the file from now on, so all see what changes. Nothing is done of
+        others. The gate is held alone. Raises Busy, NoSpace, Unavailable."""
+        inode = file.inode
+        if not (file.on_source or (file.copy is None and await self._is_used(file))):
+            return
+        copy = await self._tier.take_source(inode.oid)
+        try:
+            await copy.ensure_open()
+            copy.written()
+            await copy.set_mtime(inode.mtime_ns)  # opening is no change yet
+            await copy.sync()  # what it replaces is durable, and will be deleted
+            await self._become_copy(file, copy)
+        except BaseException:
+            if file.copy is not copy:
+                self._tier.discard(copy)
+            raise
+
+    async def _is_used(self, file: OpenInode) -> bool:
+        return file.inode.objects is not None and await self._tier.blocks.is_used(file.inode.oid)
+
     async def leave_capacity(self, file: OpenInode) -> None:
         """A clean file whose copy is known to be right is that copy alone from now on, durably. The
         gate is held alone. Raises NoSpace, Unavailable.

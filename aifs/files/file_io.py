@@ -355,6 +355,7 @@ class FileIO:
 
     async def _prepare(self, file: OpenInode, end: int) -> None:
         file.cancel_lease()
+        await self._take_source(file)
         must = self._must_be_in_burst(file, end)
         if file.copy is not None or (file.inode.layout is None and end > self._inline_limit):
             if not await self.burst.enter(file, end, must):
@@ -362,9 +363,15 @@ class FileIO:
         if not (file.inode.in_burst or must):
             await self.capacity.prepare(file, end)
 
+    async def _take_source(self, file: OpenInode) -> None:
+        """See BurstIO.take_source."""
+        self.table.handles.drop_kept(file)
+        await self.burst.take_source(file)
+
     async def _bring(self, file: OpenInode, end: int) -> bool:
         """See Stager.bring; waits for room if there has to be some. Returns whether the file can
         be changed in the burst tier alone."""
+        self.table.handles.drop_kept(file)
         must = self._must_be_in_burst(file, end)
         if must:
             await self._tier.make_room(file.inode.space, self._held)
@@ -393,7 +400,7 @@ class FileIO:
         """Whether a change of the file, up to ``end``, needs a burst copy, which it has not. Where
         there is no room for one, a change waits.
         """
-        if file.copy is not None or file.on_object:
+        if file.copy is not None or file.on_object or file.on_source:
             return False
         return not self.capacity.may_change(file.inode, end)
 
@@ -408,11 +415,13 @@ class FileIO:
             file.opening += 1
             return True
         end = file.inode.size
+        self.table.handles.drop_kept(file)
         await self.stager.bring(file, self._must_be_in_burst(file, end), opened=True)
         await file.gate.enter_alone()
         try:
             file.cancel_lease()
             file.changes += 1
+            await self._take_source(file)
             if not await self.burst.enter(file, 0):
                 return False
             if file.on_object:
@@ -452,6 +461,7 @@ class FileIO:
         try:
             file.cancel_lease()
             file.changes += 1
+            await self._take_source(file)
             if size or file.copy is not None:
                 if not await self.burst.enter(file, size, must):
                     return False

@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 
 import trio
 
+from aifs.core import files
 from aifs.core.errors import BadHandle, Busy, FsError
 from aifs.core.log import logger
 from aifs.core.start_record import BLOCK
+from aifs.data.objects.object_set import ObjectSet
+from aifs.data.reading.blocks import Blocks
 from aifs.data.server import name_of
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
@@ -48,6 +51,7 @@ class Handles:
         is_shared: bool,
         quotas: Quotas,
         places: Places,
+        blocks: Blocks,
     ) -> None:
         """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
         Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
@@ -55,6 +59,10 @@ class Handles:
         self.kernel = kernel
         self.places = places
         """Those of files that are in core, or lent, and of no others."""
+        self._blocks = blocks
+        self._sources: dict[int, int] = {}
+        """By id of an object set that is passed through to its blocks, the inode."""
+        blocks.tell(self._recall_source)
         self._is_shared = is_shared
         self._quotas = quotas
         self._access_due_ns = access_due_ns
@@ -106,7 +114,7 @@ class Handles:
         opened = FileHandle(file, flags, made_s=made_s)
         opened.shared = self._is_shared and opened.writable
         # Another host may have replaced the bytes, or have changed them elsewhere.
-        is_elsewhere = file.backing != 0 and _local_place(file) != self._places[file.backing]
+        is_elsewhere = file.backing != 0 and not self._is_backed(file)
         if is_elsewhere and opened.maps:
             raise Busy(
                 f"inode {file.inode.ino}: a program on this host has had it open since before "
@@ -141,7 +149,10 @@ class Handles:
         # locked until we answer.
         appends = opened.shared and opened.appends and not file.backing
         opened.direct = (
-            file.uncached or is_elsewhere or appends or (file.on_object and opened.writable)
+            file.uncached
+            or is_elsewhere
+            or appends
+            or (opened.writable and (file.on_object or file.on_source))
         )
         file.cached |= not (file.backing or opened.direct)
         return Opened(handle, file.backing, opened.direct)
@@ -155,7 +166,7 @@ class Handles:
             return None
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
-        place, copy = _place(file, flags), file.copy
+        place, copy = self._place(file, flags), file.copy
         if place is None or place[0] in self._refused or (self._is_shared and copy is None):
             return None
         if flags & os.O_ACCMODE != os.O_RDONLY and not self._quotas.may_pass_through(file):
@@ -165,7 +176,8 @@ class Handles:
         return place
 
     async def _pass_through(self, file: OpenInode, flags: int) -> None:
-        place, on_object = self._place_for(file, flags), file.copy is None
+        place = self._place_for(file, flags)
+        on_object = _is_object(file, place)
         if file.users:
             return  # somebody else was first
         if file.kept and self._places[file.kept] == place:
@@ -174,12 +186,18 @@ class Handles:
         self._drop_kept(file)
         if place is None:
             return
-        fd, passthrough = await _backing(file), self.kernel.passthrough
-        if fd is None or passthrough is None or file.users or self._place_for(file, flags) != place:
+        is_own = file.copy is None and not on_object
+        fd, passthrough = await self._backing(file), self.kernel.passthrough
+        if fd is None:
             return
         try:
+            if passthrough is None or file.users or self._place_for(file, flags) != place:
+                return
             file.backing, file.on_object = passthrough.attach(fd), on_object
             self._places[file.backing] = place
+            if file.on_source:
+                self._sources[place[1]] = file.inode.ino
+                self._blocks.lend(place[1], True)
         except OSError as error:
             where = name_of(place[0])
             _log.warning(
@@ -188,6 +206,15 @@ class Handles:
                 error,
             )
             self._refused.add(place[0])
+        finally:
+            if is_own:
+                files.close_file(fd)
+
+    def drop_kept(self, file: OpenInode) -> None:
+        """A file is going to change: the kernel gives up its blocks, if no program has it open.
+        Does not block."""
+        if file.kept and file.copy is None:
+            self._drop_kept(file)
 
     def _drop_kept(self, file: OpenInode) -> None:
         kept, file.kept = file.kept, 0
@@ -195,8 +222,78 @@ class Handles:
 
     def _detach(self, backing: int) -> None:
         if backing and self.kernel.passthrough is not None:
-            del self._places[backing]
+            place = self._places.pop(backing)
             self.kernel.passthrough.detach(backing)
+            if self._sources.pop(place[1], None) is not None:
+                self._blocks.lend(place[1], False)
+
+    def _recall_source(self, oid: int) -> None:
+        """Blocks of these objects go, or are to: inodes that are not open are lent no more."""
+        ino = self._sources.get(oid)
+        if ino is not None:
+            self.recall(ino)
+
+    def _place(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
+        """The one local file that has all bytes of the file, if programs may use that by
+        themselves.
+
+        A burst copy they may also write. An object, or a file with blocks, is read only, and only
+        if it is what the record says.
+        """
+        is_at_rest = flags & os.O_ACCMODE == os.O_RDONLY and not file.marked
+        return self._local_place(file) if file.copy is not None or is_at_rest else None
+
+    def _local_place(self, file: OpenInode) -> tuple[int, int] | None:
+        """The one local file that has all bytes of the file: the number of its server, and its
+        id."""
+        if file.home:
+            return None
+        if file.copy is not None:
+            return file.copy.place
+        objects, oid = file.inode.objects, file.inode.oid
+        # A change has to reach those who have it passed through: not what clones share.
+        if objects is None or file.inode.named:
+            return None
+        if len(objects.servers) == 1:
+            return objects.servers[0], oid
+        if file.opening:  # a program that is going to write
+            return None
+        server = self._blocks.place_of(oid, file.inode.size)
+        return None if server is None else (server, oid)
+
+    def _is_backed(self, file: OpenInode) -> bool:
+        """Whether what users of the file are passed through to is still all of it."""
+        backing = self._places[file.backing]
+        if file.copy is not None and (file.copy.server, file.copy.source) == backing:
+            return True
+        return self._local_place(file) == backing
+
+    def _may_get_place(self, file: OpenInode) -> bool:
+        """Whether it is going to be one local file that is read by itself: an object, once it has
+        been synced, or its blocks."""
+        objects = file.inode.objects
+        if objects is None:
+            return False
+        if len(objects.servers) == 1:
+            return file.marked
+        is_own = not (self._is_shared or file.inode.named)
+        return is_own and isinstance(file.objects, ObjectSet) and file.objects.is_kept_near
+
+    async def _backing(self, file: OpenInode) -> int | None:
+        """The descriptor to pass a file through to; None if that does not work, or is not what it
+        should be."""
+        objects, inode = file.inode.objects, file.inode
+        try:
+            if file.copy is not None:
+                return await file.copy.backing()
+            if objects is not None and len(objects.servers) > 1:
+                return await self._blocks.backing(inode.oid, inode.size)
+            return None if file.objects is None else await file.objects.backing(inode.size)
+        except FsError as error:
+            if inode.in_burst:
+                raise
+            _log.info("inode %d is not passed through: %s", inode.ino, error)
+            return None
 
     # --- inodes that are lent ---
 
@@ -213,7 +310,7 @@ class Handles:
             or not self._lends
             or not (file.was_opened and inode.nlink)
             or file.home
-            or (not backing and (place is not None or _is_written_object(file)))
+            or (not backing and (place is not None or self._may_get_place(file)))
         ):
             self.places.take(inode.ino)
             return
@@ -278,7 +375,7 @@ class Handles:
                 file.users += opens
                 file.backing = lent.backing
                 file.cached = not lent.backing
-                file.on_object = bool(lent.backing) and not lent.copy_id
+                file.on_object = bool(lent.backing) and _is_object(file, self._places[lent.backing])
         self._lent_sizes.pop(inode.ino, None)
         accessed_ns = self._accessed.pop(inode.ino, 0)
         if accessed_ns and accessed_ns > inode.atime_ns:
@@ -474,45 +571,12 @@ class Handles:
         return opened
 
 
-def _place(file: OpenInode, flags: int) -> tuple[int, int] | None:
-    """The one local file that has all bytes of the file, if programs may use that by themselves.
-
-    A burst copy they may also write. An object is read only, and only if it is what the record
-    says.
-    """
-    is_at_rest = flags & os.O_ACCMODE == os.O_RDONLY and not file.marked
-    return _local_place(file) if file.copy is not None or is_at_rest else None
-
-
-def _local_place(file: OpenInode) -> tuple[int, int] | None:
-    """The one local file that has all bytes of the file: the number of its server, and its id."""
-    if file.home:
-        return None
-    if file.copy is not None:
-        return file.copy.place
+def _is_object(file: OpenInode, place: tuple[int, int] | None) -> bool:
+    """Whether this local file is the one object of a file."""
     objects = file.inode.objects
-    # Who writes to one that is passed through changes it where it is: not what clones share.
-    if objects is not None and len(objects.servers) == 1 and not file.inode.named:
-        return objects.servers[0], file.inode.oid
-    return None
-
-
-def _is_written_object(file: OpenInode) -> bool:
-    """Whether it will be one local file that is read by itself, once it has been synced."""
-    objects = file.inode.objects
-    return file.marked and objects is not None and len(objects.servers) == 1
-
-
-async def _backing(file: OpenInode) -> int | None:
-    """The descriptor to pass a file through to; None if that does not work, or is not what it
-    should be.
-    """
-    try:
-        if file.copy is not None:
-            return await file.copy.backing()
-        return None if file.objects is None else await file.objects.backing(file.inode.size)
-    except FsError as error:
-        if file.inode.in_burst:
-            raise
-        _log.info("inode %d is not passed through: %s", file.inode.ino, error)
-        return None
+    return (
+        file.copy is None
+        and objects is not None
+        and place is not None
+        and place[0] in objects.servers
+    )

@@ -214,7 +214,8 @@ class OpenInode:
         """No object holds bytes beyond the size, so the file may grow."""
         self.backing = 0
         """The kernel's id of the local file that the users' handles are passed through to: the
-        copy, or the one object. 0 while they are not, and then none of them is."""
+        copy, the one object, or the one with all blocks. 0 while they are not, and then none of
+        them is."""
         self.on_object = False
         """They are passed through to the one object of a striped file, which it has to stay."""
         self.uncached = False
@@ -274,6 +275,12 @@ class OpenInode:
     def is_joined(self) -> bool:
         """Whether it is read and changed by way of its home, which is another host."""
         return self.home != 0 and self.joined == self.home
+
+    @property
+    def on_source(self) -> bool:
+        """Whether handles are passed through to the file with all blocks of its objects, which
+        becomes its copy before the first change."""
+        return self.backing != 0 and self.copy is None and not self.on_object
 
     @property
     def is_mapped(self) -> bool:

@@ -143,6 +143,8 @@ class Stager:
         inode, objects, changes = file.inode, file.inode.objects, file.changes
         if file.copy is not None or file.on_object:
             return
+        if objects is not None and await self._tier.blocks.is_used(inode.oid):
+            return  # what programs use becomes the copy (BurstIO.take_source)
         is_protected = objects is not None and objects.is_protected  # or it would not be any more
         if inode.layout is None or not (must or is_protected or inode.size <= self.for_write):
             return
@@ -160,8 +162,10 @@ class Stager:
             return False
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
-        if objects is None or file.marked:
+        if objects is None or file.marked or file.on_source:
             return False
+        if inode.objects is not None and await self._tier.blocks.is_used(inode.oid):
+            return False  # a mapping would not see what is written to the copy
         if ahead:
             device = self._tier.admit_ahead(policy.tier, inode.space)
         else:
@@ -174,7 +178,7 @@ class Stager:
                 file.changes == changes
                 and file.objects is objects
                 and file.copy is None
-                and not file.marked
+                and not (file.marked or file.on_source)
                 and inode.nlink > 0
             )
 

@@ -60,7 +60,7 @@ class FileSubject:
     @property
     def is_busy(self) -> bool:
         """Whether programs may change it in place unseen, or read it where it lies now."""
-        return self.file.marked or self.file.on_object
+        return self.file.marked or self.file.on_object or self.file.on_source
 
     def is_unchanged(self) -> bool:
         if self.is_busy or self._seen != self._now():

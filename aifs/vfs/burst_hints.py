@@ -223,6 +223,9 @@ class BurstHints:
         """As ``evict``, of the copy that is here."""
         if inode.in_burst:
             raise Busy("its newest bytes are in the burst tier alone; drain it first")
+        self._io.table.recall(inode.ino)  # it is not lent any more, if it is not open
+        if await self._tier.blocks.is_used(inode.oid):
+            raise Busy("programs read its blocks by themselves: it is open, or mapped")
         self._tier.blocks.end(inode.oid)
         if inode.copy is None:
             return

@@ -244,7 +244,9 @@ class Clones:
         if file.marked and not file.inode.in_burst and not file.may_be_written:
             await self._io.sync(file)  # which has them rest, if nobody has it mapped
         async with alone([file]):
-            if file.home or file.marked or file.on_object or file.inode.in_burst:
+            if file.home or file.marked or file.inode.in_burst:
+                return None
+            if file.on_object or file.on_source:
                 return None
             return await self._io.transitions.share(file, function, *args)
 

@@ -149,7 +149,9 @@ class Filesystem:
 
         # The bytes of files.
         places = Places(kernel, servers, engine, is_shared or config.data.verify == "read")
-        self.handles = handles = Handles(kernel, options.access_due_ns, is_shared, quotas, places)
+        self.handles = handles = Handles(
+            kernel, options.access_due_ns, is_shared, quotas, places, servers.blocks
+        )
         self.needs = needs = Needs(engine, servers, findings.wrong_objects)
         self.pool = Pool(
             config.data.movers,

@@ -47,6 +47,7 @@ ELSEWHERE = (
     "meta.copy.",
     "store.format.",
     "burst.blocks.",
+    "burst.source.",
 )
 """Points that ``churn`` has no way to: those of adding and removing servers are in
 test_server_life, those of groups in test_groups_crash and test_group_drain_crash, those of long

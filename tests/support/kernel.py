@@ -95,11 +95,16 @@ class Kernel:
 
     def attach(self, fd: int) -> int:
         backing, self._next = self._next, self._next + 1
-        self._backing[backing] = os.readlink(f"/proc/self/fd/{fd}")
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/blocks/" in path:  # it may get another name
+            path = f"/proc/self/fd/{os.open(path, os.O_PATH)}"
+        self._backing[backing] = path
         return backing
 
     def detach(self, backing: int) -> None:
-        del self._backing[backing]
+        path = self._backing.pop(backing)
+        if path.startswith("/proc/self/fd/"):
+            os.close(int(path.rpartition("/")[2]))
 
     def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
         assert not backing or backing in self._backing

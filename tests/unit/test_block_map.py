@@ -174,3 +174,17 @@ def test_a_damaged_map_is_none() -> None:
         except ValueError:
             continue
         raise AssertionError
+
+
+def test_what_is_held_neither_goes_nor_takes_room() -> None:
+    made = filled(100 * BLOCKS * BLOCK, 1, 2, 3)
+    made.hold(2, True)
+    assert made.held_bytes == BLOCKS * BLOCK and made.limit == 99 * BLOCKS * BLOCK
+    made.limit = 0
+    gone = [made.evict() for _ in range(2)]
+    assert [segment and segment.source for segment in gone] == [1, 3]
+    assert made.evict() is None and not made.excess
+    made.hold(2, False)
+    assert not made.held_bytes and made.limit == BLOCKS * BLOCK
+    made.hold(2, True)
+    assert made.end(2) and not made.held_sources and made.bytes == made.held_bytes == 0

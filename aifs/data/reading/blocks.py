@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from aifs.core.errors import Busy
 from aifs.layout.striped import Striped
 
 
@@ -40,7 +41,27 @@ class Blocks(Protocol):
         until those are told that ``tell`` names. Does not block."""
 
     def tell(self, leaving: Callable[[int], None]) -> None:
-        """``leaving`` is called from now on before blocks of a source change, or go."""
+        """``leaving`` is called from now on before blocks of a source change, or go, or are going
+        to."""
+
+    def place_of(self, source: int, size: int) -> int | None:
+        """The number of the burst directory that has all ``size`` bytes of a source in one file,
+        each checked, so that programs may read it by themselves; None: none has. Does not block."""
+
+    async def backing(self, source: int, size: int) -> int | None:
+        """A descriptor of that file for reading alone, which is the caller's; None if it is not as
+        it should be. Raises Unavailable."""
+
+    def lend(self, source: int, is_lent: bool) -> None:
+        """Whether programs are given it from now on; it stays, as long as they use it. Other ids
+        may be named, too. Does not block."""
+
+    async def is_used(self, source: int) -> bool:
+        """Whether programs use it by themselves: have it open, or mapped. Raises Unavailable."""
+
+    async def give(self, source: int, copy_id: int) -> Any:
+        """Its file is a burst copy from now on; the burst directory. Raises Busy if it has ended,
+        Unavailable."""
 
     def bytes_of(self, source: int) -> int:
         """That are here of a source; 0 of other ids."""
@@ -92,6 +113,21 @@ class NoBlocks:
 
     def tell(self, leaving: Callable[[int], None]) -> None:
         pass
+
+    def place_of(self, source: int, size: int) -> None:
+        return None
+
+    async def backing(self, source: int, size: int) -> None:
+        return None
+
+    def lend(self, source: int, is_lent: bool) -> None:
+        pass
+
+    async def is_used(self, source: int) -> bool:
+        return False
+
+    async def give(self, source: int, copy_id: int) -> Any:
+        raise Busy(f"there are no blocks of the objects {source}")
 
     def bytes_of(self, source: int) -> int:
         return 0

@@ -1,0 +1,279 @@
+"""Files that are passed through to their blocks in a burst directory: programs read them by
+themselves, whatever others change meanwhile, and what is evicted is never seen as zeros.
+"""
+
+import mmap
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from aifs.core import faults
+from aifs.core.errors import Busy
+from aifs.core.upkeep import Work
+from aifs.files.types import SetAttr
+from aifs.vfs import Caller
+from tests.support import modes
+from tests.support.kernel import Kernel
+from tests.support.stores import ROOT as AS_ROOT
+from tests.support.stores import drained, opened, put
+
+ROOT, ME = 1, Caller()
+CONTENT = bytes(range(1, 251)) * 1200
+SETTINGS = modes.STRIPED | {
+    "layout.unit": "4KiB",
+    "layout.count": "3",
+    "layout.inline_limit": "0",
+    "burst.stage_for_write": "0",
+    "burst.blocks": "always",
+    "data.movers": "0",
+}
+KINDS = {
+    "plain": {},
+    "mirrored": {"layout.count": "2", "layout.replicas": "2"},
+    "coded": {"layout.ec": "2+1"},
+    "verified": {"data.verify": "read"},
+}
+
+
+@asynccontextmanager
+async def mounted(directory: Path, settings: dict[str, str] | None = None) -> AsyncIterator[Kernel]:
+    base = modes.WAITING
+    async with opened(directory, SETTINGS | (settings or {}), base=base, servers=4) as fs:
+        async with Kernel(fs) as kernel:
+            await kernel.tier.look()
+            yield kernel
+
+
+async def all_of(kernel: Kernel, handle: int) -> bytes:
+    return bytes(await kernel.read(handle, 0, 1 << 20))
+
+
+async def passed(kernel: Kernel, handle: int, expected: bytes) -> bool:
+    """Whether the kernel reads it by itself."""
+    before = kernel.direct_bytes
+    assert await all_of(kernel, handle) == expected
+    return kernel.direct_bytes == before + len(expected)
+
+
+async def read_once(kernel: Kernel, ino: int, expected: bytes = CONTENT) -> None:
+    """All blocks of the file are here, and checked."""
+    handle = await kernel.open(ino, os.O_RDONLY)
+    assert not await passed(kernel, handle, expected)
+    await kernel.release(handle)
+    while kernel.blocks.status()["waiting_bytes"]:
+        await kernel.upkeep.have_done(Work.BLOCKS)
+
+
+async def make(kernel: Kernel, name: bytes = b"f") -> int:
+    """A clean file, with all blocks here."""
+    handle, inode = await kernel.create(ROOT, name, 0o644, os.O_RDWR, ME)
+    await kernel.write(handle, 0, CONTENT)
+    await kernel.release(handle)
+    await drained(kernel, inode.ino)
+    while not await kernel.evictor.evict(inode.ino):  # the drain closes it after it has told
+        await trio.sleep(0.001)
+    await read_once(kernel, inode.ino)
+    return inode.ino
+
+
+async def crowded(kernel: Kernel) -> None:
+    """Something else takes all the room."""
+    for device in kernel.tier.devices.values():
+        device.room_for_blocks = lambda: 0
+    for device in kernel.blocks.devices.values():
+        device.asks_at_s = 0
+    await kernel.tier.look()
+    await kernel.upkeep.have_done(Work.BLOCKS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_all_blocks_are_one_local_file(directory: Path, kind: str) -> None:
+    async with mounted(directory, KINDS[kind]) as kernel:
+        ino = await make(kernel)
+        for _ in range(2):  # the second open is the bridge's
+            handle = await kernel.open(ino, os.O_RDONLY)
+            assert await passed(kernel, handle, CONTENT)
+            await kernel.release(handle)
+        assert kernel.answered
+        await kernel.blocks.save()
+    async with mounted(directory, KINDS[kind]) as kernel:
+        await read_once(kernel, ino)  # what an earlier process has kept is compared first
+        handle = await kernel.open(ino, os.O_RDONLY)
+        assert await passed(kernel, handle, CONTENT)
+        await kernel.release(handle)
+
+
+async def test_a_file_that_is_open_while_its_blocks_come_stays_as_it_was_opened(
+    directory: Path,
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        await put(kernel, ino, "evict", "", AS_ROOT)
+        first = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, first, CONTENT)
+        while kernel.blocks.status()["waiting_bytes"]:
+            await kernel.upkeep.have_done(Work.BLOCKS)
+        second = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, second, CONTENT)
+        await kernel.release(first)
+        await kernel.release(second)
+        third = await kernel.open(ino, os.O_RDONLY)
+        assert await passed(kernel, third, CONTENT)
+        await kernel.release(third)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_lent", [False, True])
+async def test_readers_see_what_a_writer_changes(directory: Path, kind: str, is_lent: bool) -> None:
+    async with mounted(directory, KINDS[kind]) as kernel:
+        ino = await make(kernel)
+        for _ in range(1 + is_lent):
+            reader = await kernel.open(ino, os.O_RDONLY)
+            await kernel.release(reader)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await passed(kernel, reader, CONTENT)
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 3, b"over")
+        await kernel.write(writer, len(CONTENT), b"appended")
+        expected = CONTENT[:3] + b"over" + CONTENT[7:] + b"appended"
+        late = await kernel.open(ino, os.O_RDONLY)
+        for handle in (reader, writer, late):
+            assert await passed(kernel, handle, expected)
+        assert (await kernel.getattr(ino)).in_burst
+        await kernel.fsync(writer)
+        for handle in (writer, late):
+            await kernel.release(handle)
+        assert await passed(kernel, reader, expected)
+        await kernel.release(reader)
+        await drained(kernel, ino)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, reader) == expected
+        await kernel.release(reader)
+    async with mounted(directory, KINDS[kind]) as kernel:
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, reader) == expected
+        await kernel.release(reader)
+
+
+@pytest.mark.parametrize("size", [0, 5000, len(CONTENT) + 5000])
+async def test_readers_see_a_truncation(directory: Path, size: int) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await passed(kernel, reader, CONTENT)
+        await kernel.setattr(ino, SetAttr(size=size), ME)
+        expected = CONTENT[:size].ljust(size, b"\0")
+        assert await all_of(kernel, reader) == expected
+        await kernel.release(reader)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, reader) == expected
+        await kernel.release(reader)
+
+
+async def test_a_mapping_outlives_its_handle(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        mapped = kernel.map(reader, len(CONTENT), os.O_RDONLY)
+        assert mapped is not None
+        await kernel.release(reader)
+        with pytest.raises(Busy):
+            await put(kernel, ino, "evict", "", AS_ROOT)
+        await crowded(kernel)
+        assert mapped[:] == CONTENT and kernel.blocks.status()["cached_bytes"]
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 10, b"other")
+        await kernel.release(writer)
+        assert mapped[:] == CONTENT[:10] + b"other" + CONTENT[15:]
+        mapped.close()
+
+
+async def test_what_is_open_stays_and_goes_when_it_is_closed(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        with pytest.raises(Busy):
+            await put(kernel, ino, "evict", "", AS_ROOT)
+        [device] = kernel.blocks.devices
+        assert kernel.blocks.bytes_on(device) == 0  # it is no free space
+        await crowded(kernel)
+        assert await passed(kernel, reader, CONTENT)
+        await kernel.release(reader)  # it is lent now
+        await crowded(kernel)
+        await crowded(kernel)
+        assert not kernel.blocks.status()["cached_bytes"]
+        assert not list(directory.glob("burst/blocks/*[0-9a-f]"))
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, reader, CONTENT)
+        await kernel.release(reader)
+
+
+async def test_a_file_that_is_removed_stays_readable(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        await kernel.unlink(ROOT, b"f")
+        kernel.forget([ino])
+        await kernel.collector.drain()
+        assert await passed(kernel, reader, CONTENT)
+        await kernel.release(reader)
+        await kernel.collector.drain()
+        await kernel.upkeep.have_done(Work.BLOCKS)
+        assert not list(directory.glob("burst/blocks/*[0-9a-f]"))
+
+
+async def test_what_was_found_wrong_is_changed_when_its_readers_have_closed_it(
+    directory: Path,
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        kernel.blocks.correct((await kernel.getattr(ino)).oid)
+        late = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, late, CONTENT)
+        assert await passed(kernel, reader, CONTENT)
+        with pytest.raises(Busy):
+            await kernel.open(ino, os.O_RDWR)
+        for handle in (reader, late):
+            await kernel.release(handle)
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 0, b"new")
+        assert await all_of(kernel, writer) == b"new" + CONTENT[3:]
+        await kernel.release(writer)
+
+
+@pytest.mark.parametrize("point", ["burst.source.given", "vfs.burst.entered"])
+async def test_a_crash_while_blocks_become_a_copy(directory: Path, point: str) -> None:
+    def crash() -> None:
+        raise faults.SimulatedCrash
+
+    with pytest.raises(faults.SimulatedCrash):
+        async with mounted(directory) as kernel:
+            ino = await make(kernel)
+            reader = await kernel.open(ino, os.O_RDONLY)
+            await kernel.blocks.save()
+            faults.arm(point, crash)
+            await kernel.open(ino, os.O_RDWR)
+    faults.disarm_all()
+    async with mounted(directory) as kernel:
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, reader) == CONTENT
+        await kernel.release(reader)
+
+
+async def test_blocks_that_survivors_of_a_mount_use_are_not_cut(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        await kernel.blocks.save()
+    [path] = [it for it in directory.glob("burst/blocks/*[0-9a-f]") if it.name != "map"]
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        async with mounted(directory) as kernel:
+            await crowded(kernel)
+            await read_once(kernel, ino)
+            assert mapped[:] == file.read() == CONTENT
+    mapped.close()
