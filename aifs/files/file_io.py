@@ -170,7 +170,7 @@ class FileIO:
                     assert objects is not None  # it has a layout
                     data = await objects.read(offset, wanted, inode.size, strict)
                     if file.objects is objects or file.objects is None:
-                        if file.placed is not objects:
+                        if file.placed is not objects and inode.ino not in self.table.overtaken:
                             await self._places.give(file)
                         return data
                     continue  # it may have come from a column that is being made anew since then

@@ -344,13 +344,17 @@ class Handles:
         self._lent_sizes[inode.ino] = inode.size
         if left is not None:
             self._give_up(left)
-        if not self.was_accessed(inode.ino):  # else it shows another time
+        if not (self._is_shared or self.was_accessed(inode.ino)):  # else it may show another time
             passthrough.note_attributes(inode.ino, record)
 
     def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
         """See Passthrough. Does not block."""
         if self.kernel.passthrough is not None:
             self.kernel.passthrough.note_entries(entries)
+
+    def notes_entries(self, directory: int) -> bool:
+        """Whether the bridge may know names there. Does not block."""
+        return self.kernel.keeps_names(directory) and not self._is_shared
 
     def open_lent(self, ino: int, flags: int, uid: int) -> bool:
         """Open an inode that is lent for reading, as the bridge does. Whether that was done: it has

@@ -82,7 +82,7 @@ class LentOpens:
             is_lent = self._handles.is_lent(ino)
         parent, name, found = self._found
         is_next = is_lent and found == ino and count > 1
-        if is_next and self._handles.kernel.keeps_names(parent):
+        if is_next and self._handles.notes_entries(parent):
             self._handles.note_entries(await self._engine.view(_entries_from, parent, name))
         self._failed = 0 if is_lent else self._failed + 1
         return is_lent and self._handles.open_lent(ino, flags, uid)
@@ -103,6 +103,7 @@ class LentOpens:
             table.mapped,
             table.forgotten,
             table.orphans,
+            table.stale,
             self._capacity.perhaps_mapped,
         )
         return not any(ino in each for each in known) and not self._handles.is_lent(ino)

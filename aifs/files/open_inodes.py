@@ -174,6 +174,8 @@ class OpenInodes:
             del self._table.open[ino]
             if ino not in self._table.stale:
                 self._handles.lend(file)
+            else:
+                self._handles.places.take(ino)
             if file.objects is not None:
                 file.objects.close()
             self._transitions.detach(file)

@@ -231,11 +231,20 @@ class OpenTable:
 
     def overtake(self, ino: int) -> None:
         """Another host has begun to change a file, or has ended. Does not block."""
+        self.take_places(ino)
         if self.is_open(ino):
             self.overtaken[ino] = object()
         file = self.open.get(ino)
         if file is not None:
             file.changes += 1  # what is being made of the bytes here must not count
+
+    def take_places(self, ino: int) -> None:
+        """Another host has changed a record of an inode: what the bridge reads of it comes to us,
+        until core has looked. Does not block."""
+        self.handles.places.take(ino)
+        file = self.open.get(ino)
+        if file is not None:
+            file.placed = None  # nor are any given that are being looked for
 
     def users_of(self, oid: int, ino: int) -> list[OpenInode]:
         """The open files that have the objects ``oid``, which are named by ``ino``."""

@@ -59,8 +59,7 @@ class Places:
     """Used from one trio thread."""
 
     def __init__(self, kernel: Kernel, servers: Servers, engine: Engine, is_off: bool) -> None:
-        """``is_off``: files have no places. So it is where reads are compared with checksums, and
-        where hosts share the store: another one may change bytes without our being asked."""
+        """``is_off``: files have no places. So it is where reads are compared with checksums."""
         self._kernel = kernel
         self._blocks = servers.blocks
         self._engine = engine
@@ -92,7 +91,8 @@ class Places:
 
     async def give(self, file: OpenInode) -> None:
         """Have the bridge answer reads of an open file, if it is settled and its bytes lie as they
-        are in local files. Opens those that are not open."""
+        are in local files. Opens those that are not open. Core is as the record is (``overtaken``
+        does not have the file)."""
         inode, objects, size = file.inode, file.objects, file.inode.size
         if not self._may_place(file):
             return
@@ -176,7 +176,7 @@ class Places:
         return None if self._is_off or files.is_hooked() else self._kernel.passthrough
 
     def _may_place(self, file: OpenInode) -> bool:
-        is_settled = not (file.marked or file.home or file.inode.in_burst)
+        is_settled = not (file.marked or file.home or file.joined or file.inode.in_burst)
         return self._passthrough is not None and is_settled and file.copy is None
 
     def _open(self, oid: int, unit: int, found: Sequence[LocalFile]) -> int | None:

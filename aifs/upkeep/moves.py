@@ -279,6 +279,9 @@ class ColumnMover:
             if is_new:
                 await self._engine.barrier()
                 faults.reach(_RECORDED)
+            if length and not is_new:
+                # Hosts that have not heard that it must not be read would see it half made.
+                await self._engine.shown(of_all=True)
             if length:
                 wrong = await self._make(subject, objects, unread, column, target)
             faults.reach(_MADE)

@@ -148,7 +148,7 @@ class Filesystem:
         self.refusals, self.heirlooms = services.refusals, services.heirlooms
 
         # The bytes of files.
-        places = Places(kernel, servers, engine, is_shared or config.data.verify == "read")
+        places = Places(kernel, servers, engine, config.data.verify == "read")
         self.handles = handles = Handles(
             kernel, options.access_due_ns, is_shared, quotas, places, servers.blocks
         )

@@ -18,6 +18,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.open_table import Hold
 from aifs.files.services import Services
 from aifs.meta import keys, namespace
+from aifs.meta.chunks import decode_container
 from aifs.meta.dooming import decode_doomed
 from aifs.meta.groups import decode_group, decode_member, decode_part
 from aifs.meta.records import Inode, decode_dentry, decode_inode
@@ -209,6 +210,7 @@ class Following:
     def _take_inode(self, key: bytes, record: bytes | None, unshown: _Unshown) -> None:
         ino = keys.number(key)
         unshown.inodes.append(ino)
+        self._io.table.take_places(ino)
         self._heirlooms.changed(ino)
         if record is None:
             self._names.erased(ino)
@@ -272,7 +274,8 @@ class Following:
 
     def _take_container(self, key: bytes, record: bytes | None, _: _Unshown) -> None:
         container = keys.number(key)
-        self._containers.moved(container)
+        layout = None if record is None else decode_container(record).layout
+        self._containers.files.follow(container, layout)
         if record is None:
             self._blocks.end(container)
 

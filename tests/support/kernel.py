@@ -194,6 +194,10 @@ class Kernel:
                 del self._placed[ino]
         return self._idle()
 
+    def has_places(self, ino: int) -> bool:
+        """Whether reads of an inode are answered without the filesystem."""
+        return ino in self._placed
+
     def _all_places(self) -> list[ReadPlace]:
         return [place for _, places in self._placed.values() for place in places]
 

@@ -110,6 +110,15 @@ class ContainerFiles:
         self._retire(container)
         self._moved(container)
 
+    def follow(self, container: int, layout: Striped | None) -> None:
+        """Another host has changed the entry of a container, which lies so now; None: it is no
+        more. One that has only grown, or has less alive, is read on: see ``_opened``. Does not
+        block.
+        """
+        found = self._open.get(container)
+        if found is None or found.entry.layout != layout:
+            self.moved(container)
+
     def _retire(self, container: int) -> None:
         found = self._open.pop(container, None)
         if found is not None:
