@@ -60,6 +60,8 @@ _SAVED = faults.declare("burst.blocks.saved", "the map on disk is as the one in 
 
 _MAP = "map"
 _PENDING_MAX = 32 << 20
+_PENDING_SHARE = 4
+"""Above that, what waits to be written takes this part of the budget, of what nobody has."""
 _BATCH = 16
 _BATCH_BYTES = 4 << 20
 """What is written in one go ends with the first fill that is not below."""
@@ -216,6 +218,8 @@ class BlockCache:
         """Whether any device takes blocks."""
         self._pending = 0
         """Bytes that wait to be written."""
+        self._reserved = 0
+        """Bytes of the budget that these have."""
         self._save_at_s = 0.0
         """When the maps are written next, on trio's clock; 0: when something has changed."""
         self._tells: list[Callable[[int], None]] = []
@@ -325,6 +329,8 @@ class BlockCache:
                 self._forget(device, source)
             for file, _ in device.leaving:
                 file.gone()
+            self._wait_no_more(device.fills)
+            device.fills.clear()
             await gather([(device.server.workers, _remove_all, (device.path,))])
 
     # --- reading ---
@@ -547,7 +553,7 @@ class BlockCache:
         ]
         for numbers in _runs(missing):
             start, last = numbers.start * block, min(numbers.stop * block, end)
-            if self._pending + last - start > _PENDING_MAX:
+            if not self._has_memory(last - start):
                 self._dropped_bytes += last - start
                 continue
             file = device.files.get(source)
@@ -560,6 +566,27 @@ class BlockCache:
             device.fills.append(_Fill(source, numbers, part, file))
         if device.fills:
             self._upkeep.wake(Work.BLOCKS)
+
+    def _has_memory(self, size: int) -> bool:
+        """Whether so many bytes more may wait."""
+        budget = self._servers.budget
+        wanted = self._pending + size - _PENDING_MAX - self._reserved
+        if wanted <= 0:
+            return True
+        is_free = wanted <= budget.free  # caches of what is read keep theirs
+        is_small = self._reserved + wanted <= budget.total // _PENDING_SHARE
+        if not (is_free and is_small and budget.try_reserve(wanted)):
+            return False
+        self._reserved += wanted
+        return True
+
+    def _wait_no_more(self, fills: Iterable[_Fill]) -> None:
+        """These are written, or never will be."""
+        self._pending -= sum(len(fill.data) for fill in fills)
+        too_much = min(self._reserved, self._reserved - (self._pending - _PENDING_MAX))
+        if too_much > 0:
+            self._reserved -= too_much
+            self._servers.budget.release(too_much)
 
     def _place_of(self, source: int) -> _Device | None:
         """The device for a new source: the one with the most room for it."""
@@ -615,7 +642,7 @@ class BlockCache:
                 raise
             faults.reach(_FILLED)
         finally:
-            self._pending -= sum(len(fill.data) for fill in taken)
+            self._wait_no_more(taken)
             for fill in taken:
                 device.filling.difference_update((fill.source, it) for it in fill.numbers)
         for fill, checksums in zip(batch, sums, strict=True):

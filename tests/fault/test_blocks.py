@@ -579,3 +579,34 @@ async def test_what_lies_beside_and_is_away_fails_no_read(directory: Path) -> No
         with pytest.raises(Unavailable):
             await fs.read(handle, 16 << 10, 4096)
         await fs.release(handle)
+
+
+async def test_what_waits_takes_memory_that_nobody_has(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content_of(SIZE)
+    monkeypatch.setattr(block_cache, "_PENDING_MAX", 1 << 20)
+    async with opened(directory, modes.STRIPED) as fs:
+        budget = fs.store.servers.budget
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        await room(fs)
+        standing, seen = fs.blocks.standing, []
+
+        async def slow(ids: list[int]) -> dict[int, int]:
+            seen.append((budget.used, fs.blocks.status()["waiting_bytes"]))
+            return await standing(ids)
+
+        monkeypatch.setattr(fs.blocks, "standing", slow)
+        assert await read_file(fs, ino) == data
+        await kept(fs)
+        assert seen and max(waiting for _, waiting in seen) > 1 << 20
+        assert all(used >= waiting - (1 << 20) for used, waiting in seen)
+        await forget(fs)
+        assert budget.used <= FLOOR and not fs.blocks.status()["dropped_bytes"]
+        share = budget.total
+        await budget.acquire(share - budget.used)  # somebody else has it
+        await put(fs, ino, "evict", "", ROOT)
+        fs.blocks.fill((await fs.getattr(ino)).oid, 0, memoryview(data), SIZE)
+        assert fs.blocks.status()["dropped_bytes"] == SIZE
+        budget.release(budget.used - FLOOR)
