@@ -224,6 +224,8 @@ class BlockCache:
         """When the maps are written next, on trio's clock; 0: when something has changed."""
         self._tells: list[Callable[[int], None]] = []
         """Called with a source before some of it goes."""
+        self._asks: list[Callable[[], Iterable[tuple[int, int]]]] = []
+        """See Blocks.ask."""
         self._hit_bytes = 0
         """Bytes that were read from blocks since the mount."""
         self._filled_bytes = 0
@@ -455,6 +457,23 @@ class BlockCache:
         device = self._where.get(source)
         return 0 if device is None else device.map.bytes_of(source)
 
+    @property
+    def segment(self) -> int:
+        """See Blocks."""
+        return BLOCKS * self.block
+
+    def ask(self, read: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        """See Blocks."""
+        self._asks.append(read)
+
+    def _note_read(self) -> None:
+        """Reads that others have answered are uses, too."""
+        for read in self._asks:
+            for source, segments in read():
+                if (device := self._where.get(source)) is not None:
+                    device.files[source].used = True
+                    device.map.use_segments(source, segments)
+
     # --- sources that programs use by themselves ---
 
     def place_of(self, source: int, size: int) -> int | None:
@@ -614,6 +633,8 @@ class BlockCache:
         if device.is_crowded:
             await self._ask_back(device)
         while device.has_work and device.server.id in self.devices:
+            if device.map.is_round_over():
+                self._note_read()
             self._evict(device)
             try:
                 await self._leave(device)

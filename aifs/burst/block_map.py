@@ -32,6 +32,8 @@ _SMALL_SHARE = 10
 _CLOSE_SHARE = 16
 """Uses are one if fewer bytes than one part in so many of the room were used in between."""
 _USES_MAX = 3
+_ROUND_SHARE = 4 * _CLOSE_SHARE
+"""It is asked what others have read when one part in so many of the room was used."""
 
 _MAGIC = b"AIFSBLK2"
 _HEAD = struct.Struct("<8sIQQ")
@@ -102,6 +104,8 @@ class BlockMap:
         """Sources that are whole, and stay so: programs use their files by themselves."""
         self.held_bytes = 0
         """Of these, which do not count below the limit."""
+        self._asked_at = 0
+        """On this clock, when it was asked what others have read."""
 
     @property
     def segments(self) -> int:
@@ -180,6 +184,19 @@ class BlockMap:
         if self._used - segment.used_at > self.limit // _CLOSE_SHARE:
             segment.used_at = self._used
             segment.uses = min(segment.uses + 1, _USES_MAX)
+
+    def use_segments(self, source: int, mask: int) -> None:
+        """Something of these segments was read: bit ``n mod 64`` for segment ``n``."""
+        for number, segment in self.sources.get(source, {}).items():
+            if mask >> number % 64 & 1:
+                self.use(segment, 0)
+
+    def is_round_over(self) -> bool:
+        """Whether it is time to ask for that: often enough that uses are close that are one."""
+        is_over = self._used - self._asked_at > self.limit // _ROUND_SHARE
+        if is_over:
+            self._asked_at = self._used
+        return is_over
 
     # --- what goes ---
 

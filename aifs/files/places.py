@@ -41,8 +41,6 @@ _PATIENCE_S = 0.1
 """After so long files are not waited for that are opened for this: a program waits that needs none
 of them."""
 
-_ANY_UNIT = 1 << 20  # of a source with one file
-
 LocalFile = tuple[DataServer, int]
 """A server, and a descriptor of a local file there; -1: there is none."""
 
@@ -80,6 +78,7 @@ class Places:
         """See DescriptorUser, as ``close_idle``."""
         servers.tell_of("data", self._take_failing)
         servers.blocks.tell(lambda oid: self.take_objects(-oid))
+        servers.blocks.ask(self._read_segments)
         servers.descriptors.add_users(lambda: [self])
 
     def read_containers(self, containers: ContainerFiles) -> None:
@@ -156,7 +155,7 @@ class Places:
     def _near(self, oid: int, offset: int, length: int) -> int | None:
         """The source with these bytes if they are in blocks: at the same offset, in one file."""
         found = self._blocks.file_of(oid, offset, length)
-        return None if found is None else self._open(-oid, _ANY_UNIT, [found])
+        return None if found is None else self._open(-oid, self._blocks.segment, [found])
 
     def _put(self, ino: int, size: int, places: Sequence[ReadPlace]) -> bool:
         passthrough = self._passthrough
@@ -233,6 +232,13 @@ class Places:
         if self._kernel.passthrough is not None:
             self._close(self._kernel.passthrough.take_source(EVERY_SOURCE))
         return before - self._descriptors
+
+    def _read_segments(self) -> Iterator[tuple[int, int]]:
+        """See Blocks.ask."""
+        if self._kernel.passthrough is not None:
+            for number, units in self._kernel.passthrough.read_units():
+                if self._sources[number].oid < 0:
+                    yield -self._sources[number].oid, units
 
     def end(self) -> None:
         """The kernel has gone."""

@@ -172,6 +172,10 @@ class Passthrough(Protocol):
         """The same of all inodes that have a place in this source; EVERY_SOURCE: of those that were
         not read since that was asked last. Takes a millisecond."""
 
+    def read_units(self) -> list[tuple[int, int]]:
+        """The sources that were read without us since this was asked last, and of each a mask: bit
+        ``u mod 64`` for unit ``u``. Takes a fraction of a millisecond."""
+
 
 SOURCES_MAX, COLUMNS_MAX, PLACES_MAX = 1 << 14, 16, 64
 """How many sources there are at most; local files that one may have; places of an inode."""

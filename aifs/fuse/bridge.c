@@ -556,6 +556,14 @@ static PyObject *take_source_method(PyObject *self, PyObject *number)
     return idle_sources();
 }
 
+/* read_units(): of the sources that were read since this was asked last, as the bytes of their structs. */
+static PyObject *read_units(PyObject *self, PyObject *args)
+{
+    static struct read_units found[SOURCES_MAX];
+    size_t count = take_read(&bridge.places, found);
+    return PyBytes_FromStringAndSize((const char *)found, (Py_ssize_t)(count * sizeof *found));
+}
+
 static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
     {"reply", reply, METH_VARARGS, NULL},
@@ -576,6 +584,7 @@ static PyMethodDef methods[] = {
     {"put_places", put_places_method, METH_VARARGS, NULL},
     {"take_places", take_places_method, METH_O, NULL},
     {"take_source", take_source_method, METH_O, NULL},
+    {"read_units", read_units, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -74,6 +74,7 @@ _BACKING_MAP, _BACKING_ID = struct.Struct("=i12x"), struct.Struct("=I")
 _LENT = struct.Struct("=QQ8xQIi8x")  # struct lent (opens.h): ino, copy, accessed, opens, backing
 _NOTED = struct.Struct("=QI4x")  # struct noted: ino, uid
 _PLACE = struct.Struct("=QQQI4x")  # struct place (places.h): start, end, offset, source
+_READ = struct.Struct("=QI4x")  # struct read_units
 _OPCODES, _FRESH, _ACLS, _TOLD, _SHARED = 64, 4096, 1 << 20, 1 << 23, 1024
 
 _EXPIRE_ENTRY = struct.Struct("=IiQQII")
@@ -301,6 +302,10 @@ class Bridge:
 
     def take_source(self, number: int) -> Sequence[int]:
         return _numbers(extension.take_source(number))
+
+    def read_units(self) -> list[tuple[int, int]]:
+        found = _READ.iter_unpack(extension.read_units())
+        return [(number, units) for units, number in found]
 
     def see_all(self, on: bool) -> None:
         """Whether requests come to Python that need not."""

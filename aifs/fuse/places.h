@@ -26,6 +26,7 @@ struct source { /* stripe unit u is in file u mod width, at (u div width) * unit
     uint32_t users; /* places */
     uint32_t unit, width; /* width 0: there is no such source */
     uint32_t in_memory;   /* reads never wait; else what has to be waited for is not read here */
+    uint64_t read;        /* parts that began in unit u were read since that was asked: bit u mod 64 */
     int32_t fds[COLUMNS_MAX];
 };
 
@@ -34,6 +35,13 @@ struct place { /* bytes start to end - 1 of the file are those of the source fro
     uint32_t source, rest;
 };
 static_assert(sizeof(struct place) == 32, "layout"); /* _PLACE of aifs/fuse/bridge.py */
+
+/* A source, and which units of it were read: struct source. */
+struct read_units {
+    uint64_t units;
+    uint32_t source, rest;
+};
+static_assert(sizeof(struct read_units) == 16, "layout"); /* _READ of aifs/fuse/bridge.py */
 
 struct placed {
     uint64_t ino; /* 0: a free entry */
@@ -92,6 +100,7 @@ static inline bool put_source(struct places *all, uint32_t number, struct source
     bool is_one = number < SOURCES_MAX && source.unit > 0 && source.width > 0 && source.width <= COLUMNS_MAX;
     if (is_one && all->sources[number].users == 0) {
         source.users = 0;
+        source.read = 0;
         all->sources[number] = source;
     }
     return is_one;
@@ -163,7 +172,7 @@ static inline void take_source(struct places *all, uint32_t number)
 
 /* Puts at `parts` where up to PARTS_MAX ranges lie that together are these bytes of the file, which it has; how many
  * there are. 0: it is not known of all of them. */
-static inline size_t parts_of(const struct places *all, const struct placed *file, uint64_t offset, size_t length,
+static inline size_t parts_of(struct places *all, const struct placed *file, uint64_t offset, size_t length,
                               struct part *parts)
 {
     size_t count = 0;
@@ -173,7 +182,7 @@ static inline size_t parts_of(const struct places *all, const struct placed *fil
             place++;
         if (count == PARTS_MAX || place == behind || place->start > offset)
             return 0;
-        const struct source *source = all->sources + place->source;
+        struct source *source = all->sources + place->source;
         uint64_t at = place->offset + (offset - place->start), step = place->end - offset;
         uint64_t unit = at / source->unit, within = at % source->unit;
         if (source->width > 1) {
@@ -184,7 +193,20 @@ static inline size_t parts_of(const struct places *all, const struct placed *fil
         parts[count] = (struct part){source->fds[unit % source->width], source->in_memory, at, (size_t)step};
         if (parts[count].fd < 0)
             return 0;
+        source->read |= UINT64_C(1) << unit % 64;
         offset += step;
+    }
+    return count;
+}
+
+/* Puts at `found` the sources that were read since this was asked last, and their units; how many. */
+static inline size_t take_read(struct places *all, struct read_units found[SOURCES_MAX])
+{
+    size_t count = 0;
+    for (uint32_t i = 0; i < SOURCES_MAX; i++) {
+        if (all->sources[i].read != 0 && all->sources[i].users != 0)
+            found[count++] = (struct read_units){all->sources[i].read, i, 0};
+        all->sources[i].read = 0;
     }
     return count;
 }

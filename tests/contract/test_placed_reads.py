@@ -397,6 +397,33 @@ async def test_the_bridge_reads_blocks_as_long_as_they_are_there(
         await kernel.release(handle)
 
 
+async def test_what_the_bridge_reads_stays(directory: Path) -> None:
+    """The daemon hears of no such read, and evicts what was not used."""
+    settings = PLAIN | {"burst.blocks": "always", "layout.pack_below": "0"}
+    async with mounted(directory, settings) as kernel:
+        [device] = kernel.tier.devices.values()
+        inos = [await make(kernel, name) for name in (b"read", b"not", b"new")]
+        oids = [(await kernel.getattr(ino)).oid for ino in inos]
+        await kernel.tier.look()
+        reader = await kernel.open(inos[0], os.O_RDONLY)  # before it could be passed through
+        for ino in inos:
+            if ino == inos[-1]:
+                device.room_for_blocks = lambda: 2 * kernel.blocks.bytes_of(oids[0])
+                await kernel.tier.look()
+            handle = await kernel.open(ino, os.O_RDONLY)
+            assert await all_of(kernel, handle) == CONTENT
+            while kernel.blocks.status()["waiting_bytes"]:
+                await kernel.upkeep.have_done(Work.BLOCKS)
+            await kernel.release(handle)
+            if ino == inos[0]:  # once by the daemon, then by the bridge
+                assert await placed(kernel, reader, CONTENT)
+            before = kernel.placed_bytes
+            assert await all_of(kernel, reader) == CONTENT
+            assert kernel.placed_bytes == before + len(CONTENT)
+        await kernel.release(reader)
+        assert [bool(kernel.blocks.bytes_of(oid)) for oid in oids] == [True, False, True]
+
+
 async def test_what_is_going_to_be_blocks_is_not_read_from_servers_by_the_bridge(
     directory: Path,
 ) -> None:

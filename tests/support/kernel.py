@@ -11,6 +11,7 @@ import errno
 import inspect
 import mmap
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -59,6 +60,7 @@ class Kernel:
         self._told: set[tuple[int, int]] = set()
         self._lent_handles = 0
         self._sources: dict[int, tuple[int, Sequence[int]]] = {}  # number -> unit, descriptors
+        self._read_units = Counter[int]()  # by number, a mask
         self._placed: dict[int, tuple[int, Sequence[ReadPlace]]] = {}  # ino -> size, places
         self._begun: set[int] = set()  # sources that have places
         self.answered = 0
@@ -198,6 +200,11 @@ class Kernel:
         """Whether reads of an inode are answered without the filesystem."""
         return ino in self._placed
 
+    def read_units(self) -> list[tuple[int, int]]:
+        found = list(self._read_units.items())
+        self._read_units.clear()
+        return found
+
     def _all_places(self) -> list[ReadPlace]:
         return [place for _, places in self._placed.values() for place in places]
 
@@ -206,6 +213,7 @@ class Kernel:
         idle = list(self._begun - {place.source for place in self._all_places()})
         for number in idle:
             del self._sources[number]
+            self._read_units.pop(number, None)
         self._begun -= {*idle}
         return idle
 
@@ -223,6 +231,7 @@ class Kernel:
             row_unit, within = divmod(place.offset + offset - place.start, unit)
             step = min(unit - within, length, place.end - offset)
             fd = fds[row_unit % len(fds)]
+            self._read_units[place.source] |= 1 << row_unit % 64
             read = files.read_at(fd, step, row_unit // len(fds) * unit + within)
             if len(read) < step:
                 return None

@@ -287,12 +287,15 @@ static void one_comparison(struct places *all, bool may_give_way, const bool *ha
 static void one_read(struct places *all, uint64_t number)
 {
     static struct part parts[PARTS_MAX];
+    static struct read_units found[SOURCES_MAX];
+    uint64_t read[SOURCES] = {0};
     const struct model *known = model + number;
     struct placed *file = find_placed(all, crowd(number));
     must_be((file != NULL) == (known->count != 0));
     if (file == NULL || known->size == 0)
         return;
     uint64_t offset = below(known->size), length = 1 + below(known->size - offset);
+    take_read(all, found);
     size_t count = parts_of(all, file, offset, length, parts), part = 0, within = 0, units = 0;
     bool is_known = true;
     file->used |= below(2);
@@ -313,10 +316,16 @@ static void one_read(struct places *all, uint64_t number)
             continue;
         must_be(part < count && parts[part].fd == fd && parts[part].in_memory == source->in_memory);
         must_be(parts[part].offset + within == unit / source->width * source->unit + in % source->unit);
+        if (within == 0)
+            read[place->source] |= UINT64_C(1) << unit % 64;
         if (++within == parts[part].length)
             part++, within = 0;
     }
     must_be(count == 0 ? !is_known || units > PARTS_MAX : is_known && part == count && within == 0);
+    for (size_t left = take_read(all, found); count != 0 && left-- > 0; read[found[left].source] = 0)
+        must_be(found[left].units != 0 && found[left].units == read[found[left].source]);
+    for (uint32_t i = 0; count != 0 && i < SOURCES; i++)
+        must_be(read[i] == 0);
 }
 
 static void one_placing(struct places *all)

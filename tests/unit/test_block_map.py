@@ -111,6 +111,38 @@ def test_a_scan_does_not_empty_it() -> None:
     assert kept >= 28
 
 
+def test_segments_that_others_read_stay() -> None:
+    limit = 40 * BLOCKS * BLOCK
+    made = filled(limit, *range(1, 31))
+    for start in (100, 104):  # something comes in between
+        for source in range(start, start + 4):
+            made.put(source, 0, checksum(source, 0))
+            made.use(made.sources[source][0], BLOCKS * BLOCK)
+        assert made.is_round_over() and not made.is_round_over()
+        for source in range(1, 11):
+            made.use_segments(source, 1)
+            made.use_segments(source + 10, 2)  # it has no such segment
+        made.use_segments(999, 1)
+    for source in range(1000, 1050):
+        for index in range(BLOCKS):
+            made.put(source, index, checksum(source, index))
+        while made.excess > 0:
+            made.evict()
+    assert [source for source in range(1, 31) if source in made.sources] == [*range(1, 11)]
+
+
+def test_a_part_of_a_long_source_is_used() -> None:
+    made = BlockMap(BLOCK)
+    made.limit = 100 * BLOCKS * BLOCK
+    for number in range(66):
+        made.put(1, number * BLOCKS, checksum(1, number))
+    made.use(made.sources[1][0], 50 * BLOCKS * BLOCK)
+    before = {number: segment.uses for number, segment in made.sources[1].items()}
+    made.use_segments(1, 1 << 1 | 1 << 40)
+    used = [n for n, segment in made.sources[1].items() if segment.uses > before[n]]
+    assert used == [1, 40, 65], "a mask has 64 bits"
+
+
 def test_what_comes_back_soon_stays() -> None:
     limit = 10 * BLOCKS * BLOCK
     made = filled(limit, *range(1, 21))

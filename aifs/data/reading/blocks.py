@@ -1,6 +1,6 @@
 """Clean blocks that are kept nearer than the data servers, as the reads of object sets see them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from aifs.core.errors import Busy
@@ -14,6 +14,10 @@ class Blocks(Protocol):
     """Bytes of a block."""
     corrections: int
     """Counts the calls of ``correct``: what was being read meanwhile must not be kept."""
+
+    @property
+    def segment(self) -> int:
+        """Bytes of a segment: what goes at once, if it was not read for long."""
 
     def serves(self, layout: Striped) -> bool:
         """Whether blocks of what lies there come sooner from here. Does not block."""
@@ -63,6 +67,10 @@ class Blocks(Protocol):
         """Its file is a burst copy from now on; the burst directory. Raises Busy if it has ended,
         Unavailable."""
 
+    def ask(self, read: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        """``read`` is called now and then: it returns the sources that were read from ``file_of``
+        since it was called last, each with a mask: bit ``n mod 64`` for segment ``n``."""
+
     def bytes_of(self, source: int) -> int:
         """That are here of a source; 0 of other ids."""
 
@@ -87,7 +95,7 @@ class Blocks(Protocol):
 class NoBlocks:
     """Where none are kept. See Blocks."""
 
-    block = 1
+    block = segment = 1
     corrections = 0
 
     def serves(self, layout: Striped) -> bool:
@@ -128,6 +136,9 @@ class NoBlocks:
 
     async def give(self, source: int, copy_id: int) -> Any:
         raise Busy(f"there are no blocks of the objects {source}")
+
+    def ask(self, read: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        pass
 
     def bytes_of(self, source: int) -> int:
         return 0
