@@ -8,7 +8,7 @@ import mmap
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ LOOKUP, OPEN, READ, RELEASE = "1", "14", "15", "18"
 SIZE = 3_000_001
 CONTENT = os.urandom(SIZE)
 SMALL, COUNT = 20_000, 200
+OPTIONS = ("layout.inline_limit=0", "burst.stage_for_write=0", "burst.drain_delay=1h")
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
 
@@ -37,16 +38,11 @@ def names_stay_cached() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store() -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-places-", dir="/dev/shm") as scratch:
-        options = (
-            "layout.inline_limit=0",
-            "burst.stage_for_write=0",
-            "burst.drain_delay=1h",
-        )
         source = Path(scratch) / "store"
         source.mkdir()
         settings = "servers: [data/0, data/1, data/2]\ndata: {movers: 0}\n"
         (source / DIRECTORY_FILE).write_text(settings)
-        with mounted_store(Path(scratch), options) as mounted:
+        with mounted_store(Path(scratch), OPTIONS) as mounted:
             if not status(mounted)["passthrough"]:
                 pytest.skip("this machine cannot pass files through")
             yield mounted
@@ -101,8 +97,12 @@ def evicted(store: Mounted, *paths: Path) -> None:
 
 @pytest.fixture
 def striped(store: Mounted, request: pytest.FixtureRequest) -> Path:
+    return make_striped(store, request.node.name)
+
+
+def make_striped(store: Mounted, name: str) -> Path:
     """A file on three servers."""
-    directory = store.path / request.node.name
+    directory = store.path / name
     directory.mkdir()
     os.setxattr(directory, "user.aifs.layout", b"count=3,unit=64KiB")
     os.setxattr(directory, "user.aifs.tier", b"capacity")
@@ -191,7 +191,9 @@ def test_replaced_and_truncated_by_name(store: Mounted, striped: Path) -> None:
     assert striped.read_bytes() == CONTENT[::-1]
 
 
-def test_trace_sees_each_read(store: Mounted, striped: Path) -> None:
+def test_trace_sees_each_read(mount_store: Callable[..., Mounted]) -> None:
+    store = mount_store(*OPTIONS)  # reads of others would be by Python for some seconds
+    striped = make_striped(store, "directory")
     fd = os.open(striped, os.O_RDONLY | os.O_DIRECT)
     assert direct(fd, 0, 4096) == direct(fd, 0, 4096)
     start = json.loads(os.getxattr(store.path, "user.aifs.trace"))["next"]

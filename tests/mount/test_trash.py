@@ -19,9 +19,10 @@ ALICE, BOB = 1000, 2000
 
 
 @pytest.fixture(scope="module")
-def kept_mount(module_mount: Mounted) -> Mounted:
+def kept_mount(module_mount: Mounted) -> Iterator[Mounted]:
     os.setxattr(module_mount.path, "user.aifs.trash", b"7d")
-    return module_mount
+    yield module_mount
+    os.removexattr(module_mount.path, "user.aifs.trash")  # tests of other files use it, too
 
 
 def ls(path: Path, *options: str) -> list[dict]:
@@ -164,7 +165,7 @@ def test_status_and_df_count_what_is_in_it(bridged: Mounted, here: Path) -> None
     now = os.statvfs(bridged.path)
     assert now.f_files - now.f_ffree == used.f_files - used.f_ffree
     lines = aifs("status", bridged.path).stdout.splitlines()
-    assert any(line.startswith("trash ") and "entries" in line for line in lines)
+    assert any(line.startswith("trash ") and " entr" in line for line in lines)
 
 
 @pytest.fixture
