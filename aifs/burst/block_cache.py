@@ -82,9 +82,10 @@ _opening = Lock()
 Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
 """Those of these ids whose bytes never change as the records say, and up to which byte."""
 
-Repairs = Callable[[], Awaitable[int]]
-"""How often bytes were found to be wrong so far, as the records say. What is followed of the last
-time is done when this returns."""
+State = Callable[[], Awaitable[int]]
+"""A number that a map on disk has, which counts as long as that is the same: see
+degraded.state_of_blocks. Sources that ended when it became what it is are no more when this
+returns."""
 
 
 class _Fill(NamedTuple):
@@ -186,7 +187,7 @@ class BlockCache:
         servers: Servers,
         upkeep: Upkeep,
         standing: Standing,
-        repairs: Repairs,
+        state: State,
         barrier: Callable[[], Awaitable[None]],
         mode: str,
     ) -> None:
@@ -195,7 +196,7 @@ class BlockCache:
         self._upkeep = upkeep
         self.standing = standing
         """See Standing."""
-        self._repairs = repairs
+        self._state = state
         self._barrier = barrier
         self._mode = mode
         self.block = BLOCK_MIN
@@ -269,7 +270,7 @@ class BlockCache:
     async def _take_over(self, server: DataServer, ended: set[int]) -> None:
         path = os.path.join(server.address, naming.BLOCKS)
         device = _Device(server, BlockMap(self.block), path)
-        work = (_read_map, (path, self.block, await self._repairs()))
+        work = (_read_map, (path, self.block, await self._state()))
         try:
             segments, names = (await gather([(server.workers, *work)]))[0]
         except _ERRORS as error:
@@ -773,14 +774,14 @@ class BlockCache:
     async def save(self) -> None:
         """The maps on disk are as those in memory were. Raises FsError."""
         self._save_at_s = 0.0
-        repairs = await self._repairs()
+        state = await self._state()
         found = [
             (device, device.map.snapshot()) for device in self.devices.values() if device.changed
         ]
         await self._barrier()  # what names these sources is durable, and so are the lengths
         for device, segments in found:
             device.changed = False
-            work = (_write_map, (device.path, segments, self.block, repairs))
+            work = (_write_map, (device.path, segments, self.block, state))
             try:
                 await gather([(device.server.workers, *work)])
             except _ERRORS as error:
@@ -871,7 +872,7 @@ def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:
             files.unlink(file.path)
 
 
-def _read_map(path: str, block: int, repairs: int) -> tuple[list[BlockSegment], set[int]]:
+def _read_map(path: str, block: int, state: int) -> tuple[list[BlockSegment], set[int]]:
     """The segments of the map on disk, and the sources that have files."""
     if not os.path.isdir(path):
         return [], set()
@@ -881,7 +882,7 @@ def _read_map(path: str, block: int, repairs: int) -> tuple[list[BlockSegment], 
     if _sum_of(body) != head:
         return [], names
     try:
-        return decode(block, repairs, bytes(body)), names
+        return decode(block, state, bytes(body)), names
     except ValueError:
         return [], names
 
@@ -905,10 +906,8 @@ def _move(file: _File, path: str) -> None:
     files.rename(file.path, path)
 
 
-def _write_map(
-    path: str, segments: list[tuple[BlockSegment, int]], block: int, repairs: int
-) -> None:
-    record = encode(block, repairs, segments)
+def _write_map(path: str, segments: list[tuple[BlockSegment, int]], block: int, state: int) -> None:
+    record = encode(block, state, segments)
     files.replace_file(os.path.join(path, _MAP), _sum_of(memoryview(record)) + record)
 
 

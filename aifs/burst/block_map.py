@@ -282,25 +282,25 @@ class BlockMap:
             self._enter(segment, segment.is_main)
 
 
-def encode(block: int, repairs: int, segments: Iterable[tuple[BlockSegment, int]]) -> bytes:
-    """A snapshot, without a checksum; ``repairs``: of the store, of which it was made. May run in a
-    thread: a block that has gone meanwhile is in it or not."""
+def encode(block: int, state: int, segments: Iterable[tuple[BlockSegment, int]]) -> bytes:
+    """A snapshot, without a checksum; ``state``: by which it counts. May run in a thread: a block
+    that has gone meanwhile is in it or not."""
     parts = [b""]
     for segment, have in segments:
         sums = b"".join(segment.sum_of(bit) for bit in range(BLOCKS) if have >> bit & 1)
         mask = have.to_bytes(BLOCKS // 8, "little")
         parts.append(_SEGMENT.pack(segment.source, segment.number << 1 | segment.is_main, mask))
         parts.append(sums)
-    parts[0] = _HEAD.pack(_MAGIC, block, repairs, len(parts) // 2)
+    parts[0] = _HEAD.pack(_MAGIC, block, state, len(parts) // 2)
     return b"".join(parts)
 
 
-def decode(block: int, repairs: int, record: bytes) -> list[BlockSegment]:
+def decode(block: int, state: int, record: bytes) -> list[BlockSegment]:
     """The segments of a snapshot. Raises ValueError if it is damaged, of blocks of other size, or
-    from before another repair."""
+    of another ``state``."""
     try:
         *about, count = _HEAD.unpack_from(record)
-        if about != [_MAGIC, block, repairs]:
+        if about != [_MAGIC, block, state]:
             raise ValueError("a map of other blocks")
         found, at = list[BlockSegment](), _HEAD.size
         for _ in range(count):

@@ -56,14 +56,15 @@ class _Source(NamedTuple):
 class Places:
     """Used from one trio thread."""
 
-    def __init__(self, kernel: Kernel, servers: Servers, engine: Engine, is_off: bool) -> None:
-        """``is_off``: files have no places. So it is where reads are compared with checksums."""
+    def __init__(self, kernel: Kernel, servers: Servers, engine: Engine, is_checked: bool) -> None:
+        """``is_checked``: reads are compared with checksums. Then files have places in blocks of
+        their own objects alone, which were compared before they were kept."""
         self._kernel = kernel
         self._blocks = servers.blocks
         self._engine = engine
         self._containers: ContainerFiles | None = None
         """Those of packed files; None before they are known."""
-        self._is_off = is_off
+        self._is_checked = is_checked
         self._sources: dict[int, _Source] = {}
         """By number."""
         self._numbers: dict[int, int] = {}
@@ -167,15 +168,16 @@ class Places:
 
     @property
     def is_on(self) -> bool:
-        """Whether files may have places."""
-        return self._passthrough is not None
+        """Whether packed files may have places."""
+        return self._passthrough is not None and not self._is_checked
 
     @property
     def _passthrough(self) -> Passthrough | None:
-        return None if self._is_off or files.is_hooked() else self._kernel.passthrough
+        return None if files.is_hooked() else self._kernel.passthrough
 
     def _may_place(self, file: OpenInode) -> bool:
         is_settled = not (file.marked or file.home or file.joined or file.inode.in_burst)
+        is_settled = is_settled and not (self._is_checked and file.inode.chunks is not None)
         return self._passthrough is not None and is_settled and file.copy is None
 
     def _open(self, oid: int, unit: int, found: Sequence[LocalFile]) -> int | None:

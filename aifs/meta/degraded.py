@@ -33,6 +33,12 @@ def note_repair(tx: Transaction, oid: int) -> None:
         tx.put(keys.degraded(oid), record)
 
 
+def state_of_blocks(tx: ReadTransaction, is_checked: bool) -> int:
+    """A number that is another one if blocks that a host has kept do not count any more: bytes were
+    found to be wrong, or reads are compared with checksums now (``is_checked``), or no more."""
+    return 2 * tx.counter(keys.COUNTER_REPAIRS) + is_checked
+
+
 def drop_degraded(tx: Transaction, oid: int) -> None:
     """The objects are about to go, or are whole."""
     if tx.get(keys.degraded(oid)) is not None:

@@ -31,8 +31,7 @@ from aifs.files.refusals import Refusals
 from aifs.files.services import Heirlooms, ServeOptions, Services
 from aifs.files.stage import WORKERS as STAGERS
 from aifs.files.writeback import WriteBack
-from aifs.meta import forms, keys
-from aifs.meta.kv import ReadTransaction
+from aifs.meta import degraded, forms
 from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
 from aifs.reads.starts import Starts
@@ -121,9 +120,10 @@ class Filesystem:
         self.backup = backup = Backup(config, store.uuid, engine, servers, upkeep)
         self.ids = ids = IdAllocator(engine)
         standing = partial(engine.view, forms.find_standing)
-        repairs = partial(engine.view, ReadTransaction.counter, keys.COUNTER_REPAIRS)
+        is_checked = config.data.verify == "read"
+        state = partial(engine.view, degraded.state_of_blocks, is_checked)
         self.blocks = BlockCache(
-            servers, upkeep, standing, repairs, engine.barrier, config.burst.blocks
+            servers, upkeep, standing, state, engine.barrier, config.burst.blocks
         )
         servers.keep_blocks(self.blocks)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)
@@ -148,7 +148,7 @@ class Filesystem:
         self.refusals, self.heirlooms = services.refusals, services.heirlooms
 
         # The bytes of files.
-        places = Places(kernel, servers, engine, config.data.verify == "read")
+        places = Places(kernel, servers, engine, is_checked)
         self.handles = handles = Handles(
             kernel, options.access_due_ns, is_shared, quotas, places, servers.blocks
         )
@@ -167,7 +167,7 @@ class Filesystem:
             ids,
             collector,
             config.layout.container_size,
-            config.data.verify == "read",
+            is_checked,
             damage.report,
             config.data.min_spare,
         )

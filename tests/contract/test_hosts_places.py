@@ -49,6 +49,7 @@ KINDS = {
     "packed-mirrored": PACKED | {"layout.replicas": "2"},
     "blocks": STRIPED | {"burst.blocks": "always"},
     "packed-blocks": PACKED | {"burst.blocks": "always"},
+    "checked-blocks": STRIPED | {"burst.blocks": "always", "data.verify": "read"},
 }
 
 

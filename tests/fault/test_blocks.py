@@ -22,10 +22,9 @@ from aifs.core.errors import Unavailable
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
 from aifs.data.objects.recovery import Recovery
-from aifs.meta import keys
+from aifs.meta.degraded import state_of_blocks
 from aifs.meta.keys import ROOT_INO
-from aifs.meta.kv import ReadTransaction
-from aifs.vfs import Filesystem
+from aifs.vfs import Filesystem, open_filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.modes import config_of
@@ -515,8 +514,8 @@ async def test_what_ends_while_a_map_is_loaded_is_not_taken_over(directory: Path
             return found
 
         engine = fs.store.engine
-        repairs = partial(engine.view, ReadTransaction.counter, keys.COUNTER_REPAIRS)
-        late = BlockCache(fs.store.servers, fs.upkeep, changing, repairs, engine.barrier, "always")
+        state = partial(engine.view, state_of_blocks, False)
+        late = BlockCache(fs.store.servers, fs.upkeep, changing, state, engine.barrier, "always")
         await late.load_device(device.server)
         assert late.devices and not late.bytes_of(oid)
 
@@ -610,3 +609,26 @@ async def test_what_waits_takes_memory_that_nobody_has(
         fs.blocks.fill((await fs.getattr(ino)).oid, 0, memoryview(data), SIZE)
         assert fs.blocks.status()["dropped_bytes"] == SIZE
         budget.release(budget.used - FLOOR)
+
+
+async def test_blocks_that_were_not_checked_are_not_read_where_reads_are(directory: Path) -> None:
+    data = content_of(SIZE)
+    async with mounted(directory, ALWAYS | KINDS["replicated"]) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        inode = await fs.getattr(ino)
+        assert inode.objects is not None
+        server = fs.store.servers[inode.objects.servers[ino % 2]]
+        flip(server.where((ino, inode.oid)), 1000)
+        await room(fs)
+        read = await read_file(fs, ino)
+        await kept(fs)
+    config = config_of(directory)
+    checked = config.data.model_copy(update={"verify": "read"})
+    async with open_filesystem(config.model_copy(update={"data": checked})) as fs:
+        await room(fs)
+        assert not fs.blocks.bytes_of(inode.oid)
+        assert await read_file(fs, ino) == data
+        await fs.upkeep.have_done(Work.REBUILD)
+    await stores.require_sound(config)
+    assert read != data

@@ -196,9 +196,9 @@ def test_a_damaged_map_is_none() -> None:
     for damaged in (b"", record[:-1], record + b"x", record[: len(record) // 2], b"x" + record[1:]):
         with pytest.raises(ValueError):
             decode(BLOCK, 3, damaged)
-    for block, repairs in ((2 * BLOCK, 3), (BLOCK, 4)):
+    for block, state in ((2 * BLOCK, 3), (BLOCK, 4)):
         with pytest.raises(ValueError):
-            decode(block, repairs, record)
+            decode(block, state, record)
     rng = random.Random(1)
     for _ in range(200):
         try:
