@@ -458,6 +458,11 @@ class BlockCache:
         device = self._where.get(source)
         return 0 if device is None else device.map.bytes_of(source)
 
+    def bytes_in(self, source: int, offset: int, length: int) -> int:
+        """See Blocks."""
+        device = self._where.get(source)
+        return 0 if device is None else device.map.bytes_in(source, offset, length)
+
     @property
     def segment(self) -> int:
         """See Blocks."""

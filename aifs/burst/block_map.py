@@ -126,10 +126,8 @@ class BlockMap:
             return None
         first, last = offset // self.block, (offset + length - 1) // self.block
         found: list[tuple[BlockSegment, int]] = []
-        for number in range(first // BLOCKS, last // BLOCKS + 1):
-            segment, start = numbers.get(number), number * BLOCKS
-            low, high = max(first - start, 0), min(last - start, BLOCKS - 1)
-            mask = (1 << high + 1) - (1 << low)
+        for number, mask in _masks(first, last):
+            segment = numbers.get(number)
             if segment is None or segment.have & mask != mask:
                 return None
             found.append((segment, mask))
@@ -159,6 +157,21 @@ class BlockMap:
         """Of one source."""
         segments = self.sources.get(source, {}).values()
         return sum(segment.have.bit_count() for segment in segments) * self.block
+
+    def bytes_in(self, source: int, offset: int, length: int) -> int:
+        """How many bytes are there of a range."""
+        numbers = self.sources.get(source)
+        if numbers is None or not length:
+            return 0
+        first, last = offset // self.block, (offset + length - 1) // self.block
+        blocks = sum(
+            (numbers[number].have & mask).bit_count()
+            for number, mask in _masks(first, last)
+            if number in numbers
+        )
+        beside = self.has(source, first) * (offset - first * self.block)
+        beside += self.has(source, last) * ((last + 1) * self.block - offset - length)
+        return blocks * self.block - beside
 
     # --- what comes, and is used ---
 
@@ -280,6 +293,13 @@ class BlockMap:
         checked. Nothing else is in the map."""
         for segment in segments:
             self._enter(segment, segment.is_main)
+
+
+def _masks(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The segments with these blocks and those between them, by number, each with their mask."""
+    for number in range(first // BLOCKS, last // BLOCKS + 1):
+        low, high = max(first - number * BLOCKS, 0), min(last - number * BLOCKS, BLOCKS - 1)
+        yield number, (1 << high + 1) - (1 << low)
 
 
 def encode(block: int, state: int, segments: Iterable[tuple[BlockSegment, int]]) -> bytes:

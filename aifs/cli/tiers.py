@@ -149,6 +149,7 @@ _STAGES = (
     Column("bytes there", "bytes_there", size),
     Column("files to stage", "files_to_stage", number),
     Column("bytes to stage", "bytes_to_stage", size),
+    Column("bytes in blocks", "block_bytes", size),
     Column("path"),
 )
 
@@ -188,6 +189,7 @@ def _stage_of(path: str, state: dict[str, Any]) -> dict[str, Any]:
         "bytes_there": sum(sizes.values()) - sizes["clean"],
         "files_to_stage": files["clean"],
         "bytes_to_stage": sizes["clean"],
+        "block_bytes": state["block_bytes"],
         "path": path,
     }
 
@@ -321,7 +323,7 @@ not wait for that."""
 @_PATHS
 def evict_command(paths: tuple[str, ...]) -> Report:
     """Delete the copies and blocks that the files PATH, and those below the directories PATH, have
-    in the burst tier.
+    in the burst tier. Blocks of containers stay, because other files lie in them, too.
 
     The files stay on the data servers. Files that are not drained, are pinned, are open, or that
     the data servers cannot tell at present keep theirs; the command says how many and why, with
@@ -351,20 +353,24 @@ def evict_command(paths: tuple[str, ...]) -> Report:
 
 
 def _evict(path: str) -> int | str | None:
-    """How many bytes a file had in the burst tier, or the reason for which it keeps them; None if
-    it has none."""
+    """How many bytes of a file the burst tier has given up, or the reason for which it keeps them;
+    None if there were none."""
     try:
         state = door.read(path, "state")
-        if not (state["copy"] or state.get("block_bytes")):
+        if not (state["copy"] or state["block_bytes"]):
             return None
         door.put(path, "evict")
+        left = door.read(path, "state")["block_bytes"]
     except FileNotFoundError:  # it is gone
         return None
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
         return _reason(path)
-    return sum(state["bytes"].values())
+    if not state["copy"] and left >= state["block_bytes"]:
+        return None
+    copied = sum(state["bytes"].values()) if state["copy"] else 0
+    return copied + max(0, state["block_bytes"] - left)
 
 
 def _reason(path: str) -> str:

@@ -14,7 +14,8 @@ import trio
 
 from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut
+from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut, Unavailable
+from aifs.data.reading.blocks import Blocks
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Hint, HintCall, bare
 from aifs.files.drain import Drain
@@ -23,7 +24,8 @@ from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
-from aifs.meta import keys, shared
+from aifs.layout.interleaved import HEADER_BYTES
+from aifs.meta import chunks, keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
@@ -40,13 +42,14 @@ _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
 
 class Place(NamedTuple):
-    """An inode as it is in core, its directory cookie, and since when it is undrained (0: it is
-    drained).
+    """An inode as it is in core, its directory cookie, since when it is undrained (0: it is
+    drained), and how many of its bytes are in blocks here.
     """
 
     inode: Inode
     cookie: int
     since_ns: int
+    block_bytes: int
 
 
 def state_of(inode: Inode, file: OpenInode | None) -> str:
@@ -83,17 +86,17 @@ class BurstHints:
     # --- where the bytes are ---
 
     async def state(self, ino: int) -> dict[str, Any]:
-        """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state;
-        for a file also whether it has a burst copy, is open, pinned, being staged, whether
-        eviction found the copy needed (see Evictor), and the bytes of its own objects that are in
-        blocks here, ``block_bytes``. Files with several names below a directory
-        count once."""
+        """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state,
+        and ``block_bytes``: how many of them are in blocks here; for a file also whether it has a
+        burst copy, is open, pinned, being staged, and whether eviction found the copy needed (see
+        Evictor). Files with several names below a directory count once."""
         inode = await self._attributes.getattr(ino)
-        files, sizes, since_ns = Counter[str](), Counter[str](), 0
+        files, sizes, since_ns, block_bytes = Counter[str](), Counter[str](), 0, 0
         async for place in self._files_below(inode):
             name = state_of(place.inode, self._io.table.open.get(place.inode.ino))
             files[name] += 1
             sizes[name] += place.inode.size
+            block_bytes += place.block_bytes
             if place.since_ns:
                 since_ns = min(since_ns or place.since_ns, place.since_ns)
         answer: dict[str, Any] = {
@@ -101,6 +104,7 @@ class BurstHints:
             "since_s": since_ns / 1e9 if since_ns else None,
             "bytes": {name: sizes[name] for name in STATES},
             "files": {name: files[name] for name in STATES},
+            "block_bytes": block_bytes,
         }
         if inode.is_file:
             answer["copy"] = inode.copy is not None
@@ -108,7 +112,6 @@ class BurstHints:
             answer["pinned"] = _is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)
-            answer["block_bytes"] = self._tier.blocks.bytes_of(inode.oid)
         return answer
 
     async def sharing(self, ino: int) -> dict[str, int]:
@@ -138,13 +141,14 @@ class BurstHints:
     async def _files_below(self, top: Inode) -> AsyncIterator[Place]:
         """The regular files of a tree, or the one file. Others run between slices of it."""
         if top.is_file:
-            yield self._current(await self._engine.view(_place, top, 0))
+            yield self._current(await self._engine.view(_place, top, 0, self._tier.blocks))
             return
         several: set[int] = set()
         directories = [top.ino]
         while directories:
             directory, cookie = directories.pop(), 0
-            while places := await self._engine.view(_list, directory, cookie):
+            args = _list, directory, self._tier.blocks
+            while places := await self._engine.view(*args, cookie):
                 for place in places:
                     inode, cookie = place.inode, place.cookie
                     if inode.is_dir:
@@ -295,15 +299,35 @@ class BurstHints:
     )
 
 
-def _list(tx: ReadTransaction, directory: int, cookie: int) -> list[Place]:
+def _list(tx: ReadTransaction, directory: int, blocks: Blocks, cookie: int) -> list[Place]:
     entries = list_directory(tx, directory, cookie, _ENTRIES)
-    return [_place(tx, inode, place) for _, inode, place in entries]
+    return [_place(tx, inode, place, blocks) for _, inode, place in entries]
 
 
-def _place(tx: ReadTransaction, inode: Inode, cookie: int) -> Place:
+def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Place:
     copy = inode.copy if inode.in_burst else None
     record = None if copy is None else tx.get(keys.burst_copy(copy.id))
-    return Place(inode, cookie, 0 if record is None else decode_burst(record).since_ns)
+    since_ns = 0 if record is None else decode_burst(record).since_ns
+    return Place(inode, cookie, since_ns, bytes_in_blocks(tx, inode, blocks))
+
+
+def bytes_in_blocks(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> int:
+    """How many bytes of an inode are in blocks here: of a packed file in those of its containers,
+    and of a compressed chunk as many as of its stored bytes."""
+    if inode.objects is not None:
+        return blocks.bytes_in(inode.oid, 0, inode.size)
+    found = at = 0
+    while inode.chunks is not None and at < inode.size:
+        try:
+            at, extents = chunks.get_extents(tx, inode.oid, inode.chunks.chunk, at)
+        except Unavailable:  # what is read there fails
+            break
+        for length, place, _ in extents:
+            if place is not None:
+                held = blocks.bytes_in(place.container, place.offset + HEADER_BYTES, place.stored)
+                found += length * held // place.stored
+            at += length
+    return found
 
 
 def _is_pinned(inode: Inode) -> bool:

@@ -76,6 +76,9 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             copy["host"] = await store.engine.view(hosts.name_of, home)
         else:
             copy["path"] = store.servers[inode.copy.server].where((0, inode.copy.id))
+    if inode.layout is not None:
+        blocks = store.servers.blocks
+        info["block_bytes"] = await store.engine.view(burst_hints.bytes_in_blocks, inode, blocks)
     if (layout := inode.objects) is not None:
         info["layout"] = {
             "kind": layout.kind,

@@ -152,6 +152,7 @@ async def test_state_counts_what_lies_where(fs: Filesystem) -> None:
         "since_s": None,
         "bytes": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
         "files": dict.fromkeys(("dirty", "draining", "clean", "cached"), 0),
+        "block_bytes": 0,
     }
     dirty = await make(fs, below, b"dirty")
     await fs.link(dirty, top, b"again")

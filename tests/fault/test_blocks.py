@@ -417,9 +417,24 @@ async def test_a_removed_file_leaves_nothing(directory: Path) -> None:
 async def test_evict_drops_the_blocks_of_a_file(directory: Path) -> None:
     async with opened(directory, modes.STRIPED) as fs:
         ino = await cached(fs, content_of(SIZE))
-        assert (await ask(fs, ino, "state"))["block_bytes"] >= SIZE
+        for asked in (ino, ROOT_INO):
+            assert (await ask(fs, asked, "state"))["block_bytes"] == SIZE
+        assert (await ask(fs, ino, "info"))["block_bytes"] == SIZE
         await put(fs, ino, "evict", "", ROOT)
         assert (await ask(fs, ino, "state"))["block_bytes"] == 0
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "compressed"])
+async def test_blocks_of_packed_files_are_told(directory: Path, kind: str) -> None:
+    """They lie in the blocks of a container, whose last one is there when it is sealed."""
+    async with opened(directory, KINDS[kind]) as fs:
+        inos = [await cached(fs, content_of(SIZE, seed), b"%d" % seed) for seed in (1, 2)]
+        told = [(await ask(fs, ino, "state"))["block_bytes"] for ino in (*inos, ROOT_INO)]
+        assert all(SIZE - fs.blocks.block * 8 <= it <= SIZE for it in told[:2])
+        assert told[2] == sum(told[:2])
+        assert [(await ask(fs, ino, "info"))["block_bytes"] for ino in inos] == told[:2]
+        await put(fs, inos[0], "evict", "", ROOT)
+        assert (await ask(fs, inos[0], "state"))["block_bytes"] == told[0], "it is shared"
 
 
 async def test_without_blocks_the_directory_goes(directory: Path) -> None:

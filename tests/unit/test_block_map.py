@@ -70,6 +70,13 @@ def test_it_is_a_set_of_blocks(steps: list[tuple[str, int, int]]) -> None:
     assert made.bytes == len(model) * BLOCK
     for source in range(1, 6):
         assert made.bytes_of(source) == sum(of == source for of, _ in model) * BLOCK
+        for start, stop in ((0, 301 * BLOCK), (7, BLOCK // 2), (BLOCK - 1, 130 * BLOCK + 9)):
+            held = [
+                max(0, min(stop, (index + 1) * BLOCK) - max(start, index * BLOCK))
+                for of, index in model
+                if of == source
+            ]
+            assert made.bytes_in(source, start, stop - start) == sum(held)
         for index in range(301):
             assert made.has(source, index) == ((source, index) in model)
     again = BlockMap(BLOCK)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ class Played:
         self.error = ""
         self.since_ns = 1
         self.most_staging = 0
+        self.own_blocks = Counter[str]()  # by path, bytes that go with the file
+        self.blocks = Counter[str]()  # bytes that lie in blocks of others
 
     def file(self, name: str, state: str, mib: int = 1) -> Path:
         path = self.root / name
@@ -73,6 +76,7 @@ class Played:
             "state": state,
             "bytes": sizes,
             "files": counts,
+            "block_bytes": sum(self.own_blocks[item] + self.blocks[item] for item in files),
             "copy": state != "clean",
             "open": path in self.opened,
             "pinned": path in self.pinned,
@@ -95,6 +99,7 @@ class Played:
             if state == "dirty" or path in self.pinned | self.opened | self.needed:
                 raise OSError(errno.EBUSY, "Device or resource busy", path)
             self.states[path] = "clean"
+            del self.own_blocks[path]
 
     def step(self, seconds: float) -> None:
         for path in self.staging[:1]:
@@ -296,14 +301,28 @@ def test_warm_check_only_counts(capsys, mount: Played) -> None:
     code, out, _ = run(capsys, "warm", "--check", mount.root / "tree", mount.root / "tree/a")
     assert code == 0 and not mount.staging
     assert [line.split() for line in out.splitlines()[1:]] == [
-        ["2", "2.00", "MiB", "1", "3.00", "MiB", f"{mount.root}/tree"],
-        ["0", "0", "B", "1", "3.00", "MiB", f"{mount.root}/tree/a"],
+        ["2", "2.00", "MiB", "1", "3.00", "MiB", "0", "B", f"{mount.root}/tree"],
+        ["0", "0", "B", "1", "3.00", "MiB", "0", "B", f"{mount.root}/tree/a"],
     ]
     _, out, _ = run(capsys, "warm", "--check", "--json", mount.root / "tree")
     assert json.loads(out)[f"{mount.root}/tree"]["bytes"]["clean"] == 3 * MIB
 
 
 # --- evict, pin -----------------------------------------------------------------------------------
+
+
+def test_evict_counts_blocks(capsys, mount: Played) -> None:
+    both, own, shared = (
+        mount.file(f"tree/{name}", state)
+        for name, state in (("both", "cached"), ("own", "clean"), ("shared", "clean"))
+    )
+    mount.own_blocks.update({str(both): MIB // 2, str(own): MIB})
+    mount.blocks[str(shared)] = MIB
+    code, out, _ = run(capsys, "warm", "--check", "--json", mount.root / "tree")
+    assert next(iter(json.loads(out).values()))["block_bytes"] == 5 * MIB // 2
+    code, out, err = run(capsys, "evict", mount.root / "tree")
+    assert (code, out, err) == (0, "evicted 2 files, 2.50 MiB\n", "")
+    assert run(capsys, "evict", mount.root / "tree")[1] == "evicted 0 files, 0 B\n"
 
 
 def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:

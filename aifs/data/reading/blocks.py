@@ -71,8 +71,8 @@ class Blocks(Protocol):
         """``read`` is called now and then: it returns the sources that were read from ``file_of``
         since it was called last, each with a mask: bit ``n mod 64`` for segment ``n``."""
 
-    def bytes_of(self, source: int) -> int:
-        """That are here of a source; 0 of other ids."""
+    def bytes_in(self, source: int, offset: int, length: int) -> int:
+        """How many bytes of a range of a source are here; 0 of other ids. Does not block."""
 
     def bytes_on(self, server: int) -> int:
         """That blocks take on a burst directory."""
@@ -140,7 +140,7 @@ class NoBlocks:
     def ask(self, read: Callable[[], Iterable[tuple[int, int]]]) -> None:
         pass
 
-    def bytes_of(self, source: int) -> int:
+    def bytes_in(self, source: int, offset: int, length: int) -> int:
         return 0
 
     def bytes_on(self, server: int) -> int:
