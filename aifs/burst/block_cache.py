@@ -464,6 +464,11 @@ class BlockCache:
         return 0 if device is None else device.map.bytes_in(source, offset, length)
 
     @property
+    def is_empty(self) -> bool:
+        """See Blocks."""
+        return not self._where
+
+    @property
     def segment(self) -> int:
         """See Blocks."""
         return BLOCKS * self.block

@@ -15,7 +15,7 @@ import trio
 from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
 from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut, Unavailable
-from aifs.data.reading.blocks import Blocks
+from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Hint, HintCall, bare
 from aifs.files.drain import Drain
@@ -92,7 +92,7 @@ class BurstHints:
         Evictor). Files with several names below a directory count once."""
         inode = await self._attributes.getattr(ino)
         files, sizes, since_ns, block_bytes = Counter[str](), Counter[str](), 0, 0
-        async for place in self._files_below(inode):
+        async for place in self._files_below(inode, self._tier.blocks):
             name = state_of(place.inode, self._io.table.open.get(place.inode.ino))
             files[name] += 1
             sizes[name] += place.inode.size
@@ -122,7 +122,7 @@ class BurstHints:
         inode = await self._attributes.getattr(ino)
         files = size = unique = common = 0
         elsewhere: dict[int, int] = {}  # oid -> how many of its users we have not met
-        async for place in self._files_below(inode):
+        async for place in self._files_below(inode, NoBlocks()):
             found, space = place.inode, place.inode.space
             files, size = files + 1, size + found.size
             if not found.named:
@@ -138,17 +138,17 @@ class BurstHints:
         told = {"unique_bytes": unique, "shared_bytes": common}
         return {"files": files, "bytes": size} | told if inode.is_dir else told
 
-    async def _files_below(self, top: Inode) -> AsyncIterator[Place]:
-        """The regular files of a tree, or the one file. Others run between slices of it."""
+    async def _files_below(self, top: Inode, blocks: Blocks) -> AsyncIterator[Place]:
+        """The regular files of a tree, or the one file, with what they have in these blocks. Others
+        run between slices of it."""
         if top.is_file:
-            yield self._current(await self._engine.view(_place, top, 0, self._tier.blocks))
+            yield self._current(await self._engine.view(_place, top, 0, blocks))
             return
         several: set[int] = set()
         directories = [top.ino]
         while directories:
             directory, cookie = directories.pop(), 0
-            args = _list, directory, self._tier.blocks
-            while places := await self._engine.view(*args, cookie):
+            while places := await self._engine.view(_list, directory, blocks, cookie):
                 for place in places:
                     inode, cookie = place.inode, place.cookie
                     if inode.is_dir:
@@ -314,6 +314,8 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Pl
 def bytes_in_blocks(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> int:
     """How many bytes of an inode are in blocks here: of a packed file in those of its containers,
     and of a compressed chunk as many as of its stored bytes."""
+    if blocks.is_empty:
+        return 0
     if inode.objects is not None:
         return blocks.bytes_in(inode.oid, 0, inode.size)
     found = at = 0

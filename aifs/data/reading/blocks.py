@@ -16,6 +16,10 @@ class Blocks(Protocol):
     """Counts the calls of ``correct``: what was being read meanwhile must not be kept."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is here."""
+
+    @property
     def segment(self) -> int:
         """Bytes of a segment: what goes at once, if it was not read for long."""
 
@@ -96,6 +100,7 @@ class NoBlocks:
     """Where none are kept. See Blocks."""
 
     block = segment = 1
+    is_empty = True
     corrections = 0
 
     def serves(self, layout: Striped) -> bool:
