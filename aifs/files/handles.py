@@ -195,6 +195,7 @@ class Handles:
                 return
             file.backing, file.on_object = passthrough.attach(fd), on_object
             self._places[file.backing] = place
+            file.source_backing = file.backing if is_own else 0
             if file.on_source:
                 self._sources[place[1]] = file.inode.ino
                 self._blocks.lend(place[1], True)
@@ -264,7 +265,8 @@ class Handles:
     def _is_backed(self, file: OpenInode) -> bool:
         """Whether what users of the file are passed through to is still all of it."""
         backing = self._places[file.backing]
-        if file.copy is not None and (file.copy.server, file.copy.source) == backing:
+        copy = None if file.home else file.copy
+        if copy is not None and (copy.server, copy.source) == backing:
             return True
         return self._local_place(file) == backing
 
@@ -369,6 +371,8 @@ class Handles:
         if lent is not None:
             self._note(lent)
             file.was_opened = True
+            is_source = lent.backing and self._places[lent.backing][1] in self._sources
+            file.source_backing = lent.backing if is_source else 0
             opens = lent.opens - self._unseen.pop(inode.ino, 0)
             if not opens:
                 file.kept = lent.backing

@@ -148,6 +148,7 @@ class OpenInode:
         "recording",
         "shown",
         "shown_as",
+        "source_backing",
         "synced_mtime_ns",
         "trimmed",
         "uncached",
@@ -218,6 +219,8 @@ class OpenInode:
         them is."""
         self.on_object = False
         """They are passed through to the one object of a striped file, which it has to stay."""
+        self.source_backing = 0
+        """The last backing id that passes through to all blocks of the objects."""
         self.uncached = False
         """Handles of users were made that go past the kernel's page cache, as all do from then on
         until there are none: what is written there changes nobody's pages."""
@@ -280,7 +283,7 @@ class OpenInode:
     def on_source(self) -> bool:
         """Whether handles are passed through to the file with all blocks of its objects, which
         becomes its copy before the first change."""
-        return self.backing != 0 and self.copy is None and not self.on_object
+        return self.backing != 0 and self.backing == self.source_backing and self.copy is None
 
     @property
     def is_mapped(self) -> bool:
