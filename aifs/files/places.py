@@ -142,10 +142,15 @@ class Places:
         """Have the bridge answer reads of an inode that begins with these extents. It is in core
         and settled, or claimed and so on record. Whether the bridge has places of it. Does not
         block."""
-        places = [
-            ReadPlace(start, start + at.raw, at.offset + HEADER_BYTES, number)
+        found = [
+            (start, at, number, self._sources[number])
             for start, at in _plain(extents)
             if (number := self._source_of(at)) is not None
+        ]
+        places = [
+            ReadPlace(start, start + at.raw, at.offset + HEADER_BYTES, number)
+            for start, at, number, source in found
+            if self._sources.get(number) is source  # else it gave way to another one of these
         ]
         return self._put(ino, size, places)
 
@@ -224,7 +229,9 @@ class Places:
 
     def _take_removed(self) -> None:
         """The same of objects that were removed: they keep their space as long as they are open."""
-        for source in list(self._sources.values()):
+        for number, source in list(self._sources.items()):
+            if self._sources.get(number) is not source:
+                continue  # it went with another one
             if any(fd >= 0 and os.fstat(fd).st_nlink == 0 for _, fd in source.files):
                 self.take_objects(source.oid)
 

@@ -4,8 +4,8 @@ change them meanwhile, move them, and remove them; servers fail.
 """
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ import trio.testing
 
 from aifs.core import files
 from aifs.core.upkeep import Work
+from aifs.data.chunk_codec import PLAIN as UNCODED
 from aifs.files.types import SetAttr
+from aifs.layout.interleaved import Extent, Location
 from aifs.meta.publishing import Publication
 from aifs.vfs import Caller
 from tests.support import modes
@@ -443,3 +445,45 @@ async def test_what_is_going_to_be_blocks_is_not_read_from_servers_by_the_bridge
         after = sum(server.read_bytes for server in kernel.store.servers.capacity())
         assert after == before and not kernel.blocks.status()["dropped_bytes"]
         await kernel.release(handle)
+
+
+@contextmanager
+def in_two_containers(
+    kernel: Kernel, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Extent]]:
+    """The extents of a file with 100 bytes "0" and 100 bytes "1", which lie in two containers, and
+    in blocks of these."""
+    [server], fds = kernel.store.servers.burst(), list[int]()
+    for number in range(2):
+        (directory / f"{number}").write_bytes(b"%d" % number * 1000)
+        fds.append(os.open(directory / f"{number}", os.O_RDONLY))
+    monkeypatch.setattr(kernel.blocks, "file_of", lambda oid, *_: (server, fds[oid % 10]))
+    yield [
+        Extent(100, Location(0, 1000 + number, 0, 100, 100, UNCODED, bytes(32)))
+        for number in range(2)
+    ]
+    for fd in fds:
+        os.close(fd)
+
+
+async def test_a_source_gives_way_to_another_one_of_the_same_file(
+    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That gets its number: the first bytes of the file would be read from it, too."""
+    places = kernel.handles.places
+    monkeypatch.setattr(places, "_most", 1)  # descriptors
+    with in_two_containers(kernel, tmp_path, monkeypatch) as extents:
+        assert places.put_chunks(50, 100, extents[:1])
+        assert places.put_chunks(51, 200, extents)
+        assert kernel.read_placed(51, 0, 100) in (None, b"0" * 100)
+        assert kernel.read_placed(51, 100, 100) in (None, b"1" * 100)
+
+
+async def test_sources_of_one_file_go_together_when_one_was_removed(
+    kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_two_containers(kernel, tmp_path, monkeypatch) as extents:
+        assert kernel.handles.places.put_chunks(50, 200, extents)
+        (tmp_path / "0").unlink()
+        kernel.containers.files.forget()
+        assert not kernel.has_places(50)
