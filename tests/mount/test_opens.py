@@ -36,7 +36,8 @@ def names_stay_cached() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store() -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-opens-") as scratch:
-        with mounted_store(Path(scratch), ("burst.drain_delay=1h",)) as mounted:
+        options = "burst.drain_delay=1h", "data.writeback_interval=1h"  # both need files in core
+        with mounted_store(Path(scratch), options) as mounted:
             if not status(mounted)["bridge"]["passthrough"]:
                 pytest.skip("this machine cannot pass files through")
             yield mounted
