@@ -324,6 +324,12 @@ class Handles:
         if left is not None:
             self._give_up(left)
 
+    def leave(self, file: OpenInode) -> None:
+        """The file is not in core any more, and is not lent, as another host has changed it. Does
+        not block."""
+        self._drop_kept(file)
+        self.places.take(file.inode.ino)
+
     def is_lent(self, ino: int) -> bool:
         """Does not block."""
         passthrough = self.kernel.passthrough

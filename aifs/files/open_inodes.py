@@ -172,10 +172,10 @@ class OpenInodes:
             if file.inode.nlink and file.lost and (file.lost.reason or file.has_lost):
                 self._table.lost[ino] = file.lost
             del self._table.open[ino]
-            if ino not in self._table.stale:
-                self._handles.lend(file)
+            if ino in self._table.stale or ino in self._table.overtaken:
+                self._handles.leave(file)
             else:
-                self._handles.places.take(ino)
+                self._handles.lend(file)
             if file.objects is not None:
                 file.objects.close()
             self._transitions.detach(file)

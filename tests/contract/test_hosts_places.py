@@ -385,3 +385,46 @@ async def test_a_home_dies_that_has_changed_what_others_read(scratch: Path) -> N
                 for host, handles in opened.items():
                     await require(host, ino, data, *handles)
                     await host.programs.release(handles[0])
+
+
+async def test_a_file_that_is_closed_while_pages_are_stale_is_not_kept_by_the_kernel(
+    scratch: Path,
+) -> None:
+    """What was passed through to its copy is lent no more, and nobody else would give it up."""
+    async with three(scratch / "s", BASE | {"burst.stage_for_write": "1MiB"}) as (north, south, _):
+        handle, inode = await south.programs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+        await south.programs.write(handle, 0, DATA)
+        await south.programs.release(handle)
+        ino = inode.ino
+        assert not south.fs.io.table.recall(ino)
+        handle = await south.programs.open(ino, os.O_RDONLY)
+        await change_mode(north, ino)
+        assert ino in south.fs.io.table.stale
+        await south.programs.release(handle)
+        assert not south.fs.handles.is_lent(ino)
+        assert not south.programs.backed
+        await require(south, ino, DATA)
+
+
+async def test_a_file_that_is_closed_before_core_has_looked_again_is_not_lent(
+    scratch: Path,
+) -> None:
+    """Its pages have gone already. It would be passed through to a copy that is not the file."""
+    settings = BASE | {"burst.stage_for_write": "1MiB"}
+    async with cluster_of(scratch / "s", settings) as cluster:
+        async with hosts(cluster, "north", "south") as (north, south):
+            handle, inode = await south.programs.create(ROOT_INO, b"f", 0o644, os.O_RDWR, ROOT)
+            await south.programs.write(handle, 0, DATA)
+            await south.programs.release(handle)
+            ino = inode.ino
+            await drained(south.fs, ino)
+            assert not south.fs.io.table.recall(ino)
+            handle = await south.programs.open(ino, os.O_RDONLY)
+            cluster.silent.add("south")  # it is not asked to give up its copy
+            data = await change_a_part(north.fs, ino)
+            cluster.silent.clear()
+            table = south.fs.io.table
+            assert ino in table.overtaken
+            del table.stale[ino]
+            await south.programs.release(handle)
+            await require(south, ino, data)

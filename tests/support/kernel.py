@@ -108,6 +108,11 @@ class Kernel:
         if path.startswith("/proc/self/fd/"):
             os.close(int(path.rpartition("/")[2]))
 
+    @property
+    def backed(self) -> list[str]:
+        """The local files that it keeps open to pass files through."""
+        return list(self._backing.values())
+
     def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
         assert not backing or backing in self._backing
         self._asks[ino] = asks
