@@ -517,6 +517,11 @@ class BlockCache:
         else:
             device.lent.discard(source)  # it may be mapped: ``_ask_back``
 
+    def is_lent(self, source: int) -> bool:
+        """See Blocks."""
+        device = self._where.get(source)
+        return device is not None and source in device.lent
+
     async def is_used(self, source: int) -> bool:
         """See Blocks."""
         device = self._where.get(source)
@@ -541,9 +546,12 @@ class BlockCache:
         device.changed = True
         try:
             await self._ask(device, file, _move, device.server.where((0, copy_id)))
-            faults.reach(_GIVEN)
-        finally:
-            file.gone()
+        except BaseException:
+            device.leaving.append((file, None))
+            self._upkeep.wake(Work.BLOCKS)
+            raise
+        file.gone()
+        faults.reach(_GIVEN)
         return device.server
 
     async def _ask(

@@ -180,7 +180,7 @@ class Handles:
         on_object = _is_object(file, place)
         if file.users:
             return  # somebody else was first
-        if file.kept and self._places[file.kept] == place:
+        if file.kept and self._is_at(file.kept, place):
             file.backing, file.kept, file.on_object = file.kept, 0, on_object
             return
         self._drop_kept(file)
@@ -268,7 +268,14 @@ class Handles:
         copy = None if file.home else file.copy
         if copy is not None and (copy.server, copy.source) == backing:
             return True
-        return self._local_place(file) == backing
+        return self._is_at(file.backing, self._local_place(file))
+
+    def _is_at(self, backing: int, place: tuple[int, int] | None) -> bool:
+        """Whether a backing id is this local file; blocks that ended, and have come again, are
+        another one."""
+        if place is None or self._places[backing] != place:
+            return False
+        return place[1] not in self._sources or self._blocks.is_lent(place[1])
 
     def _may_get_place(self, file: OpenInode) -> bool:
         """Whether it is going to be one local file that is read by itself: an object, once it has
@@ -304,7 +311,7 @@ class Handles:
         if programs have had it open, and would be answered the same way again. Does not block.
         """
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
-        if file.kept and (self._places[file.kept] != place or not inode.nlink):
+        if file.kept and not (self._is_at(file.kept, place) and inode.nlink):
             self._drop_kept(file)
         passthrough, backing = self.kernel.passthrough, file.kept
         if (

@@ -12,11 +12,12 @@ import pytest
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import Busy
+from aifs.core.errors import Busy, Unavailable
 from aifs.core.upkeep import Work
 from aifs.files.types import SetAttr
 from aifs.vfs import Caller
 from tests.support import modes
+from tests.support.data_servers import failing
 from tests.support.kernel import Kernel
 from tests.support.stores import ROOT as AS_ROOT
 from tests.support.stores import drained, opened, put
@@ -277,3 +278,46 @@ async def test_blocks_that_survivors_of_a_mount_use_are_not_cut(directory: Path)
             await read_once(kernel, ino)
             assert mapped[:] == file.read() == CONTENT
     mapped.close()
+
+
+async def test_blocks_that_come_after_others_were_found_wrong(directory: Path) -> None:
+    """While programs have those open; nobody reads these once he opens the file anew."""
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        [path] = directory.glob("burst/blocks/*[0-9a-f]")
+        with path.open("r+b") as file:
+            file.write(b"wrong")
+        kernel.blocks.correct((await kernel.getattr(ino)).oid)
+        await read_once(kernel, ino)
+        late = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, late, CONTENT)
+        for handle in (reader, late):
+            await kernel.release(handle)
+        for _ in range(2):  # the second open is the bridge's
+            reader = await kernel.open(ino, os.O_RDONLY)
+            assert await passed(kernel, reader, CONTENT)
+            await kernel.release(reader)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 0, b"new")
+        assert await passed(kernel, reader, b"new" + CONTENT[3:])
+        for handle in (reader, writer):
+            await kernel.release(handle)
+
+
+async def test_room_comes_back_when_blocks_cannot_become_a_copy(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        with failing("rename", str(directory / "burst/blocks")):
+            with pytest.raises(Unavailable):
+                await kernel.open(ino, os.O_RDWR)
+        assert await passed(kernel, reader, CONTENT)
+        await kernel.upkeep.have_done(Work.BLOCKS)
+        assert not list(directory.glob("burst/blocks/*[0-9a-f]"))
+        await kernel.release(reader)
+        writer = await kernel.open(ino, os.O_RDWR)
+        await kernel.write(writer, 0, b"other")
+        assert await all_of(kernel, writer) == b"other" + CONTENT[5:]
+        await kernel.release(writer)

@@ -64,6 +64,9 @@ class Blocks(Protocol):
         """Whether programs are given it from now on; it stays, as long as they use it. Other ids
         may be named, too. Does not block."""
 
+    def is_lent(self, source: int) -> bool:
+        """Whether programs are given it, and it has not ended since. Does not block."""
+
     async def is_used(self, source: int) -> bool:
         """Whether programs use it by themselves: have it open, or mapped. Raises Unavailable."""
 
@@ -135,6 +138,9 @@ class NoBlocks:
 
     def lend(self, source: int, is_lent: bool) -> None:
         pass
+
+    def is_lent(self, source: int) -> bool:
+        return False
 
     async def is_used(self, source: int) -> bool:
         return False
