@@ -112,7 +112,7 @@ class BurstIO:
         mapped so: these are the file from now on, so all see what changes. Nothing is done of
         others. The gate is held alone. Raises Busy, NoSpace, Unavailable."""
         inode = file.inode
-        if not (file.on_source or (file.copy is None and await self._is_used(file))):
+        if not (file.on_source or (file.copy is None and await self.is_used(file))):
             return
         copy = await self._tier.take_source(inode.oid)
         try:
@@ -126,8 +126,9 @@ class BurstIO:
                 self._tier.discard(copy)
             raise
 
-    async def _is_used(self, file: OpenInode) -> bool:
-        return file.inode.objects is not None and await self._tier.blocks.is_used(file.inode.oid)
+    async def is_used(self, file: OpenInode) -> bool:
+        """Whether programs have its blocks open, or mapped. Raises Unavailable."""
+        return await self._tier.blocks.is_used(file.own_source)
 
     async def leave_capacity(self, file: OpenInode) -> None:
         """A clean file whose copy is known to be right is that copy alone from now on, durably. The

@@ -286,6 +286,14 @@ class OpenInode:
         return self.backing != 0 and self.backing == self.source_backing and self.copy is None
 
     @property
+    def own_source(self) -> int:
+        """The object set whose blocks programs may use by themselves, or have mapped, as this
+        file; 0: there is none. Clones are not passed through to what they share."""
+        inode = self.inode
+        is_own = inode.objects is not None and inode.named in (0, inode.ino)
+        return inode.oid if is_own else 0
+
+    @property
     def is_mapped(self) -> bool:
         """Whether programs may write to a local file by mappings, of which the kernel hears
         nothing for this one."""

@@ -223,6 +223,10 @@ class OpenInodes:
             _log.info("inode %d could not be settled at close: %s", file.inode.ino, error)
             return None
 
+    def drop_kept(self, file: OpenInode) -> None:
+        """See Handles."""
+        self._handles.drop_kept(file)
+
     async def _leave_home(self, file: OpenInode) -> None:
         home, number = file.joined, file.joined_as
         file.joined = file.joined_as = 0

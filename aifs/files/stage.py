@@ -143,7 +143,7 @@ class Stager:
         inode, objects, changes = file.inode, file.inode.objects, file.changes
         if file.copy is not None or file.on_object:
             return
-        if objects is not None and await self._tier.blocks.is_used(inode.oid):
+        if await self._tier.blocks.is_used(file.own_source):
             return  # what programs use becomes the copy (BurstIO.take_source)
         is_protected = objects is not None and objects.is_protected  # or it would not be any more
         if inode.layout is None or not (must or is_protected or inode.size <= self.for_write):
@@ -164,7 +164,8 @@ class Stager:
         policy = inode.policy or DEFAULT_POLICY
         if objects is None or file.marked or file.on_source:
             return False
-        if inode.objects is not None and await self._tier.blocks.is_used(inode.oid):
+        self._inodes.drop_kept(file)
+        if await self._tier.blocks.is_used(file.own_source):
             return False  # a mapping would not see what is written to the copy
         if ahead:
             device = self._tier.admit_ahead(policy.tier, inode.space)
@@ -178,7 +179,7 @@ class Stager:
                 file.changes == changes
                 and file.objects is objects
                 and file.copy is None
-                and not (file.marked or file.on_source)
+                and not (file.marked or file.on_source or file.kept)  # it may be mapped
                 and inode.nlink > 0
             )
 

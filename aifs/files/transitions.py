@@ -469,7 +469,8 @@ class Transitions:
         if marked:
             self._take_places(file)
             file.marked_seq = self._engine.seq  # of this mark's transaction, or of a later one
-            self._tier.blocks.end(file.inode.oid)
+            if file.inode.objects is not None:  # else a clone may have them still
+                self._tier.blocks.end(file.inode.oid)
         file.marked = marked
 
     def _take_places(self, file: OpenInode) -> None:

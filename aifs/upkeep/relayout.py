@@ -41,6 +41,7 @@ class FileSubject:
         self.file = file
         self._engine = engine
         self._io = io
+        io.table.handles.drop_kept(file)
         self.see()
 
     async def digests(self) -> bytes:
@@ -59,8 +60,11 @@ class FileSubject:
 
     @property
     def is_busy(self) -> bool:
-        """Whether programs may change it in place unseen, or read it where it lies now."""
-        return self.file.marked or self.file.on_object or self.file.on_source
+        """Whether programs may change it in place unseen, or read it where it lies now, be it by
+        mappings of theirs that have come since ``self`` was made."""
+        file = self.file
+        may_be_mapped = file.copy is None and file.kept != 0
+        return file.marked or file.on_object or file.on_source or may_be_mapped
 
     def is_unchanged(self) -> bool:
         if self.is_busy or self._seen != self._now():
@@ -95,6 +99,8 @@ class Relayout:
         Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
         """
         file, inode = subject.file, subject.file.inode
+        if await self._io.burst.is_used(file):
+            return False  # a mapping would not see what is changed later
         target = NewObjects(inode.ino, await self._ids.take(), layout)
 
         async def describe() -> Making:
@@ -136,6 +142,8 @@ class Compressing:
         Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
         """
         inode = subject.file.inode
+        if await self._io.burst.is_used(subject.file):
+            return False  # as above
         origin, oid = await self._io.capacity.describe(inode), await self._ids.take()
         if not subject.is_unchanged():
             return False

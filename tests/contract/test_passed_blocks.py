@@ -7,14 +7,17 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
+from aifs.burst.copy import BurstCopy
 from aifs.core import faults
 from aifs.core.errors import Busy, Unavailable
 from aifs.core.upkeep import Work
 from aifs.files.types import SetAttr
+from aifs.layout.placement import ACTIVE
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import failing
@@ -304,6 +307,101 @@ async def test_blocks_that_come_after_others_were_found_wrong(directory: Path) -
         assert await passed(kernel, reader, b"new" + CONTENT[3:])
         for handle in (reader, writer):
             await kernel.release(handle)
+
+
+async def mapped_of(kernel: Kernel, ino: int) -> mmap.mmap:
+    """Of a file that is not open any more."""
+    reader = await kernel.open(ino, os.O_RDONLY)
+    mapped = kernel.map(reader, len(CONTENT), os.O_RDONLY)
+    assert mapped is not None
+    await kernel.release(reader)
+    return mapped
+
+
+async def overwrite(kernel: Kernel, ino: int, data: bytes) -> None:
+    writer = await kernel.open(ino, os.O_RDWR)
+    await kernel.write(writer, 0, data)
+    assert await all_of(kernel, writer) == data + CONTENT[len(data) :]
+    await kernel.release(writer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_tree", [False, True])
+async def test_what_is_mapped_is_of_one_of_both_clones(
+    directory: Path, kind: str, is_tree: bool
+) -> None:
+    async with mounted(directory, KINDS[kind]) as kernel:
+        ino = await make(kernel)
+        parent = (await kernel.mkdir(ROOT, b"tree", 0o755, AS_ROOT)).ino
+        await kernel.rename(ROOT, b"f", parent, b"f")
+        with await mapped_of(kernel, ino) as mapped:
+            if is_tree:
+                await kernel.clone(ROOT, b"tree", ROOT, b"clone", AS_ROOT)
+                clone = await kernel.lookup((await kernel.lookup(ROOT, b"clone")).ino, b"f")
+            else:
+                await kernel.clone(parent, b"f", ROOT, b"clone", AS_ROOT)
+                clone = await kernel.lookup(ROOT, b"clone")
+            await overwrite(kernel, clone.ino, b"clone")
+            assert mapped[:] == CONTENT
+            await overwrite(kernel, ino, b"other")
+            assert mapped[:] == b"other" + CONTENT[5:]
+
+
+@pytest.mark.parametrize("rule", ["1d:compress=zstd", "1d:cold"])
+async def test_what_is_mapped_is_not_laid_out_anew(directory: Path, rule: str) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        await kernel.setattr(ino, SetAttr(atime_ns=1, mtime_ns=1), AS_ROOT)
+        for server in list(kernel.store.servers.capacity())[1:]:
+            kernel.store.servers.classify(server.id, ACTIVE, "", None, "cold")
+        await put(kernel, ROOT, "age", rule, AS_ROOT)
+        before = (await kernel.getattr(ino)).oid
+        with await mapped_of(kernel, ino) as mapped:
+            await kernel.aging.work()
+            assert (await kernel.getattr(ino)).oid == before
+            await overwrite(kernel, ino, b"other")
+            assert mapped[:] == b"other" + CONTENT[5:]
+
+
+async def test_a_file_that_is_only_lent_is_staged_and_laid_out_anew(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        staged, old = await make(kernel), await make(kernel, b"old")
+        for ino in (staged, old):
+            (await mapped_of(kernel, ino)).close()
+        assert await kernel.stager.stage(staged)
+        assert (await kernel.getattr(staged)).copy is not None
+        await kernel.setattr(old, SetAttr(atime_ns=1, mtime_ns=1), AS_ROOT)
+        await put(kernel, ROOT, "age", "1d:compress=zstd", AS_ROOT)
+        before = (await kernel.getattr(old)).oid
+        for _ in range(3):
+            await kernel.aging.work()
+        assert (await kernel.getattr(old)).oid != before
+        for ino in (staged, old):
+            reader = await kernel.open(ino, os.O_RDONLY)
+            assert await all_of(kernel, reader) == CONTENT
+            await kernel.release(reader)
+
+
+async def test_a_file_that_is_mapped_while_it_is_staged_gets_no_copy(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        reached, go = trio.Event(), trio.Event()
+        create = kernel.tier.create
+
+        async def slowly(*args: Any) -> BurstCopy:
+            reached.set()
+            await go.wait()
+            return await create(*args)
+
+        kernel.tier.create = slowly
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kernel.stager.stage, ino)
+            await reached.wait()
+            mapped = await mapped_of(kernel, ino)
+            go.set()
+        with mapped:
+            await overwrite(kernel, ino, b"other")
+            assert mapped[:] == b"other" + CONTENT[5:]
 
 
 async def test_room_comes_back_when_blocks_cannot_become_a_copy(directory: Path) -> None:
