@@ -579,8 +579,6 @@ class BlockCache:
         device = self._where.get(source) or self._place_of(source)
         if device is None or not device.map.limit or trio.current_time() < device.rests_until_s:
             return
-        if memoryview(data.obj).nbytes > 2 * len(data):
-            data = memoryview(bytes(data))  # or all of a stripe stays in memory for a part of it
         block, stop = self.block, offset + len(data)
         missing = [
             index
@@ -601,6 +599,8 @@ class BlockCache:
             self._pending += last - start
             device.filling.update((source, index) for index in numbers)
             part = data[start - offset : last - offset]
+            if memoryview(part.obj).nbytes > 2 * len(part):
+                part = memoryview(bytes(part))  # or all of a stripe stays in memory for a part
             device.fills.append(_Fill(source, numbers, part, file))
         if device.fills:
             self._upkeep.wake(Work.BLOCKS)
@@ -785,6 +785,12 @@ class BlockCache:
 
     def _fails(self, device: _Device, error: Exception) -> None:
         device.rests_until_s = trio.current_time() + _REST_S
+        fills, device.fills = device.fills, deque()
+        self._wait_no_more(fills)
+        for fill in fills:
+            device.filling.difference_update((fill.source, it) for it in fill.numbers)
+            if fill.source in device.files and fill.source not in device.map.sources:
+                self._forget(device, fill.source)
         _log.info("%s keeps no more blocks for a while: %s", device.path, error)
 
     # --- the map on disk ---

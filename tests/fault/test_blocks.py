@@ -514,6 +514,42 @@ async def test_what_could_not_be_punched_is_punched_later(directory: Path) -> No
         assert not files_of(directory)
 
 
+async def test_nothing_waits_for_a_device_that_fails(directory: Path) -> None:
+    data = content_of(SIZE)
+    async with opened(directory, modes.STRIPED) as fs:
+        await cached(fs, data)
+        [device] = fs.blocks.devices
+        ino = await write_file(fs, b"other", data)
+        await moved_out(fs, ino)
+        oid = (await fs.getattr(ino)).oid
+        with failing("unlink", str(directory / "burst/blocks")) as failed:
+            fs.blocks.give_room(device, 1 << 20)
+            fs.blocks.fill(oid, 0, memoryview(data), len(data))
+            await fs.upkeep.have_done(Work.BLOCKS)
+            assert failed and not fs.blocks.status()["waiting_bytes"]
+        await room(fs)
+        await fs.upkeep.have_done(Work.BLOCKS)
+        assert await read_file(fs, ino) == data
+
+
+async def test_a_block_that_is_missing_keeps_no_more_than_itself(directory: Path) -> None:
+    data = content_of(SIZE)
+    async with opened(directory, modes.STRIPED) as fs:
+        ino = await write_file(fs, b"file", data)
+        await moved_out(fs, ino)
+        await room(fs)
+        oid, block = (await fs.getattr(ino)).oid, fs.blocks.block
+        fs.blocks.fill(oid, 0, memoryview(data)[:-block], len(data))
+        await kept(fs)
+        buffer = bytearray(data)
+        fs.blocks.fill(oid, 0, memoryview(buffer), len(data))
+        assert 0 < fs.blocks.status()["waiting_bytes"] <= 2 * block
+        buffer.clear()  # nobody has it
+        await kept(fs)
+        assert await read_file(fs, ino) == data
+        assert fs.blocks.status()["hit_bytes"] == len(data)
+
+
 async def test_what_ends_while_a_map_is_loaded_is_not_taken_over(directory: Path) -> None:
     """A burst directory that comes while files are changed."""
     async with opened(directory, IN_PLACE) as fs:
