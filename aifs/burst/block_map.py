@@ -224,7 +224,10 @@ class BlockMap:
     def drop(self, segment: BlockSegment, mask: int) -> None:
         """These blocks of it count no more."""
         if self.is_current(segment):
-            self._count(segment, -(segment.have & mask).bit_count())
+            blocks = (segment.have & mask).bit_count()
+            self._count(segment, -blocks)
+            if segment.source in self.held_sources:
+                self.held_bytes -= blocks * self.block
             segment.have &= ~mask
             segment.checked &= ~mask
 

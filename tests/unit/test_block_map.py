@@ -227,3 +227,16 @@ def test_what_is_held_neither_goes_nor_takes_room() -> None:
     assert not made.held_bytes and made.limit == BLOCKS * BLOCK
     made.hold(2, True)
     assert made.end(2) and not made.held_sources and made.bytes == made.held_bytes == 0
+
+
+def test_a_block_of_what_is_held_that_is_wrong_counts_no_more() -> None:
+    made = filled(100 * BLOCKS * BLOCK, 1, 2)
+    made.hold(2, True)
+    made.drop(made.sources[2][0], 1)
+    assert made.held_bytes == made.bytes_of(2) == (BLOCKS - 1) * BLOCK
+    made.limit = 0
+    gone = made.evict()
+    assert gone is not None and gone.source == 1
+    assert made.evict() is None  # it does not look for more for ever
+    made.hold(2, False)
+    assert not made.held_bytes
