@@ -49,9 +49,12 @@ async def test_looks_at_sessions_do_not_see_those_that_have_ended(cluster):
 async def test_who_has_lost_its_session_changes_nothing(cluster):
     a = await cluster.join("a")
     await a.transact(put, b"k", b"1")
+    told: list[float] = []
+    a.tell_sure(told.append)
     assert await end_session(cluster.database, a.session.number, "fenced by a test")
     with pytest.raises(Unavailable, match="fenced by a test"):
         await a.transact(put, b"k", b"2")
+    assert told[-1] == 0.0, "the bridge answers nothing, either"
     with pytest.raises(Unavailable, match="fenced by a test"):
         await a.view(get, b"k")
     cluster.kill("a")

@@ -665,8 +665,17 @@ class ReplicatedEngine(Engine):
     async def _hear_end(self) -> None:
         """The database says that the session has ended: why. Raises Unavailable."""
         with suppress(AnswerLost):
-            await self.session.beat()
+            await self._ask_beat()
         self._check()
+
+    async def _ask_beat(self) -> int:
+        """As Session.beat. At the session's end nothing is sure any more: nobody waits for this
+        host."""
+        try:
+            return await self.session.beat()
+        finally:
+            if self.session.ended:
+                self._be_sure_until(0.0)
 
     async def renew(self) -> None:
         """Wait until the lease is sure. Raises Unavailable."""
@@ -692,7 +701,7 @@ class ReplicatedEngine(Engine):
         """
         began_s, cursor = clock_s(), self.session.cursor
         seq = self._ahead.first_seq - 1 if self._ahead else self.seq
-        if await self.session.beat() == db.RECOVERING:
+        if await self._ask_beat() == db.RECOVERING:
             await self._recover()
             return
         if self.session.head < cursor:
