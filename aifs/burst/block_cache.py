@@ -504,7 +504,11 @@ class BlockCache:
         file = None if device is None else device.files.get(source)
         if device is None or file is None:
             return None
-        return await self._ask(device, file, _open_whole, size)
+        fd = await self._ask(device, file, _open_whole, size)
+        if fd is not None and device.files.get(source) is not file:
+            files.close_file(fd)  # the blocks that are there now came after these had ended
+            return None
+        return fd
 
     def lend(self, source: int, is_lent: bool) -> None:
         """See Blocks."""

@@ -123,7 +123,7 @@ class Aging:
     async def work(self) -> float:
         """Move all that is old enough; in how many seconds to look again."""
         rules = await self._engine.view(_read_rules)
-        self._last = self._last.following()
+        found = self._last = self._last.following()
         if not rules:
             return _INTERVAL_S
         classes = {server.id: server.storage_class for server in self._servers.capacity()}
@@ -135,7 +135,7 @@ class Aging:
             except (NotFound, Stale):
                 pass  # it has been deleted
             except FsError as error:
-                await self._last.fail(self._engine, aged.ino, aged.oid, str(error))
+                await found.fail(self._engine, aged.ino, aged.oid, str(error))
         return _INTERVAL_S
 
     async def _move(self, aged: Aged) -> None:

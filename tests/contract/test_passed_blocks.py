@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import trio
@@ -307,6 +308,22 @@ async def test_blocks_that_come_after_others_were_found_wrong(directory: Path) -
         assert await passed(kernel, reader, b"new" + CONTENT[3:])
         for handle in (reader, writer):
             await kernel.release(handle)
+
+
+async def test_blocks_that_end_while_they_are_opened_back_nothing(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        oid = (await kernel.getattr(ino)).oid
+        [device] = kernel.blocks.devices.values()
+        call, token = device.server.call, trio.lowlevel.current_trio_token()
+
+        def ended(*args: Any) -> object:
+            answer = call(*args)
+            trio.from_thread.run_sync(kernel.blocks.correct, oid, trio_token=token)
+            return answer
+
+        with patch.object(device.server, "call", ended):
+            assert await kernel.blocks.backing(oid, len(CONTENT)) is None
 
 
 async def mapped_of(kernel: Kernel, ino: int) -> mmap.mmap:
