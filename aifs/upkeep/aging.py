@@ -79,7 +79,7 @@ class Aging:
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
         self._compressing = Compressing(io, ids, movers)
         self._last = Results("some old files stay where they are for now")
-        """Of the last pass: files that are old enough, and stay where they are."""
+        """Of the last pass that has ended: files that are old enough, and stay where they are."""
 
     # --- rules ---
 
@@ -123,8 +123,9 @@ class Aging:
     async def work(self) -> float:
         """Move all that is old enough; in how many seconds to look again."""
         rules = await self._engine.view(_read_rules)
-        found = self._last = self._last.following()
+        found = self._last.following()
         if not rules:
+            self._last = found
             return _INTERVAL_S
         classes = {server.id: server.storage_class for server in self._servers.capacity()}
         above: dict[int, AgeRule | None] = {ino: rule for ino, rule in rules.items()}
@@ -136,6 +137,7 @@ class Aging:
                 pass  # it has been deleted
             except FsError as error:
                 await found.fail(self._engine, aged.ino, aged.oid, str(error))
+        self._last = found
         return _INTERVAL_S
 
     async def _move(self, aged: Aged) -> None:
