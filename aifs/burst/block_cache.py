@@ -19,10 +19,10 @@ makes no transaction.
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -77,8 +77,6 @@ _ASK_S = 1.0
 _ERRORS = (OSError, FsError)
 """Of a device, and of a server that hangs."""
 
-_opening = Lock()
-
 Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
 """Those of these ids whose bytes never change as the records say, and up to which byte."""
 
@@ -100,21 +98,24 @@ class _Fill(NamedTuple):
 class _File:
     """The sparse file of a source."""
 
-    __slots__ = ("_busy", "_gone", "device", "fd", "path", "source", "used")
+    __slots__ = ("_busy", "_gone", "device", "fd", "outlives", "path", "source", "used")
 
     def __init__(self, device: "_Device", source: int) -> None:
         self.device = device
         self.source = source
-        self.path = f"{device.path}/{source:016x}"
+        self.path = f"{device.path}/{source:016x}"  # it may be that of a later one
         self.fd: int | None = None
+        """Of this process; None while it is not open."""
         self._busy = 0  # calls in worker threads
-        self._gone = False
+        self._gone = False  # it has been removed, or renamed
+        self.outlives = False
+        """Programs may use it when it has been removed."""
         self.used = True
         """See DescriptorUser, as ``close_idle``."""
 
     def descriptor(self) -> int:
         """Opened when it is first needed. For worker threads that have it ``in_use``."""
-        with _opening:
+        with self.device.opening:
             if self.fd is None:
                 files.make_dirs(self.device.path)
                 self.fd = files.open_file(self.path, create=True)
@@ -165,6 +166,10 @@ class _Device:
     """Sources that the kernel passes through."""
     asks_at_s: float = 0.0
     """Not before then, on trio's clock, it is asked which of those that were lent are used."""
+    survivors: dict[int, list[_File]] = field(default_factory=dict)
+    """By source, files that were found to be wrong, and removed, while programs used them."""
+    opening: Lock = field(default_factory=Lock)
+    """Held while a file is opened."""
 
     @property
     def has_work(self) -> bool:
@@ -172,10 +177,14 @@ class _Device:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether sources that stay take too much."""
-        if self.map.excess > 0 or self.map.limit * _HELD_SHARE < self.map.held_bytes:
-            return bool(self.map.held_sources) and trio.current_time() >= self.asks_at_s
-        return False
+        """Whether sources that stay take too much, and it is time to ask whether they are used."""
+        is_asked = bool(self.map.held_sources) and self.wanted > 0
+        return (is_asked or bool(self.survivors)) and trio.current_time() >= self.asks_at_s
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of sources that stay which others should have."""
+        return max(self.map.excess, self.map.held_bytes - self.map.limit * _HELD_SHARE)
 
 
 class BlockCache:
@@ -203,6 +212,8 @@ class BlockCache:
         """Bytes of a block."""
         self.corrections = 0
         """See Blocks."""
+        self._findings = 0
+        """How many are being put on record, see ``finding``."""
         self.devices: dict[int, _Device] = {}
         """By number."""
         self._known: set[int] = set()
@@ -215,6 +226,8 @@ class BlockCache:
         """By source, the device that has it, or is going to."""
         self._refused: set[int] = set()
         """Sources that do not stand. An object set that was written in place never stands again."""
+        self._moving: set[int] = set()
+        """Sources of which a file is being given away: a new one must not be opened by its name."""
         self._has_room = False
         """Whether any device takes blocks."""
         self._pending = 0
@@ -332,6 +345,8 @@ class BlockCache:
                 self._forget(device, source)
             for file, _ in device.leaving:
                 file.gone()
+            for file in chain.from_iterable(device.survivors.values()):
+                file.in_use(-1)
             self._wait_no_more(device.fills)
             device.fills.clear()
             await gather([(device.server.workers, _remove_all, (device.path,))])
@@ -420,7 +435,7 @@ class BlockCache:
             [(done, wrong)] = await gather([call], partial(file.in_use, -1), abandonable=True)
         except _ERRORS as error:
             self._fails(device, error)
-            self.end(source)
+            self._end_wrong(source)
             return False
         # After the read: a segment leaves the map before its blocks are punched.
         if not all(device.map.is_current(segment) for segment, _ in spans):
@@ -428,7 +443,10 @@ class BlockCache:
         for index in wrong:
             self._wrong += 1
             _log.info("%s: block %d is not what it was", file.path, index)
-            self._drop(device, file, index)
+            if source not in device.map.held_sources:
+                self._drop(device, file, index)
+        if wrong and source in device.map.held_sources:
+            self._end_wrong(source)
         if wrong or done < len(buffer):
             return False
         for segment, mask in spans:
@@ -528,15 +546,36 @@ class BlockCache:
 
     async def is_used(self, source: int) -> bool:
         """See Blocks."""
+        if await self._has_survivors(source):
+            return True
         device = self._where.get(source)
         if device is None or source not in device.map.held_sources:
             return False
-        return await self._ask(device, device.files[source], _is_used)
+        self._tell(source)  # duplicates of its descriptor are no program's
+        return source in device.lent or await self._ask(device, device.files[source], _is_used)
+
+    async def _has_survivors(self, source: int) -> bool:
+        """Whether programs use files that this source had before. Raises Unavailable."""
+        for device in list(self.devices.values()):
+            for file in list(device.survivors.get(source, ())):
+                if not await self._ask(device, file, _is_used):
+                    self._let_go(file)
+        return any(source in device.survivors for device in self.devices.values())
+
+    def _let_go(self, file: _File) -> None:
+        """No program uses it any more."""
+        survivors = file.device.survivors.get(file.source, [])
+        if file in survivors:
+            survivors.remove(file)
+            if not survivors:
+                del file.device.survivors[file.source]
+            file.in_use(-1)
 
     async def give(self, source: int, copy_id: int) -> DataServer:
         """See Blocks."""
+        has_survivors = await self._has_survivors(source)
         device = self._where.get(source)
-        if device is None or source not in device.map.held_sources:
+        if device is None or has_survivors or source not in device.map.held_sources:
             raise Busy(
                 f"programs have had the objects {source} open since before their blocks were given "
                 "up; until they close them, they can be read alone"
@@ -548,12 +587,15 @@ class BlockCache:
         device.lent.discard(source)
         self._where.pop(source)
         device.changed = True
+        self._moving.add(source)
         try:
             await self._ask(device, file, _move, device.server.where((0, copy_id)))
         except BaseException:
             device.leaving.append((file, None))
             self._upkeep.wake(Work.BLOCKS)
             raise
+        finally:
+            self._moving.discard(source)
         file.gone()
         faults.reach(_GIVEN)
         return device.server
@@ -568,13 +610,17 @@ class BlockCache:
     async def _ask_back(self, device: _Device) -> None:
         """Sources that no program uses any more may go."""
         device.asks_at_s = trio.current_time() + _ASK_S
+        for source in list(device.survivors):
+            with suppress(*_ERRORS):
+                await self._has_survivors(source)
+        wanted = device.wanted
         for source in list(device.map.held_sources):
-            if source in device.lent:
-                self._tell(source)  # it is not lent any more if it is not open
-            if source in device.map.held_sources and source not in device.lent:
-                with suppress(*_ERRORS):
-                    if not await self.is_used(source) and source not in device.lent:
-                        device.map.hold(source, False)
+            if wanted <= 0:
+                break  # the others stay lent
+            with suppress(*_ERRORS):
+                if not await self.is_used(source) and source not in device.lent:
+                    wanted -= device.map.bytes_of(source)
+                    device.map.hold(source, False)
 
     # --- filling ---
 
@@ -632,7 +678,7 @@ class BlockCache:
 
     def _place_of(self, source: int) -> _Device | None:
         """The device for a new source: the one with the most room for it."""
-        if source in self._refused:
+        if source in self._refused or source in self._moving:
             return None
         usable = [device for device in self.devices.values() if device.map.limit]
         return max(usable, key=lambda it: it.map.limit - it.map.bytes, default=None)
@@ -650,7 +696,7 @@ class BlockCache:
         if now_s < self._save_at_s:
             return self._save_at_s - now_s
         await self.save()
-        return NEVER_S
+        return _SAVE_S if any(device.changed for device in self.devices.values()) else NEVER_S
 
     async def _work_on(self, device: _Device) -> None:
         if device.is_crowded:
@@ -720,12 +766,31 @@ class BlockCache:
         self._upkeep.wake(Work.BLOCKS)
         return True
 
+    @contextmanager
+    def finding(self) -> Iterator[None]:
+        """See Blocks."""
+        self._findings += 1
+        try:
+            yield
+        finally:
+            self._findings -= 1
+
     def correct(self, source: int) -> bool:
         """See Blocks."""
         self.corrections += 1
         for device in self.devices.values():
             device.changed = True  # maps from before it count no more
         self._upkeep.wake(Work.BLOCKS)
+        return self._end_wrong(source)
+
+    def _end_wrong(self, source: int) -> bool:
+        """As ``end``: programs that use its file by themselves may do so for long."""
+        device = self._where.get(source)
+        if device is not None and source in device.map.held_sources:
+            file = device.files[source]
+            file.outlives = True
+            file.in_use(1)
+            device.survivors.setdefault(source, []).append(file)
         return self.end(source)
 
     def _forget(self, device: _Device, source: int) -> None:
@@ -768,11 +833,14 @@ class BlockCache:
         while device.leaving:
             some = list(islice(device.leaving, _BATCH))
             faults.reach(_LEFT)
-            await self._carry_out(device, [file for file, _ in some], _give_up, some, self.block)
+            used = [file for file, _ in some]
+            unused = await self._carry_out(device, used, _give_up, some, self.block)
             for file, segment in some:
                 device.leaving.popleft()
                 if segment is None:
                     file.gone()
+            for file in unused:
+                self._let_go(file)
 
     async def _carry_out(
         self, device: _Device, used: Sequence[_File], function: Callable[..., Any], *args: Any
@@ -800,9 +868,12 @@ class BlockCache:
     # --- the map on disk ---
 
     async def save(self) -> None:
-        """The maps on disk are as those in memory were. Raises FsError."""
+        """The maps on disk are as those in memory were, except while something is found to be
+        wrong. Raises FsError."""
         self._save_at_s = 0.0
         state = await self._state()
+        if self._findings:
+            return  # the state may count them already, and the blocks are there still
         found = [
             (device, device.map.snapshot()) for device in self.devices.values() if device.changed
         ]
@@ -822,6 +893,11 @@ class BlockCache:
             await self.save()
         for file in self._users():
             file.close_idle()
+        for device in self.devices.values():
+            for file in list(chain.from_iterable(device.survivors.values())):
+                self._let_go(file)
+            for file, _ in device.leaving:
+                file.close_idle()
 
     def status(self) -> dict[str, Any]:
         """For ``aifs status``; bytes, since the mount except ``cached_bytes``, ``limit_bytes`` and
@@ -890,14 +966,18 @@ def _write_all(fills: Sequence[_Fill], block: int) -> list[list[bytes]]:
     ]
 
 
-def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> None:
-    span = BLOCKS * block
+def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> list[_File]:
+    """Those of the files that outlive this which no program uses."""
+    span, unused = BLOCKS * block, []
     for file, segment in some:
         if segment is not None:
             _punch(file.descriptor(), segment.number * span, span)
             continue
+        if file.outlives and not _is_used(file):  # its name may be another file's after this
+            unused.append(file)
         with suppress(FileNotFoundError):
             files.unlink(file.path)
+    return unused
 
 
 def _read_map(path: str, block: int, state: int) -> tuple[list[BlockSegment], set[int]]:

@@ -100,8 +100,9 @@ class BlockMap:
         """Names of segments that left the small queue, the oldest first."""
         self._used = 0
         """Bytes that have come or were read: the clock of all this."""
-        self.held_sources: set[int] = set()
-        """Sources that are whole, and stay so: programs use their files by themselves."""
+        self.held_sources: dict[int, None] = {}
+        """Sources that are whole, and stay so: programs use their files by themselves. The first
+        one has been so for the longest."""
         self.held_bytes = 0
         """Of these, which do not count below the limit."""
         self._asked_at = 0
@@ -217,7 +218,10 @@ class BlockMap:
         """Whether a whole source stays."""
         if is_held != (source in self.held_sources):
             change = self.bytes_of(source) if is_held else -self.bytes_of(source)
-            self.held_sources ^= {source}
+            if is_held:
+                self.held_sources[source] = None
+            else:
+                del self.held_sources[source]
             self.held_bytes += change
             self.limit = max(0, self.limit - change)  # until somebody looks at the device
 

@@ -373,17 +373,18 @@ class OpenInodes:
             if file is not None:
                 file.handles += 1  # or it might be closed meanwhile, and opened anew
                 try:
-                    done = await self._transitions.lose_columns(file, oid, mask)
-                    if done:
-                        self._table.overtake_objects(oid, but=file)
-                        self._servers.blocks.correct(oid)  # they were read when it was wrong
+                    with self._servers.blocks.finding():
+                        done = await self._transitions.lose_columns(file, oid, mask)
+                        if done:
+                            self._table.overtake_objects(oid, but=file)
+                            self._servers.blocks.correct(oid)  # they were read when it was wrong
                     return done
                 finally:
                     await self.release(file)
             if ino in self._table.claims:
                 await self._table.claims[ino].wait()
                 continue
-            with self._table.opening(ino, lent=True):
+            with self._table.opening(ino, lent=True), self._servers.blocks.finding():
                 done = await self._engine.transact(moves.put_damaged, oid, ino, mask) != 0
                 if done:
                     self._table.overtake_objects(oid)

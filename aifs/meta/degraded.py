@@ -15,22 +15,21 @@ def find_unread(tx: ReadTransaction, oid: int) -> int:
 
 @grows
 def put_unread(tx: Transaction, oid: int, ino: int, mask: int) -> None:
-    """These columns, besides those that are known to be, must not be read; mask 0: the plain file
-    is to be protected.
-    """
+    """These columns, besides those that are known to be, must not be read; mask 0: see
+    Degraded."""
     tx.put(keys.degraded(oid), Degraded(ino, mask | find_unread(tx, oid)).encode())
 
 
 def note_repair(tx: Transaction, oid: int) -> None:
-    """Wrong bytes of these objects were put right where they are. Other hosts hear of it as they do
-    of columns that are wrong, and give up what they keep of them; a host that is away sees by the
-    counter that it has missed something."""
+    """Wrong bytes of these protected objects were put right where they are (moves.begin_repair).
+    Other hosts hear of it as they do of columns that are wrong, and give up what they keep of them;
+    a host that is away sees by the counter that it has missed something."""
     tx.add(keys.COUNTER_REPAIRS, 1)
     record = tx.get(keys.degraded(oid))
-    if record is None:
-        tx.delete(keys.degraded(oid))  # there is none; the change set names it all the same
-    else:
+    if record is not None and decode_degraded(record).unread:
         tx.put(keys.degraded(oid), record)
+    else:
+        tx.delete(keys.degraded(oid))  # the change set names it, also if there is none
 
 
 def state_of_blocks(tx: ReadTransaction, is_checked: bool) -> int:

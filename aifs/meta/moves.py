@@ -91,6 +91,20 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
     return mask | known
 
 
+@grows
+def begin_repair(tx: Transaction, oid: int, ino: int) -> bool:
+    """Wrong bytes of these objects are going to be put right where they are; False: nobody has the
+    objects. From now on their record says that something is due, until ``note_repair``: if this
+    host dies meanwhile, the rebuild calls that, or nobody would say that the bytes are others now.
+    """
+    objects = find_objects(tx, ino, oid)
+    if objects is None:
+        return False
+    tx.add(keys.COUNTER_REPAIRS, 1)
+    put_unread(tx, oid, objects.ino, 0)
+    return True
+
+
 # --- strays ---------------------------------------------------------------------------------------
 
 

@@ -549,7 +549,8 @@ class Degraded(NamedTuple):
     """Columns (a mask) of an object set (the key has its oid) that must not be read, as they are
     missing or wrong, and whose it is (0: a container's).
 
-    No column: the file is plain although its policy asks for protection.
+    No column: the file is plain although its policy asks for protection; or the set is protected,
+    and bytes of it are being put right where they are.
     """
 
     ino: int

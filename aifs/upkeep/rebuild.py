@@ -20,6 +20,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.data.checking.checks import Untold
+from aifs.data.objects.recovery import forget_columns
 from aifs.data.servers import Servers
 from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
@@ -212,6 +213,8 @@ class Mender:
             await self._forget(container)
             return Outcome.GONE
         if seen.is_changing:
+            if seen.is_marked and not seen.unread:
+                await self._end_repair(seen.objects)
             return Outcome.BUSY if seen.due else Outcome.DONE
         subject = ContainerSubject(self._containers, self._engine, container)
         return await self._move_all(subject, seen, seen.objects)
@@ -241,9 +244,18 @@ class Mender:
                 return Outcome.BUSY
         if failure is not None:
             raise failure
-        if outcome is Outcome.DONE and not seen.unread and (objects.layout.is_protected or not ino):
-            await self._forget(oid)  # a mark that says nothing
+        is_whole = outcome is Outcome.DONE and seen.is_marked and not seen.unread
+        if is_whole and (objects.layout.is_protected or not ino):
+            await self._end_repair(objects)
         return outcome
+
+    async def _end_repair(self, objects: SetRecord) -> None:
+        """The mark says nothing, or that a scrub has ended while it put bytes right: they may be
+        others now."""
+        ino, oid, layout, _ = objects
+        forget_columns(self._servers.cache, layout, (ino, oid))
+        self._servers.blocks.correct(oid)
+        await self._engine.transact(degraded.note_repair, oid)
 
 
 class _Seen(NamedTuple):
@@ -373,10 +385,11 @@ class Rebuild:
     async def _note(self, oid: int, ino: int, mask: int) -> bool:
         if ino:
             return await self._io.inodes.lose_columns(ino, oid, mask)
-        noted = await self._engine.transact(moves.put_damaged, oid, ino, mask)
-        if noted:
-            self._servers.blocks.correct(oid)  # they may have been read when it was wrong
-            self._containers.moved(oid)
+        with self._servers.blocks.finding():
+            noted = await self._engine.transact(moves.put_damaged, oid, ino, mask)
+            if noted:
+                self._servers.blocks.correct(oid)  # they may have been read when it was wrong
+                self._containers.moved(oid)
         return noted != 0
 
     # --- in the background ---

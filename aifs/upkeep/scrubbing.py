@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from aifs.burst.making import MakingTools, never
 from aifs.burst.movers import Movers
+from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_each
 from aifs.data.checking.checks import (
@@ -40,6 +41,8 @@ from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves, shared
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
+
+_PATCHED = faults.declare("vfs.repair.patched", "wrong bytes are right, other hosts do not know it")
 
 _PRIORITY = "best-effort"
 _SETS_AT_ONCE = 4  # object sets
@@ -515,11 +518,14 @@ class _Scrub:
         it is not made again. Raises FsError if the metadata cannot be changed.
         """
         columns, column = self._inspection.columns, flaw.column
+        if flaw.kind is not LONG and flaw.right is None:
+            return False
+        if not await self._engine.transact(moves.begin_repair, self._oid, self._ino):
+            raise _Changed
+        await self._engine.barrier()  # or a power cut may leave the right bytes, and this undone
         try:
-            if flaw.kind is LONG:
+            if flaw.right is None:
                 await columns.settle(column, flaw.offset)
-            elif flaw.right is None:
-                return False
             else:
                 await columns.write(column, flaw.offset, flaw.right)
             await columns.sync(column)
@@ -527,6 +533,7 @@ class _Scrub:
             done = await columns.read(column, flaw.offset, there)
         except FsError:
             return False
+        faults.reach(_PATCHED)
         is_right = done == 0 if flaw.kind is LONG else bytes(there[:done]) == flaw.right
         forget_columns(self._scrubber.servers.cache, self._layout, (self._ino, self._oid))
         self._scrubber.servers.blocks.correct(self._oid)  # they were read when it was wrong

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from aifs.core import faults
+from aifs.core.errors import Unavailable
 from aifs.core.upkeep import Work
+from aifs.data.objects.columns import Columns
 from aifs.data.objects.recovery import Recovery
 from aifs.meta import chunks
 from aifs.vfs import Filesystem
@@ -204,3 +207,58 @@ async def test_hosts_with_a_database_hear_of_a_repair(
         await north.store.engine.shown()
         assert not south.blocks.bytes_of(oid)
         assert await read_file(south, ino) == data
+
+
+def die() -> None:
+    raise Unavailable("the host dies")
+
+
+@pytest.mark.parametrize("settings", [MIRRORED, PACKED], ids=["objects", "containers"])
+async def test_a_repair_that_is_cut_off_before_other_hosts_hear_of_it(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    """South has kept the wrong bytes, and no scrub finds any more: so the rebuild tells it."""
+    data = os.urandom(300_000)
+    async with two_hosts(scratch / "s", settings) as (north, south, _):
+        ino, oid = await rotten(north, data)
+        await south.tier.look()
+        write = Columns.write
+
+        async def just_before(*args: Any) -> None:
+            assert await read_file(south, ino) != data
+            while south.blocks.status()["waiting_bytes"]:
+                await south.upkeep.have_done(Work.BLOCKS)
+            await write(*args)
+
+        monkeypatch.setattr(Columns, "write", just_before)
+        faults.arm("vfs.repair.patched", die)
+        north.scrub.start(bandwidth=0)
+        await north.upkeep.have_done(Work.SCRUB)
+        faults.disarm_all()
+        assert await numbers(north, b"q") and south.blocks.bytes_of(oid)
+        await north.upkeep.have_done(Work.REBUILD)
+        assert not await numbers(north, b"q")
+        await forget(south)
+        assert await read_file(south, ino) == data
+        assert not south.blocks.status()["wrong_blocks"]
+
+
+@pytest.mark.parametrize("settings", [MIRRORED, PACKED], ids=["objects", "containers"])
+async def test_a_host_that_dies_while_it_repairs(scratch: Path, settings: dict[str, str]) -> None:
+    """Its map on disk has the wrong bytes, which are right on the server when it comes back."""
+    data = os.urandom(300_000)
+    async with cluster_of(scratch / "s", settings) as cluster:
+        async with cluster.mounted("north") as north:
+            ino, _ = await rotten(north, data)
+            await north.tier.look()
+            assert await read_file(north, ino) != data
+            while north.blocks.status()["waiting_bytes"]:
+                await north.upkeep.have_done(Work.BLOCKS)
+            await north.blocks.save()
+            faults.arm("vfs.repair.patched", die)
+            north.scrub.start(bandwidth=0)
+            await north.upkeep.have_done(Work.SCRUB)
+            faults.disarm_all()
+        async with cluster.mounted("north") as north:
+            await north.tier.look()
+            assert await read_file(north, ino) == data

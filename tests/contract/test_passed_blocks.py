@@ -22,6 +22,7 @@ from aifs.layout.placement import ACTIVE
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import failing
+from tests.support.hanging import hanging, until
 from tests.support.kernel import Kernel
 from tests.support.stores import ROOT as AS_ROOT
 from tests.support.stores import drained, opened, put
@@ -436,3 +437,102 @@ async def test_room_comes_back_when_blocks_cannot_become_a_copy(directory: Path)
         await kernel.write(writer, 0, b"other")
         assert await all_of(kernel, writer) == b"other" + CONTENT[5:]
         await kernel.release(writer)
+
+
+async def test_wrong_blocks_of_what_programs_use_are_removed(directory: Path) -> None:
+    """Those that open the file from now on read it from the servers."""
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        oid = (await kernel.getattr(ino)).oid
+        reader = await kernel.open(ino, os.O_RDONLY)
+        [path] = directory.glob("burst/blocks/*[0-9a-f]")
+        with path.open("r+b") as file:
+            file.write(b"wrong")
+        [device] = kernel.blocks.devices.values()
+        for segment in device.map.sources[oid].values():
+            segment.checked = 0  # a device that gave other bytes when they were compared before
+        assert not await kernel.blocks.read(oid, 0, memoryview(bytearray(10)), len(CONTENT))
+        late = await kernel.open(ino, os.O_RDONLY)
+        assert not await passed(kernel, late, CONTENT)
+        with pytest.raises(Busy):
+            await kernel.open(ino, os.O_RDWR)
+        for handle in (reader, late):
+            await kernel.release(handle)
+        await overwrite(kernel, ino, b"other")
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+async def test_what_is_mapped_and_was_found_wrong_is_not_changed_elsewhere(
+    directory: Path, comes_again: bool
+) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        mapped = await mapped_of(kernel, ino)
+        kernel.blocks.correct((await kernel.getattr(ino)).oid)
+        await kernel.upkeep.have_done(Work.BLOCKS)
+        if comes_again:
+            await read_once(kernel, ino)
+            reader = await kernel.open(ino, os.O_RDONLY)
+            assert await passed(kernel, reader, CONTENT)
+        with pytest.raises(Busy):
+            await kernel.open(ino, os.O_RDWR)
+        assert mapped[:] == CONTENT
+        mapped.close()
+        await overwrite(kernel, ino, b"other")
+        if comes_again:
+            assert await passed(kernel, reader, b"other" + CONTENT[5:])
+            await kernel.release(reader)
+
+
+async def test_what_was_found_wrong_is_given_up_when_nobody_uses_it(directory: Path) -> None:
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        oid = (await kernel.getattr(ino)).oid
+        mapped = await mapped_of(kernel, ino)
+        before = len(os.listdir("/proc/self/fd"))
+        kernel.blocks.correct(oid)
+        await kernel.upkeep.have_done(Work.BLOCKS)
+        assert await kernel.blocks.is_used(oid)
+        mapped.close()
+        await crowded(kernel)
+        assert not await kernel.blocks.is_used(oid)
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_descriptor_that_reads_are_answered_from_is_no_program(directory: Path) -> None:
+    """Of a clone that is open, when the original is not mapped any more."""
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        with await mapped_of(kernel, ino):
+            await kernel.clone(ROOT, b"f", ROOT, b"clone", AS_ROOT)
+            clone = await kernel.lookup(ROOT, b"clone")
+            reader = await kernel.open(clone.ino, os.O_RDONLY)
+            assert await all_of(kernel, reader) == CONTENT
+            assert kernel.has_places(clone.ino)
+        [device] = kernel.blocks.devices.values()
+        assert device.files[clone.oid].close_idle()  # the duplicate is of another open file now
+        assert not await kernel.blocks.is_used(clone.oid)
+        assert await all_of(kernel, reader) == CONTENT
+        await kernel.release(reader)
+
+
+async def test_blocks_that_come_while_their_file_becomes_a_copy(directory: Path) -> None:
+    """Of a clone: its file has the name that the copy has still, and must not be the copy."""
+    async with mounted(directory) as kernel:
+        ino = await make(kernel)
+        with await mapped_of(kernel, ino) as mapped:
+            await kernel.clone(ROOT, b"f", ROOT, b"clone", AS_ROOT)
+            clone = await kernel.lookup(ROOT, b"clone")
+            with hanging(str(directory / "burst/blocks"), ["rename"]) as hang:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(overwrite, kernel, ino, b"other")
+                    await until(lambda: not kernel.blocks.bytes_of(clone.oid))
+                    await read_once(kernel, clone.ino)
+                    hang.release()
+            for _ in range(2):
+                await read_once(kernel, clone.ino)
+            assert mapped[:] == b"other" + CONTENT[5:]
+        await crowded(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        assert await all_of(kernel, reader) == b"other" + CONTENT[5:]
+        await kernel.release(reader)

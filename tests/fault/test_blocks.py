@@ -22,6 +22,7 @@ from aifs.core.errors import Unavailable
 from aifs.core.upkeep import Work
 from aifs.data.containers.files import STRIPE_BLOCK
 from aifs.data.objects.recovery import Recovery
+from aifs.meta import moves
 from aifs.meta.degraded import state_of_blocks
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem, open_filesystem
@@ -277,6 +278,30 @@ async def test_what_was_read_before_it_was_repaired_is_not_kept(
         await kept(fs)
         await forget(fs)
         assert await read_file(fs, ino) == data
+
+
+async def test_no_map_is_written_while_bytes_are_put_on_record_as_wrong(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count with that record, and have the blocks that are wrong. If the host dies then,
+    and another one rebuilds the objects, nothing says later that they were."""
+    table, seen = directory / "burst/blocks/map", []
+    async with opened(directory, KINDS["replicated"]) as fs:
+        ino = await cached(fs, content_of(SIZE))
+        transact = fs.store.engine.transact
+
+        async def and_saved(function: Any, *args: Any) -> Any:
+            answer = await transact(function, *args)
+            if function is moves.put_damaged:
+                await fs.blocks.save()
+                seen.append(table.exists())
+            return answer
+
+        monkeypatch.setattr(fs.store.engine, "transact", and_saved)
+        await fs.io.inodes.lose_columns(ino, (await fs.getattr(ino)).oid, 1)
+        assert seen == [False]
+        await fs.blocks.save()
+        assert table.exists()
 
 
 async def test_blocks_give_way(directory: Path) -> None:

@@ -43,6 +43,7 @@ ELSEWHERE = (
     "vfs.containers.",
     "vfs.quota.",
     "vfs.trash.",
+    "vfs.repair.",
     "hosts.",
     "meta.copy.",
     "store.format.",
@@ -52,9 +53,9 @@ ELSEWHERE = (
 """Points that ``churn`` has no way to: those of adding and removing servers are in
 test_server_life, those of groups in test_groups_crash and test_group_drain_crash, those of long
 lists in test_containers_crash, those of quotas in test_quotas, those of the trash in
-test_trash_crash, those of clean blocks in test_blocks, those of many hosts in
-contract/test_replicated_*, those of stores that are copied or made in test_meta_copy and
-test_database_store."""
+test_trash_crash, those of clean blocks in test_blocks, those of repairs in
+contract/test_hosts_blocks, those of many hosts in contract/test_replicated_*, those of stores that
+are copied or made in test_meta_copy and test_database_store."""
 POINTS = sorted(
     name
     for name in faults.POINTS

@@ -1,6 +1,7 @@
 """Clean blocks that are kept nearer than the data servers, as the reads of object sets see them."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from aifs.core.errors import Busy
@@ -94,6 +95,10 @@ class Blocks(Protocol):
         """Its bytes may change from now on, or nobody has them any more; whether any were here.
         Other ids may be named, too. Does not block."""
 
+    def finding(self) -> AbstractContextManager[None]:
+        """Within it a finding, or a repair, is put on record, and ``correct`` is called then: no
+        map is written that counts with the record, and has the blocks."""
+
     def correct(self, source: int) -> bool:
         """As ``end``, of bytes that were found to be wrong where they were read, and are not read
         from there any more."""
@@ -165,6 +170,9 @@ class NoBlocks:
 
     def end(self, source: int) -> bool:
         return False
+
+    def finding(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def correct(self, source: int) -> bool:
         return False
