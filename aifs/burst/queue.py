@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 BATCH_FILES = 256
 BATCH_BYTES = 64 << 20
@@ -18,6 +18,31 @@ _NEVER = float("inf")
 _LEFT_MAX = 1000
 _MOVED_MAX = 2 * BATCH_FILES
 """That become ready at a time: many may at the same moment."""
+
+_COST = 20
+"""A file that is drained again waits so many times as long as its drain takes at the best rate that
+was seen."""
+
+_GROWTH, _GROWN_MAX = 4, 3
+"""Each further drain waits so many times as long as the one before it, but not more often than
+this."""
+
+_PAUSED_MAX = 0.9
+"""It waits at most this part of the deadline, so that it is drained before that."""
+
+_DRAINS_KEPT = 4096
+"""Drains that are remembered."""
+
+
+class _Drained(NamedTuple):
+    """The last drain of a file."""
+
+    ended: float
+    pause_s: float
+    """How long after that the next one may begin."""
+    times: int
+    """How many drains it has followed, each soon after the one before; at most _GROWN_MAX. Drains
+    in vain do not count; -1: it was one, and the first."""
 
 
 class Rank(IntEnum):
@@ -85,6 +110,7 @@ class Queue:
         """A heap of (rank, since, ino, ``placed``)."""
         self._later: list[tuple[Any, ...]] = []
         """A heap of (ready at, ino, ``placed``)."""
+        self._drains: OrderedDict[int, _Drained] = OrderedDict()  # by ino, the oldest first
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -122,7 +148,8 @@ class Queue:
         """Nobody has the file open for writing any more. Returns when it may be drained."""
         entry = self._entries.get(ino)
         if entry is None:
-            entry = QueueEntry(ino, size, now, now + self.delay_s)
+            entry = QueueEntry(ino, size, now, _NEVER)
+            entry.ready_at = now + self._delay_of(entry, now)
             self._insert(entry)
             return entry.ready_at
         self.size += size - entry.size
@@ -176,19 +203,30 @@ class Queue:
         entry.withheld = False
         return self.unlinked(ino)
 
-    def prefer(self, inos: Iterable[int], rank: Rank, now: float) -> None:
-        """Drain these earlier than usual; for requested ones nothing is waited for.
+    def prefer(self, inos: Iterable[int], rank: Rank, now: float) -> float:
+        """Drain these earlier than usual; for requested ones nothing is waited for, for published
+        ones nothing but ``delay_s``. Returns when the first of them may be drained that had to wait
+        longer.
 
         Unknown ones count as requested now: they may be open still.
         """
+        first = _NEVER
         for ino in inos:
             entry = self._entries.get(ino)
             if entry is None:
                 if rank is Rank.REQUESTED:
                     self._insert(QueueEntry(ino, 0, now, now, rank))
+                    first = now
             elif rank < entry.rank or (rank is Rank.REQUESTED and not entry.taken):
-                at = now if rank is Rank.REQUESTED and not entry.withheld else entry.ready_at
+                at = entry.ready_at
+                if rank is Rank.REQUESTED and not entry.withheld:
+                    at = now
+                elif at != _NEVER and not entry.failures:
+                    at = min(at, now + self.delay_s)
+                if at < entry.ready_at:
+                    first = min(first, at)
                 self._move(entry, at, min(rank, entry.rank))
+        return first
 
     def unlinked(self, ino: int) -> bool:
         """It has no name any more; whether it is out of the queue with that."""
@@ -201,12 +239,13 @@ class Queue:
         self._forget(entry)
         return True
 
-    def hurry(self, now: float) -> None:
-        """All that wait only because they were closed not long ago may be drained."""
+    def hurry(self, now: float, wait_s: float = 0.0) -> None:
+        """All that wait only because they were closed, or drained, not long ago may be drained in
+        ``wait_s`` at the latest."""
         for item in list(self._later):
             entry = self._placed(item)
-            if entry is not None and item[0] > now and not entry.failures:
-                self._move(entry, now, entry.rank)
+            if entry is not None and item[0] > now + wait_s and not entry.failures:
+                self._move(entry, now + wait_s, entry.rank)
 
     def try_again(self, now: float) -> None:
         """All that wait because they could not be drained may be."""
@@ -276,11 +315,50 @@ class Queue:
         else:
             self._give_back(self._entries[ino], _NEVER, 0)
 
+    # --- files that change again and again ---
+
+    def wrote(self, ino: int, seconds: float, now: float, is_drained: bool) -> None:
+        """A drain of the file has ended, before ``done`` or ``again``. Its bytes are worth
+        ``seconds`` of the rate that drains can have; unless ``is_drained`` that was in vain, since
+        the file has been changed meanwhile.
+
+        The next one may begin after 20 times as many seconds, so drains of one file cost at most a
+        twentieth of that rate. Where drains go on to follow each other, that grows to 80, 320 and
+        1,280 times as many; it is below the deadline always.
+        """
+        entry, last = self._entries[ino], self._drains.pop(ino, None)
+        times = -1
+        if last is not None and entry.since - last.ended < self._deadline_s:
+            times = last.times
+        if is_drained:
+            times = min(times + 1, _GROWN_MAX)
+        if _COST * seconds * _GROWTH**_GROWN_MAX <= self.delay_s:
+            return  # it never waits for that
+        growth = _GROWTH**times if is_drained else 1
+        pause_s = min(_COST * seconds * growth, _PAUSED_MAX * self._deadline_s)
+        self._drains[ino] = _Drained(now, pause_s, times)
+        if len(self._drains) > _DRAINS_KEPT:
+            self._drains.popitem(last=False)
+
+    def paused(self, now: float) -> dict[int, float]:
+        """When each of the files may be drained that wait longer than usual, because they were
+        drained not long ago; by inode number."""
+        found = {}
+        for ino in self._drains:
+            entry = self._entries.get(ino)
+            if entry is not None and not entry.failures and not entry.taken:
+                if now + self.delay_s < entry.ready_at < _NEVER:
+                    found[ino] = entry.ready_at
+        return found
+
     # --- inside ---
 
     def _delay_of(self, entry: QueueEntry, now: float) -> float:
-        urgent = entry.rank is Rank.REQUESTED or now - entry.since > self._deadline_s
-        return 0.0 if urgent else self.delay_s
+        if entry.rank is Rank.REQUESTED:
+            return 0.0
+        last = self._drains.get(entry.ino)
+        pause_s = 0.0 if last is None else last.ended + last.pause_s - now
+        return max(pause_s, 0.0 if now - entry.since > self._deadline_s else self.delay_s)
 
     def _insert(self, entry: QueueEntry) -> None:
         self._entries[entry.ino] = entry

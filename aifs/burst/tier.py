@@ -502,6 +502,8 @@ class BurstTier:
         self._relieve()
         self._tell_lacking()
         self._look_for_a_crowd()
+        if self.pressure:  # files that would be drained later are drained now
+            self._upkeep.wake(Work.DRAIN)
 
     def _measure(self) -> None:
         now, drained = time.monotonic(), self._ledger.drained_bytes

@@ -174,6 +174,11 @@ def _undrained_in_words(told: dict[str, Any]) -> str:
     words = [f"{count(told['files'], 'file')} ({size(told['bytes'])}) not on the data servers"]
     if told["open_files"]:
         words.append(f"{told['open_files']} of them open for writing")
+    if told["again_files"]:
+        words.append(
+            f"{told['again_files']} of them drained not long ago, so again in "
+            f"{duration(told['again_in_s'])}; aifs drain does not wait"
+        )
     if told["error"]:
         words.append(f"draining has to wait: {told['error']}")
     return "; ".join(words)

@@ -4,6 +4,7 @@ laid out on the data servers, and files that are written together.
 
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,6 +61,8 @@ def info_command(path: str, tree: bool) -> Report:
     if copy := info.get("copy"):
         where = f"host {copy['host']}" if "host" in copy else copy["path"]
         shown["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
+        if "drain_in_s" in copy:
+            shown["drain"] = f"in {duration(copy['drain_in_s'])}: it changes again and again"
     if layout := info.get("layout"):
         shown["layout"] = describe_layout(layout)
     if "compression" in info:
@@ -90,6 +93,10 @@ def _read_info(path: str, tree: bool) -> dict[str, Any]:
     if kind:  # the kernel lets nobody ask user.* attributes of these
         return {"inode": found.st_ino, "type": kind, "size": found.st_size, "links": found.st_nlink}
     info = door.read(path, "info", follow=False)
+    if info["form"] == "burst":
+        with suppress(OSError):
+            again_in_s = door.read(path, "drain", follow=False)["again_in_s"]
+            info["copy"] |= {} if again_in_s is None else {"drain_in_s": again_in_s}
     if tree or not stat.S_ISDIR(found.st_mode):
         info |= door.read(path, "sharing", follow=False)
     return info

@@ -37,6 +37,10 @@ _REST = 3
 _REST_MAX_S = 1.0
 """How long it rests at most."""
 
+_LARGE = 8 << 20
+_ASSUMED_RATE = 100e6
+"""Bytes per second of drains, before so many bytes were drained in one batch."""
+
 GRACE_S = 5.0
 """How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) may
 reach us late."""
@@ -159,6 +163,8 @@ class Drain:
         """How many have been since the mount."""
         self._drained_bytes = 0
         """And how many bytes these had."""
+        self._best_rate = 0.0
+        """Bytes per second of the fastest batch that was large; 0: there was none."""
 
     def _is_late(self) -> bool:
         return self._queue.late(trio.current_time())
@@ -214,7 +220,7 @@ class Drain:
 
     def published(self, inos: Iterable[int]) -> None:
         """These have got their final names: drain them before others."""
-        self._queue.prefer(inos, Rank.PUBLISHED, trio.current_time())
+        self._upkeep.at(Work.DRAIN, self._queue.prefer(inos, Rank.PUBLISHED, trio.current_time()))
 
     def try_again(self) -> None:
         """There is room on the data servers again."""
@@ -231,6 +237,12 @@ class Drain:
             self._wanted += withheld
             self._upkeep.wake(Work.GROUPS)
         self._upkeep.wake(Work.DRAIN)
+
+    def due_in(self) -> dict[int, float]:
+        """In how many seconds each of the files is drained that wait because they were drained not
+        long ago, and have changed again; by inode number."""
+        now = trio.current_time()
+        return {ino: at - now for ino, at in self._queue.paused(now).items()}
 
     # --- files that somebody else drains ---
 
@@ -270,7 +282,9 @@ class Drain:
         drain of them fails with, and Busy where somebody keeps a file open for writing; else the
         wait goes on until that is over.
         """
-        waiter = Waiter({ino for ino in inos if ino in self._queue}, strict)
+        wanted = {ino for ino in inos if ino in self._queue}
+        self.published(wanted)  # none of them waits because it was drained not long ago
+        waiter = Waiter(wanted, strict)
         self._waiters.append(waiter)
         try:
             with waits_for(DRAIN):
@@ -345,6 +359,8 @@ class Drain:
             if self._tier.is_lacking:
                 self._queue.hurry(now)
             batch = [Draining(entry.ino) for entry in self._queue.take(now)]
+            if not batch and self._tier.pressure:
+                self._queue.hurry(now, self._queue.delay_s)
             ready_in_s = self._queue.ready_in(now)
             if not batch:
                 return ready_in_s
@@ -356,6 +372,7 @@ class Drain:
                     await self.drainer.drain(batch)
             finally:
                 self._active -= len(batch)
+                self._measure(batch, trio.current_time() - now)
                 with trio.CancelScope(shield=True):
                     for draining in batch:
                         self._note(draining)
@@ -364,6 +381,15 @@ class Drain:
                 self._is_in_the_way()
             ):  # small files cost the daemon more than the devices: leave it to the writers
                 await trio.sleep(min(_REST_MAX_S, _REST * (trio.current_time() - now)))
+
+    def _measure(self, batch: Sequence[Draining], took_s: float) -> None:
+        drained = sum(each.bytes for each in batch if each.outcome is DrainOutcome.DRAINED)
+        if drained >= _LARGE and took_s > 0:  # else the time is that of something else
+            self._best_rate = max(self._best_rate, drained / took_s)
+
+    def _cost_s(self, draining: Draining) -> float:
+        """How long its bytes take at the best rate that drains may have."""
+        return draining.bytes / min(self._best_rate or _ASSUMED_RATE, self.limiter.rate or math.inf)
 
     def _note(self, draining: Draining) -> None:
         ino, outcome, now = draining.ino, draining.outcome, trio.current_time()
@@ -381,9 +407,11 @@ class Drain:
             if outcome is DrainOutcome.DRAINED:
                 self._drained_files += 1
                 self._drained_bytes += draining.size
+                self._queue.wrote(ino, self._cost_s(draining), now, is_drained=True)
             if self._queue.done(ino, now):
                 self._tell(ino)
         else:
+            self._queue.wrote(ino, self._cost_s(draining), now, is_drained=False)
             self._queue.again(ino, now)
         if self._failing.pop(ino, None) and not self._failing:
             _log.info("draining goes on")

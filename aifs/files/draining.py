@@ -84,6 +84,8 @@ class Draining(Lease):
         """Of new objects or chunks."""
         self.data: bytes | None = None
         """All bytes of a tiny file."""
+        self.size = 0
+        """In bytes, from ``begin`` on."""
         self.blocks = 0
         """What it takes there, in blocks of 512 bytes."""
         self.digests = b""
@@ -101,6 +103,11 @@ class Draining(Lease):
     @property
     def is_whole(self) -> bool:
         return not self.cancelled if self.is_at_rest else super().is_whole
+
+    @property
+    def bytes(self) -> int:
+        """How many it has, without holes; 0: it has not begun."""
+        return min(self.size, 512 * self.blocks)
 
     @property
     def is_sparse(self) -> bool:

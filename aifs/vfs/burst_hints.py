@@ -169,8 +169,12 @@ class BurstHints:
         """Count the undrained files of ``ino`` or below: files, bytes, files open for writing
         (their drain has to wait), and since when the oldest is (epoch, ns; null): a request need
         not wait for younger ones. ``error``: why draining has to wait, anywhere in the store,
-        at present. ``hosts``: which other hosts have how many of these bytes."""
+        at present. ``hosts``: which other hosts have how many of these bytes. ``again_files``: how
+        many wait because they were drained not long ago, and have changed since; the first of them
+        is drained in ``again_in_s`` (null)."""
         undrained = await self._drain.undrained_below(await self._attributes.getattr(ino))
+        due_in = self._drain.due_in()
+        again = [due_in[file.ino] for file in undrained if file.ino in due_in]
         elsewhere = Counter[int]()
         for file in undrained:
             elsewhere[file.home] += file.size if file.home else 0
@@ -181,6 +185,8 @@ class BurstHints:
             "open_files": sum(file.writers > 0 for file in undrained),
             "oldest_since_ns": min((file.since_ns for file in undrained), default=None),
             "error": self._drain.obstacle,
+            "again_files": len(again),
+            "again_in_s": round(min(again), 3) if again else None,
         }
         return rights.without_reason(told, caller)
 

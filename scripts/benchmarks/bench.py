@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 from background import Extent, background_rows
+from changing import changing_rows
 from checkpoint import checkpoint_rows
 from clones import clones_rows
 from dataset_rates import NORMAL as NORMAL_DATA
@@ -58,6 +59,7 @@ QUICK_QUALITY, NORMAL_QUALITY = (1, 40), (5, 400)
 
 SPECIAL = (
     "background",
+    "changing",
     "latency",
     "movement",
     "publishing",
@@ -180,6 +182,9 @@ def bench(
             with log.status("background"):
                 extent = QUICK_BESIDE if quick else NORMAL_BESIDE
                 rows += background_rows(base, extent, rounds)
+        if "changing" in chosen:
+            with log.status("changing"):
+                rows += changing_rows(base)
         if "latency" in chosen:
             with log.status("latency"):
                 rows.append(latency_row(base, size.mib, rounds))

@@ -156,6 +156,7 @@ class Aifs(MountedSystem):
             time.sleep(0.01)
 
     def rest(self) -> None:
+        os.setxattr(self.path, "user.aifs.drain", b"")  # what has changed again may wait for long
         while self._is_draining() or self.status()["collector_backlog"]:
             time.sleep(0.05)
 

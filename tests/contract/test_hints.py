@@ -199,6 +199,8 @@ async def test_drain_moves_a_tree_and_nothing_else(fs: Filesystem) -> None:
         "oldest_since_ns": None,
         "error": "",
         "hosts": {},
+        "again_files": 0,
+        "again_in_s": None,
     }
     assert [await state(fs, ino) for ino in inos] == ["cached"] * 10
     assert await state(fs, beside) == "dirty"

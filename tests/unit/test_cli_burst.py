@@ -63,6 +63,8 @@ class Played:
                 "oldest_since_ns": self.since_ns if dirty else None,
                 "error": self.error,
                 "hosts": {},
+                "again_files": 0,
+                "again_in_s": None,
             }
         assert name == "state"
         sizes, counts = (

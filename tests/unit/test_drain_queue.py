@@ -126,6 +126,79 @@ def test_retries_come_after_longer_and_longer_pauses():
     assert queue.late(now) and not queue.late(50.0)
 
 
+def drain_again(queue: Queue, now: float, seconds: float, is_drained: bool = True) -> None:
+    """Drain file 1, which is ready, or try to in vain."""
+    assert inos(queue.take(now)) == [1]
+    queue.wrote(1, seconds, now, is_drained)
+    if is_drained:
+        assert queue.done(1, now)
+    else:
+        queue.again(1, now)
+
+
+def test_a_file_that_changes_again_and_again_is_drained_less_and_less_often():
+    queue, now, waited = make(), 0.0, []
+    queue.closed(1, 10, now)
+    for _ in range(6):
+        now += queue.ready_in(now)
+        drain_again(queue, now, seconds=0.25)
+        assert queue.paused(now) == {}
+        queue.closed(1, 10, now)
+        assert queue.paused(now) == {1: now + queue.ready_in(now)}
+        queue.closed(1, 10, now + 1)
+        waited.append(queue.ready_in(now))
+    assert waited == [5.0, 20.0, 80.0, 90.0, 90.0, 90.0], "20 times, and always below the deadline"
+    now += 90.0
+    drain_again(queue, now, 0.25)
+    now += 2 * DEADLINE_S
+    queue.closed(1, 10, now)
+    assert queue.ready_in(now) == DELAY_S, "it has not changed for long"
+    drain_again(queue, now + DELAY_S, 0.25)
+    queue.closed(1, 10, now + DELAY_S)
+    assert queue.ready_in(now + DELAY_S) == 5.0
+
+
+def test_a_drain_in_vain_counts_and_does_not_make_the_next_ones_rarer():
+    queue, now = make(), 0.0
+    queue.closed(1, 10, now)
+    for wait_s in (DELAY_S, 5.0, 5.0, 5.0):
+        assert queue.ready_in(now) == wait_s
+        now += wait_s
+        drain_again(queue, now, 0.25, is_drained=False)
+    assert queue.paused(now) == {1: now + 5.0}
+    waited = []
+    for is_drained in (True, False, True, True):
+        now += queue.ready_in(now)
+        drain_again(queue, now, 0.25, is_drained)
+        queue.closed(1, 10, now)
+        waited.append(queue.ready_in(now))
+    assert waited == [5.0, 5.0, 20.0, 80.0]
+
+
+def test_a_small_file_that_changes_again_and_again_waits_as_all_do():
+    queue, now = make(), 0.0
+    for _ in range(6):
+        queue.closed(1, 10, now)
+        assert queue.ready_in(now) == DELAY_S
+        now += DELAY_S
+        drain_again(queue, now, seconds=0.001)
+
+
+def test_such_a_file_is_drained_at_once_where_somebody_needs_it():
+    for rank, wait_s in ((Rank.REQUESTED, 0.0), (Rank.PUBLISHED, DELAY_S), (None, 0.0)):
+        queue = make()
+        queue.closed(1, 10, 0.0)
+        drain_again(queue, 2.0, seconds=1.0)
+        queue.closed(1, 10, 3.0)
+        assert queue.ready_in(3.0) == 19.0
+        if rank is None:
+            queue.hurry(3.0)
+        else:
+            assert queue.prefer([1], rank, 3.0) == 3.0 + wait_s
+        assert queue.ready_in(3.0) == wait_s
+        assert inos(queue.take(3.0 + wait_s)) == [1]
+
+
 @given(st.lists(SIZES, min_size=1, max_size=200))
 def test_batches_are_many_small_files_or_one_large_one(sizes):
     queue = make()
