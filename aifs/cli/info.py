@@ -49,15 +49,16 @@ def info_command(path: str, tree: bool) -> Report:
     """Show the inode of PATH, its form and layout, and where each part of it lies. A symlink is not
     followed.
 
-    Of files in containers, stored_bytes are those that they take there, before redundancy, and
-    compression how many times fewer that is than their size.
+    Of files in containers, stored_bytes are those that they take there, before redundancy. If that
+    is fewer than their size, compression says how many times.
 
     unique_bytes are those that would come back if it were removed, shared_bytes those that clones
     and snapshots elsewhere have, too. Those of a directory are added up with --tree, with the
     number of files below and their bytes as ls shows them.
     """
     info = _read_info(path, tree)
-    shown = {key: value for key, value in info.items() if key not in ("parts", "layout", "copy")}
+    apart = ("parts", "layout", "copy", "compression")
+    shown = {key: value for key, value in info.items() if key not in apart}
     if copy := info.get("copy"):
         where = f"host {copy['host']}" if "host" in copy else copy["path"]
         shown["copy"] = f"{copy['state']}, burst directory {copy['device']}, {where}"
@@ -65,7 +66,7 @@ def info_command(path: str, tree: bool) -> Report:
             shown["drain"] = f"in {duration(copy['drain_in_s'])}: it changes again and again"
     if layout := info.get("layout"):
         shown["layout"] = describe_layout(layout)
-    if "compression" in info:
+    if info.get("compression", 0) > 1:
         shown["compression"] = f"{info['compression']:.2f}x"
     parts: list[Pairs | Table] = [Pairs(shown.items())]
     if info.get("parts"):

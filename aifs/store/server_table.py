@@ -56,9 +56,6 @@ class ServerTable:
         self._servers = servers
         self._changing = trio.Lock()
 
-    async def records(self) -> dict[int, ServerRecord]:
-        return await self._engine.view(servers.read_table)
-
     async def find(self, server_id: int) -> ServerRecord:
         """Raises Invalid if the table has none of that id."""
         record = await self._engine.view(servers.get_server, server_id)

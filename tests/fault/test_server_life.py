@@ -26,7 +26,7 @@ from aifs.data import servers as data_servers
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta import keys
 from aifs.meta.keys import ROOT_INO
-from aifs.meta.servers import mark_unprotected
+from aifs.meta.servers import mark_unprotected, read_table
 from aifs.store.directories import same_directories
 from aifs.store.store import format_store, open_store
 from aifs.upkeep import server_admin
@@ -461,7 +461,7 @@ def test_domains_of_the_configuration_are_those_of_the_table(tmp_path: Path) -> 
         async def look() -> list[tuple[str, str]]:
             store = await open_store(configuration.load(str(file), {}))
             try:
-                records = (await store.table.records()).values()
+                records = (await store.engine.view(read_table)).values()
                 candidates = [candidate.domain for candidate in store.servers.candidates()]
                 return list(zip([record.domain for record in records], candidates, strict=True))
             finally:

@@ -132,7 +132,6 @@ class ObjectSet:
         self._layout = layout
         self._key = (ino, oid)
         """(inode, oid)."""
-        self._background = background
         self._on_damage = on_damage
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
