@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: ``.aifs-manifest.json`` in its directory, which says what belongs
 to it.
 
-    {"format": 1, "step": 100, "time": 1763735314.25, "ranks": 4, "attempt": "5f0c...", "policy":
-    "unit=4MiB",
-     "bytes": 4096, "tree": "9a3e...", "files": {
+    {"format": 1, "step": 100, "time": 1763735314.25, "ranks": 4, "attempt": "5f0c...",
+     "policy": "unit=4MiB", "bytes": 4096, "tree": "9a3e...", "files": {
     "shard-0.pt": [4096, "04f5..."]
     }}
 
@@ -11,11 +10,11 @@ to it.
 *attempt*: which attempt to save it was the one. *policy*: the layout hint of its directory, ''
 without AIFS. *files*: path below the directory -> [bytes, BLAKE3 in hex, or '' if it was not
 taken]; a line for each, in the order of the paths' bytes. Bytes of names that are no UTF-8 are
-written as lone surrogates (``surrogateescape``).
+written as lone surrogates (``surrogateescape``). All before "files" is one line.
 
-*tree* is the BLAKE3, in hex, of for each file in the same order: the bytes of the path, a zero
-byte, the size as decimal ASCII digits, a zero byte, the 64 hex digits of its BLAKE3 (nothing if it
-was not taken), a newline.
+*tree* is a BLAKE3, in hex. It is taken over these bytes of each file, in the same order: the path,
+a zero byte, the size as decimal ASCII digits, a zero byte, the 64 hex digits of the file's BLAKE3
+(nothing if it was not taken), a newline.
 
 Only regular files are listed. Symlinks and empty directories may be in a checkpoint, but are not
 looked after.
