@@ -26,7 +26,7 @@ class Channel:
         """The beginning of a message."""
 
     def send(self, *message: Any) -> None:
-        """In the order of calling; also to who has ended. Does not block."""
+        """Send in the order of calling, also to a process that has ended. Does not block."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         data = len(content).to_bytes(_LENGTH, "little") + content
         sent = 0
@@ -36,7 +36,7 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError:
-                return  # who reads finds out
+                return  # the reading task finds out
         if sent < len(data):
             self._unsent += data[sent:]
             self._more.set()

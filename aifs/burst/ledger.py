@@ -179,7 +179,7 @@ class Ledger:
                 copy.totals.oldest_first.move_to_end(copy_id)
 
     def made_ahead(self, copy_id: int) -> None:
-        """It was made before somebody needed it, by whom will say when it is ``used_up``."""
+        """It was made ahead of its readers. Its maker reports when it is ``used_up``."""
         self._known(copy_id).made_ahead = True
 
     def used_up(self, copy_id: int) -> None:

@@ -389,7 +389,7 @@ class _Child:
             self._kill()
 
     def _kill(self) -> None:
-        self._is_urgent = True  # who needs its memory waits for its end
+        self._is_urgent = True  # a task that needs its memory waits for its end
         self._schedule()
         # Not by Popen, which would have the system forget a process that has ended.
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

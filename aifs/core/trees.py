@@ -155,7 +155,7 @@ def empty_dir(path: str) -> None:
     """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not
     synced.
 
-    It goes by descriptors (fwalk), so whoever puts a symlink where a directory was, meanwhile, has
+    It goes by descriptors (fwalk), so a user that puts a symlink where a directory was has
     nothing removed behind it.
     """
     if not stat.S_ISDIR(os.lstat(path).st_mode):

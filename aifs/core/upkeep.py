@@ -143,7 +143,7 @@ class Upkeep:
                 for work, job in jobs.items():
                     due_s = self._due_s.get(work, math.inf)
                     if self._running[work] >= job.workers:
-                        continue  # whoever ends looks at it again
+                        continue  # a step that ends looks at it again
                     if due_s <= now_s:
                         del self._due_s[work]
                         asked = max(1, self._asked.pop(work, 0))

@@ -6,9 +6,9 @@ header (all numbers little-endian)
     generation of the file's bytes), u32 number of the chunk in the file, u32 stored length, u32 raw
     length, 32 bytes BLAKE3-256 of the raw bytes, u32 crc32 of all before
 
-A shared chunk has oid and number 0: it is of whoever names its digest. What counts is the first
-part of a container, as long as the metadata says; what a crash has left behind it is cut before the
-next append. In a coded container zeros fill the last row of each append.
+A shared chunk has oid and number 0: it belongs to all files that name its digest. What counts is
+the first part of a container, as long as the metadata says; what a crash has left behind it is cut
+before the next append. In a coded container zeros fill the last row of each append.
 """
 
 import struct

@@ -1,11 +1,11 @@
-"""Claims: the blob ``owner`` of each data server and burst directory, which says who has the store
-it belongs to.
+"""Claims: the blob ``owner`` of each data server and burst directory, which names the owner of the
+store that it belongs to.
 
 The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and
-used elsewhere with the same data servers. So whoever opens a store claims each of its directories,
-with an *epoch* that is larger than all before; of two claims the one with the larger epoch counts,
-and who finds one that has ended the own must not touch the store any more. What is compared are
-epochs and counts of renewals, never the clocks of two hosts.
+used elsewhere with the same data servers. So a process that opens a store claims each of its
+directories, with an *epoch* that is larger than all before. Of two claims the one with the larger
+epoch counts; a process that finds one which has ended its own must not touch the store any more.
+Epochs and counts of renewals are compared, never the clocks of two hosts.
 
 Format: a JSON object with the fields of ``Claim``.
 """
@@ -84,4 +84,4 @@ def put_claim(storage: Storage, claim: Claim, durable: bool) -> Claim | None:
         if theirs is not None and theirs.token == claim.token and theirs.age > claim.age:
             return None  # overtaken
         if storage.put_blob(CLAIM, packed, durable, before):
-            return None  # else somebody has come between, who may have ended this claim
+            return None  # else another claim came between, which may have ended this one

@@ -61,7 +61,8 @@ class DirectoryStorage(Storage):
         """Directories that have been synced, oldest first: names that an earlier process made there
         are durable. Not all that movers make, as these may die at any time."""
         self._names_lock = threading.Lock()
-        """Held while directories are synced, so that who comes meanwhile shares the next sync."""
+        """Held while directories are synced, so that calls that come meanwhile share the next
+        sync."""
 
     @property
     def may_inline(self) -> bool:

@@ -12,11 +12,11 @@ keep what lands so late from doing harm:
   anew, deleted, or cut.
 * Programs wait: what they change there is changed when the server has answered, after all that
   lands late.
-* Who was answered by ``Hanging`` treats what the call would have changed as anything: a container
-  is never appended to again, a column is not read, objects are garbage.
+* After ``Hanging``, callers must assume that the call may still take effect at any time: a
+  container is never appended to again, a column is not read, objects are garbage.
 
-docs/design/servers.md has each kind of call, and why it does no harm. So who asks in person (a
-program that reads, writes or syncs a file that lies there) gets what a hard NFS mount gives.
+docs/design/servers.md has each kind of call, and why it does no harm. So a program that reads,
+writes or syncs a file that lies there gets what a hard NFS mount gives.
 """
 
 import threading

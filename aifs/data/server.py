@@ -504,7 +504,7 @@ class DataServer:
     ) -> None:
         """A worker closes a handle that will be opened again. If something was written it is
         synced first, and ``lost`` is told if that fails: a later handle might not. ``unsynced``
-        is held meanwhile, and by whoever syncs it then. Does not block."""
+        is held meanwhile, and by the task that syncs it then. Does not block."""
         if unsynced is None and self.storage.is_local:
             self.storage.close(handle)  # it keeps its name, so there is nothing to be freed
         elif unsynced is None:

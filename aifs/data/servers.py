@@ -568,7 +568,7 @@ class Descriptors:
         self._users: list[Callable[[], Iterable[DescriptorUser]]] = []
 
     def add_users(self, users: Callable[[], Iterable[DescriptorUser]]) -> None:
-        """``users`` tells who may give up descriptors."""
+        """``users`` returns those that may give up descriptors."""
         self._users.append(users)
 
     def remove_users(self, users: Callable[[], Iterable[DescriptorUser]]) -> None:

@@ -320,7 +320,7 @@ class Storage(ABC):
 
         CLAIM can be put again also where no space is left, and has up to 64 KiB. It is replaced
         only if its content is ``expected`` (None: there is no claim), or if that is ANYTHING; of
-        several who expect the same at once one succeeds."""
+        several calls at once that expect the same, one succeeds."""
 
     @abstractmethod
     def list_blobs(self, prefix: str) -> dict[str, int]:

@@ -256,7 +256,7 @@ class BurstIO:
                 inode.mtime_ns, inode.ctime_ns = told_ns, max(inode.ctime_ns + 1, told_ns)
                 file.unsaved = True
                 if file.backing and inode.is_privileged:
-                    # Nobody can tell who has written, so this is done to everybody.
+                    # It is unknown which user has written, so this is done for all, root too.
                     inode.mode, inode.stripped = inode.unprivileged_mode, True
         if status.st_size != inode.size or status.st_blocks != inode.blocks:
             inode.size, inode.blocks = status.st_size, status.st_blocks

@@ -71,7 +71,7 @@ class ByHome:
         try:
             number = await self._homes.give_up(host, ino, is_emptied, None, waits=False)
         except (Stale, Unavailable) as error:
-            _log.info("inode %d is changed without asking who has a copy: %s", ino, error)
+            _log.info("inode %d is changed without asking the host that has a copy: %s", ino, error)
             return
         await self.follow_bytes(ino)
         if number:

@@ -391,7 +391,7 @@ class CapacityIO:
             return  # this host is its home as long as it is open for writing
         if file.has_lost:
             return
-        if file.changes == changes:  # else somebody has begun a change, who need not be waited for
+        if file.changes == changes:  # else another change has begun, and need not be waited for
             async with alone([file]):
                 if file.marked and file.changes == changes and file.objects is objects:
                     await self._transitions.unmark(file)

@@ -176,7 +176,7 @@ class Collector:
                 first = False
                 shown = len(self._orphans)  # not those that come meanwhile
                 if shown:
-                    await self._engine.shown()  # who has one open has put its hold
+                    await self._engine.shown()  # a host that has one open has put its hold
                 while shown and len(self._garbage) < _BATCH:
                     orphans = self._orphans[: min(shown, _ERASED_AT_ONCE)]
                     oids, damaged = await self._engine.transact(_erase, orphans)

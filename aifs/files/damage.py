@@ -1,4 +1,4 @@
-"""What the rebuild has to see to, as those find out who read and write."""
+"""The work of the rebuild, as reads and writes find it out."""
 
 from aifs.core.upkeep import Upkeep, Work
 

@@ -62,7 +62,7 @@ class Undrained(NamedTuple):
 
 
 class Waiter:
-    """Somebody who waits for some files, by inode number.
+    """A task that waits for some files, by inode number.
 
     ``strict``: the wait ends with the error of a drain that fails, and with Busy where somebody may
     write to a file.

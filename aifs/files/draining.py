@@ -97,8 +97,8 @@ class Draining(Lease):
         self.due = False
         """It should be protected and is not."""
         self.is_at_rest = False
-        """Its last close has proved that nobody has the copy mapped; so there is no lease of the
-        kernel, since whoever writes to it has to open it first."""
+        """Its last close has proved that nobody has the copy mapped. So there is no lease of the
+        kernel, because a program that writes to it has to open it first."""
 
     @property
     def is_whole(self) -> bool:
@@ -383,7 +383,7 @@ class Drainer:
             else:
                 await self._copy_striped(draining, target)
         except FsError as error:
-            # It is kept until all are done, who may wait for the memory that its frames hold.
+            # It is kept until all are done, and these may wait for the memory that its frames hold.
             draining.fail(without_frames(error))
 
     async def take_bytes(self, draining: Draining) -> None:

@@ -510,9 +510,9 @@ class FileIO:
             raise
 
     async def show(self, file: OpenInode, is_new: bool = False, mapped: bool = False) -> None:
-        """Somebody who has written, perhaps where it is ``mapped``, closes the file: what core
-        knows of it is shown to other hosts on return. If it ``is_new``, it is only on record, as
-        its name is. Without space for it, that is so later.
+        """Show what core knows of a file to other hosts, because a program that has written to it,
+        perhaps where it is ``mapped``, closes it. On return they have seen it; if it ``is_new``, it
+        is only on record, as its name is. Without space, that happens later.
         """
         inode = file.inode
         try:

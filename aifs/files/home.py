@@ -145,7 +145,7 @@ class Home:
             if stays or self._is_used(ino):
                 return await self._join(asker.session, ino)
             is_home = await self._engine.view(self._is_home, ino)
-            if is_emptied and is_home:  # by who asks, in a moment
+            if is_emptied and is_home:  # by the asking host, in a moment
                 await self._empty(ino)
             self._drain.request([ino])
             try:
@@ -230,8 +230,8 @@ class Home:
 
     async def _carry_out(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """An operation on a file, as [inode number, operation, *arguments], and with its bytes.
-        Answers size, blocks, mtime and ctime, and bytes. Raises Stale if who asks has not joined
-        those who write to it; what the operation raises.
+        Answers size, blocks, mtime and ctime, and bytes. Raises Stale if the asking host is no
+        writer of the file; what the operation raises.
         """
         ino, name, *args = arguments
         operation = Operation(name)
@@ -425,7 +425,7 @@ class MirrorHost:
         after: int | None = 0
         while after is not None:
             found, after = await self._engine.view(mirrors.find_mirrored, after, own)
-            # Looked at before, so who has begun a session meanwhile has changed none of it.
+            # Looked at before, so a host whose session has begun meanwhile has changed none.
             live = await self._role.ask_live() if found else frozenset()
             for mirrored in found:
                 if mirrored.copy.server in own:

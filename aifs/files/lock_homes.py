@@ -38,7 +38,7 @@ Packed = list[Any]
 IDLE_S = 30.0
 """A home gives an inode up when it has had no lock for so long."""
 
-_TICK_S = 0.5  # how often it is looked who is alive
+_TICK_S = 0.5  # between two looks at which hosts are alive
 _RETRY_S = 0.02
 
 
@@ -76,7 +76,7 @@ class PeerHosts:
         name = self._peers.sessions.get(session)
         if name is None:
             raise Unavailable(f"session {session} is over")
-        # Locks are waited for. Who hangs loses its connection.
+        # Locks are waited for. A host that hangs loses its connection.
         endless = math.inf
         answer = await self._peers.call(name, SERVICE, request, session=session, timeout_s=endless)
         return answer.value
@@ -207,7 +207,7 @@ class LockHomes:
         except FsError:
             return None
 
-    # --- who is the home ---
+    # --- which host is the home ---
 
     def at_home(self, ino: int) -> InodeLocks | None:
         """What grants the locks of an inode, if we are their home and it is certain that our

@@ -41,7 +41,7 @@ class Lock(NamedTuple):
 
 
 class Wait:
-    """Somebody who waits for a lock. ``ticket`` is of the owner's session, and used once.
+    """A request that waits for a lock. ``ticket`` is of the owner's session, and used once.
     ``wake`` is called when the wait is over; ``granted`` then tells how."""
 
     def __init__(self, lock: Lock, ticket: int, wake: Callable[[], None]) -> None:

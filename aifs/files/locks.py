@@ -143,7 +143,7 @@ class Circles:
     async def _blockers_of(self, ino: int, session: int, ticket: int) -> list[LockOwner]:
         home = await self._homes.recorded(ino)
         if not home:
-            return []  # who waited there has been told so, and asks anew
+            return []  # the waiting host knows, and asks anew
         found = await self._homes.ask(home, ["blockers", ino, session, ticket]) or []
         return [LockOwner(*owner) for owner in found]
 
@@ -354,7 +354,7 @@ class Locks:
                 await woken.wait()
             except trio.Cancelled:
                 table.cancel(session, ticket)
-                if not waiting.granted:  # else who asks is told that it has been
+                if not waiting.granted:  # else the asking host hears that it was
                     raise
             return waiting.granted
 

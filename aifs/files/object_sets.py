@@ -1,4 +1,4 @@
-"""What holds the bytes of files on the capacity tier, and who moves them."""
+"""The object sets and containers that hold files on the capacity tier, and their movers."""
 
 from functools import partial
 

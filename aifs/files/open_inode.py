@@ -165,7 +165,7 @@ class OpenInode:
         self.inode = inode
         """Its attributes and its form as they are now."""
 
-        # Who uses it.
+        # Its users.
         self.handles = 0
         """How many need the in-core state: handles of programs, and calls that are under way."""
         self.users = 0
@@ -260,7 +260,7 @@ class OpenInode:
         self.gate = Gate()
         """Guards the bytes and the form."""
         self.recording = Gate()
-        """Held alone by who writes the record, until what it says is in core, too."""
+        """Held alone by the task that writes the record, until core says the same."""
 
     @property
     def own_copy(self) -> BurstCopy:

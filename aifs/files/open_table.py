@@ -120,7 +120,7 @@ class OpenTable:
         """Inodes that have no name, which the kernel may know: each is forgotten when it does not
         know it any more."""
         self.overtaken: dict[int, object] = {}
-        """Files that may be open here, and have been changed or moved by another host: whoever
+        """Files that may be open here, and have been changed or moved by another host: a task that
         needs the bytes looks first where they are (``ByHome.follow_bytes``). With a token of the
         last time."""
         self.stale: dict[int, int] = {}
@@ -136,7 +136,7 @@ class OpenTable:
         self.mapped: set[int] = set()
         """Those of them that programs may have mapped for writing."""
 
-    # --- who is in core, or may come there ---
+    # --- inodes in core, or on their way there ---
 
     def is_open(self, ino: int) -> bool:
         """Whether it is in core, or is being opened."""
@@ -341,7 +341,7 @@ class Opening:
     def __init__(self) -> None:
         self.stored: Inode | None = None
         self.forgotten = False
-        self._ended: trio.Event | None = None  # made by who waits, as seldom anybody does
+        self._ended: trio.Event | None = None  # made by a task that waits, because few do
 
     async def wait(self) -> None:
         """Wait for its end."""

@@ -83,7 +83,7 @@ class Quotas:
         self.are_set = False
         """There may be some."""
         self._looking = trio.Lock()
-        """Held by who looks: an older state never replaces a newer one."""
+        """Held by the task that looks: an older state never replaces a newer one."""
         self._looked_s = _NEVER_S
         """When the last look was, by trio's clock."""
         self._growing: dict[OpenInode, int] = {}

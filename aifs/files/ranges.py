@@ -101,7 +101,7 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
         if length:
             await io.write(file, offset, bytes(length))
         offset += length
-        await trio.lowlevel.checkpoint()  # there may be much of it, and who asked may have gone
+        await trio.lowlevel.checkpoint()  # there may be much of it, and the caller may be cancelled
 
 
 def _tells_holes(file: OpenInode) -> bool:

@@ -115,7 +115,7 @@ class SettledReads:
         await self._servers.descriptors.find_room()
         try:
             stored = await self._engine.view(_look, [part.source.ino for part in parts])
-        except FsError:  # one of the records is damaged: who reads the others is not told
+        except FsError:  # one of the records is damaged: readers of the others need not know
             return list(parts)
         others: list[SettledPart] = []
         spans: list[_Span] = []
@@ -182,7 +182,7 @@ class SettledReads:
         """What lies side by side in a container."""
         try:
             data = await self._containers.view(run.container, run.start, run.end - run.start)
-        except FsError:  # it has moved; or who reads it by itself is told why
+        except FsError:  # it has moved; or a reader of it alone gets the error
             others.extend(span.part for span in run.spans)
             return
         for span in run.spans:
@@ -281,4 +281,4 @@ def _fill(call: _Call) -> bool:
     try:
         return call.server.read_object(call.key, target, call.offset) == len(target)
     except FsError:
-        return False  # who reads it by itself is told why
+        return False  # a reader of it alone gets the error

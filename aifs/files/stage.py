@@ -35,7 +35,7 @@ _COPIED = faults.declare(
 
 WORKERS = 16
 _REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
-_JOINED_MAX = 16 << 20  # bytes of a file for which whoever opens it waits,
+_JOINED_MAX = 16 << 20  # bytes of a file for which an open waits,
 _JOINED_S = 0.1  # and for how long
 
 
@@ -99,7 +99,7 @@ class Stager:
         try:
             file = await self._inodes.acquire(ino)
             if ahead:
-                # A process takes up to a second to start: whoever reads would be there before it.
+                # A process takes up to a second to start: a reader would be there before it.
                 is_read = file.handles > 1 and file.inode.size <= self._remembered
                 followed = is_read or not self._movers.warm()
                 if not followed:

@@ -11,8 +11,8 @@ these steps, whatever the change is (``change_form``):
    meanwhile, and core takes the new form over before the gate is left;
 4. what was replaced, or made in vain, is garbage for the collector.
 
-A transaction may let other tasks run before and after its commit. So whoever changes the form, or
-the dirty mark, or needs them to stay, holds the gate; a task that writes a file's record holds
+A transaction may let other tasks run before and after its commit. So a task that changes the form
+or the dirty mark, or needs them to stay, holds the gate; a task that writes a file's record holds
 ``recording`` until core says what the record says. Several gates are entered in the order of inode
 numbers; a task that waits for a gate holds no other one.
 """
@@ -408,8 +408,9 @@ class Transitions:
         """Columns of these objects were found to be wrong: from now on nobody reads them. Whether
         that is on record (see moves.put_damaged).
 
-        The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So who
-        holds the gate and reads asks after each read whether the objects have been replaced.
+        The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So a
+        task that holds the gate and reads asks after each read whether the objects have been
+        replaced.
         """
         async with _recording([file]):
             unread = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)

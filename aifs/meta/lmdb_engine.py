@@ -108,7 +108,7 @@ class LmdbEngine(Engine):
         self._changed = trio.Event()  # since the last sync was put off
         self._wake = trio.Event()  # there is something to commit, or so much that it is due
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
-        self._lmdb = trio.Lock()  # of whoever commits, or looks at LMDB's pages
+        self._lmdb = trio.Lock()  # of the task that commits, or looks at LMDB's pages
         self._in_memory = filesystems.is_in_memory(directory)
         """Whether the directory lies in memory, where a sync does nothing."""
         self.database = Database(directory, thorough)

@@ -173,7 +173,7 @@ def get_directory(tx: ReadTransaction, ino: int) -> Inode:
 
 
 def get_inode_loosely(tx: ReadTransaction, ino: int) -> Inode:
-    """As ``get_inode``, for who does not use its times (see ``touch``)."""
+    """As ``get_inode``, for callers that do not use its times (see ``touch``)."""
     record = tx.get_loosely(keys.inode(ino))
     if record is None:
         raise NotFound(f"inode {ino} does not exist")
@@ -181,7 +181,7 @@ def get_inode_loosely(tx: ReadTransaction, ino: int) -> Inode:
 
 
 def get_directory_loosely(tx: ReadTransaction, ino: int) -> Inode:
-    """As ``get_directory``, for who does not use its times, or puts new ones (see ``touch``)."""
+    """As ``get_directory``, for callers that do not use its times, or put new ones (``touch``)."""
     return _require_directory(get_inode_loosely(tx, ino))
 
 

@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 class Kept(NamedTuple):
-    """Which checkpoints of a directory are kept, as text, and who has said so."""
+    """Which checkpoints of a directory are kept, as text, and the user that has set it."""
 
     policy: str
     asker: Asker

@@ -12,8 +12,8 @@ own, and has to have room for what those within it have, too.
                 being given to what lies below; 2: the quota has been removed, and what lies below
                 gets the project of what is above. above: the project of what the directory lies in
 
-Who charges what: the size of each regular file, holes and copies in other places notwithstanding;
-one for each inode, from when it is made until it is erased. docs/design/quotas.md says why.
+A regular file is charged its size, whatever its holes and copies in other places. Each inode is
+charged as one file, from when it is made until it is erased. docs/design/quotas.md says why.
 """
 
 import struct

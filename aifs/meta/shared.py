@@ -141,8 +141,8 @@ def move(tx: Transaction, old: Location, new: Location) -> bool:
 
 
 def replace(tx: Transaction, place: Location) -> Location | None:
-    """The chunk lies in this place from now on, for all who name it; where it lay before, None if
-    nobody names it.
+    """The chunk lies in this place from now on, for all files that name it. Returns where it lay
+    before; None if no file names it.
     """
     known = find_shared(tx, place.digest)
     if known is None:

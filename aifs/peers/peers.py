@@ -57,7 +57,7 @@ class Peers:
     """The connections of one host to all others. Used from one trio thread.
 
     Parts that answer others say so when they are made, by ``serve`` and ``hear``; ``run`` begins
-    when all are made. Sessions tell by ``update`` who is there.
+    when all are made. Sessions report by ``update`` which hosts there are.
     """
 
     is_shared = True

@@ -5,8 +5,8 @@ session they are of; strangers get no further. Bytes are neither encrypted nor s
 the network between hosts is trusted not to change them.
 
 Handshake: the dialing host sends a *hello*, the dialed one another; then the dialing host sends its
-proof, and gets the other's. A proof is HMAC-SHA256, with the secret as its key, of one byte that
-tells who gives it and of both hellos. A hello is
+proof, and gets the other's. A proof is HMAC-SHA256, with the secret as its key, of one byte
+(which host proves) and of both hellos. A hello is
 
     magic     8 bytes, "AIFSHOST"
     version   u16
@@ -87,8 +87,8 @@ class FilePart(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a service answers: a value (of JSON) and bytes. At who asks, ``body`` is bytes, or the
-    part of its own buffer that they have been received into."""
+    """The answer of a service: a value (of JSON) and bytes. At the asking host, ``body`` is bytes,
+    or the part of its own buffer into which they were received."""
 
     value: Any = None
     body: Body | FilePart = b""
@@ -104,15 +104,18 @@ class Peer(NamedTuple):
 
 
 Service = Callable[[Peer, Any, Body], Awaitable[Answer]]
-"""Called with who asks, the arguments and the body. An AifsError that it raises is raised at who
-asks. It is cancelled when nobody waits for its answer any more, the connection's end included."""
+"""Called with the asking host, the arguments and the body. An AifsError that it raises is raised
+at that host. It is cancelled when nobody waits for its answer any more, also when the connection
+ends."""
 
 Listener = Callable[[Peer, Any, Body], None]
-"""Called with who has pushed something, and what, in the order of pushing. It does not block."""
+"""Called with the host that has pushed something, and the message, in the order of pushing. It
+does not block."""
 
 
 class Refused(UserError):
-    """The other end of a connection is not who it should be; the text says in what."""
+    """The other end of a connection is another host, store or version than it should be; the text
+    says which."""
 
 
 class Overloaded(Busy):
@@ -318,7 +321,7 @@ class PeerLink:
             await asked.done.wait()
         except trio.Cancelled:
             self._queue(CANCEL, number)
-            if asked.is_arriving:  # who asks must have its buffer for itself again
+            if asked.is_arriving:  # the asking task must have its buffer for itself again
                 with trio.CancelScope(shield=True):
                     await asked.done.wait()
             raise
@@ -352,8 +355,8 @@ class PeerLink:
         else:
             _drop(body)
         self._unsent_bytes += FRAME.size + len(head) + length
-        if was_idle:  # else who sends comes to it
-            with suppress(OSError):  # who receives finds out
+        if was_idle:  # else the sending task comes to it
+            with suppress(OSError):  # the receiving task finds out
                 self._send_now()
         if self._unsent:
             self._more.set()
@@ -552,7 +555,7 @@ class PeerLink:
 
     async def _take_answer(self, kind: int, number: int, head: bytearray, length: int) -> None:
         asked = self._asked.get(number)
-        if asked is None or asked.done.is_set():  # who asked has gone
+        if asked is None or asked.done.is_set():  # the asking task has gone
             await self._bytes(length)
             return
         body: Body

@@ -75,7 +75,7 @@ class _Heard(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A file that is kept for readers who have not come to its end yet. 0, 0: it is on its way."""
+    """A file that is kept for readers that have not come to its end yet. 0, 0: it is on its way."""
 
     copy_id: int
     bytes: int
@@ -86,14 +86,14 @@ class FollowedEpoch:
     """Used from one trio thread, by one task at a time but where said."""
 
     def __init__(self, directory: int, asker: Asker, said: Announced) -> None:
-        """``asker`` is who reads; with these rights all is looked up."""
+        """``asker`` is the reading user; with these rights all is looked up."""
         self.asker = asker
         self.error = ""
         """Why not all is read ahead; '' as long as all is well."""
         self.is_loaded = False
         """Whether it has been tried."""
         self.ready_s = 0.0
-        """From then on, by trio's clock, those who begin at the same time have said so."""
+        """From then on, by trio's clock, readers that begin at the same time have said so."""
         self._directory = directory
         self._order = said.order
         self._world = said.world
@@ -123,7 +123,7 @@ class FollowedEpoch:
         self.kept_bytes = 0
         """Of all these, with those on their way."""
 
-    # --- who reads ---
+    # --- readers ---
 
     def hear(self, said: Announced, now_s: float) -> None:
         """Readers say how far they are, or that they read no more. Does not block; at any time."""
@@ -417,7 +417,7 @@ class Epochs:
         self._epochs: dict[_Key, FollowedEpoch] = {}
         """The user that has had a file brought last is the last."""
         self._choosing = trio.Lock()
-        """Held by who looks what is next."""
+        """Held by the task that looks what is next."""
         self._files = 0
         """How many have been brought since the mount."""
 
@@ -490,7 +490,7 @@ class Epochs:
         return {"epochs": found} if found else {}
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``waiting``: how many epochs have readers who have come to
+        """What ``aifs status`` shows. ``waiting``: how many epochs have readers that have come to
         files that are not there yet."""
         epochs = self._epochs.values()
         return {

@@ -132,7 +132,7 @@ class StartRecording:
 
 
 class StartRecordings:
-    """The recordings that are under way, as those who open and read files see them."""
+    """The recordings that are under way, for the calls that open and read files."""
 
     def __init__(self, handles: Handles) -> None:
         self._handles = handles
@@ -168,7 +168,7 @@ class StartRecordings:
         for recording in [each for each in self._all if each.takes(uid)]:
             try:
                 await recording.opened(file)
-            except FsError as error:  # who opens it is told by what he does with it
+            except FsError as error:  # the program gets the error by its own calls
                 _log.info("inode %d: nobody knows what is in memory: %s", file.inode.ino, error)
 
     def found(self, parent: int, name: bytes, inode: Inode) -> None:

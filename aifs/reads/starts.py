@@ -59,7 +59,7 @@ class _Start:
         self.run = run
         self.recording = StartRecording(directory, caller.uid)
         self.state = "recording"  # then ending, then ended
-        self.users = 1  # who have begun it and not stopped it yet
+        self.users = 1  # that have begun it and not stopped it yet
         self.began_s = time.time()  # since the epoch
         self.ends_s = trio.current_time() + WINDOW_S  # by trio's clock, at the latest
         self.files = self.bytes = 0  # what it has touched, once that is known

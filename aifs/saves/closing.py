@@ -74,7 +74,7 @@ class Closing:
                 if is_last:
                     del self._closing[inode.ino]
             if not is_last:
-                return True  # who has closed it after that sees to it
+                return True  # the later close sees to it
             group = self._members.group_of.get(inode.ino)
         if group is not None and not group.is_open:
             return self._members.closed_late(inode)

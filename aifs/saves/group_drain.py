@@ -170,7 +170,7 @@ class GroupDrain:
         asked: Asked,
         wanted: Mapping[bytes, tuple[int, ...]],
     ) -> set[bytes]:
-        """Store chunks of members that ask for the same, for all who have them: see Storing.keep.
+        """Store chunks of members that ask for the same, for all that have them: see Storing.keep.
         They stay until ``let_go``."""
         lists = self._kept.setdefault(group_id, [])
         async with self._one_group:
@@ -189,7 +189,7 @@ class GroupDrain:
     def let_go(self, group_id: int) -> None:
         """What is kept of a group is kept no more."""
         lists = self._kept.pop(group_id, [])
-        if lists is not self._keeping:  # else who is adding to them gives them up
+        if lists is not self._keeping:  # else the task that adds to them gives them up
             self._give_up(lists)
 
     def _give_up(self, lists: list[int]) -> None:

@@ -129,7 +129,7 @@ class Hasher:
             for length, chunks in wanted
         ]
         asked = Hashing({member: copies[member] for member in used}, columns)
-        # Who waits should not wait for a process to be started, too.
+        # A rank that waits should not wait for a process to be started, too.
         found = await self._movers.carry_out(hash_chunks, asked, here=waited_for)
         assert found is not None  # nothing cancels it
         for (length, chunks), (digests, compared) in zip(wanted, found, strict=True):
@@ -157,7 +157,7 @@ class Hasher:
     async def _place(self, is_over: Callable[[], bool], waited_for: bool) -> AsyncIterator[None]:
         """Hash inside."""
         while not is_over() and self._active >= self._allowed(waited_for):
-            with trio.move_on_after(_REST_S):  # who is in whose way changes without our being told
+            with trio.move_on_after(_REST_S):  # what is allowed changes without an event
                 await self._waiting.park()
         self._active += 1
         try:

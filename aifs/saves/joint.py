@@ -1,11 +1,11 @@
-"""What several hosts have of a group is stored once: one plan says which host stores which chunk.
+"""Chunks that several hosts of a group have are stored once: one plan says which host stores which.
 
 Each host *offers* the digests of what it has; those travel, not the bytes. What several have, and
 the store has not, is planned with the bandwidths of all their burst devices, and of their links;
 each host *keeps* its part of that: it appends the chunks, and names them in a list that no file has
-(chunks.put_loose), which is garbage when the group has ended, or the host has died. So to all who
-have the same bytes they are chunks that the store has: each host then stores its own files, as if
-there were no others. Whatever fails, a chunk that is not there is stored by who needs it.
+(chunks.put_loose), which is garbage when the group has ended, or the host has died. So all
+hosts with the same bytes find these chunks in the store, and each then stores its own files, as if
+there were no others. If anything fails, a host stores the chunks that it needs and does not find.
 """
 
 import json
@@ -219,7 +219,7 @@ class Joint:
             chunks = {host: its for host, its in chunks.items() if host not in failed}
 
     async def _new(self, digests: set[bytes]) -> set[bytes]:
-        """Those that the store has not. Whether the others can be leaned on is for who does."""
+        """Those that the store does not have. Hosts that lean on the others check these."""
         order = sorted(digests)
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]

@@ -239,8 +239,8 @@ class Life:
 
     @property
     def _timed(self) -> list[DirectoryGroup]:
-        """The groups that may end here because of time: of one to which all have committed that is
-        for who sees to it."""
+        """The groups that may end here because of time: one to which all ranks have committed is
+        ended by the host that sees to it."""
         return [g for g in self._table.by_directory.values() if g.is_ours or not g.is_complete]
 
     def _give_back_wanted(self) -> None:

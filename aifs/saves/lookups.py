@@ -2,11 +2,11 @@
 be leaned on; and how fast the devices are.
 
 A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and
-to be stored anew, for all who name it. Where it lies on servers that the policy does not allow, the
-file needs a chunk of its *own*: to move it could be against the policy of others. Before a chunk is
-leaned on for the first, second, fourth ... time it is read back: so the cost is small, and a chunk
-that many files need has been seen to be right often. What cannot be read is bad, too; but where it
-is protected better than is asked for, others may need that, and the file has its own.
+to be stored anew, for all files that name it. Where it lies on servers that the policy does not
+allow, the file needs a chunk of its *own*: to move it could be against the policy of others. Before
+a chunk is leaned on for the first, second, fourth ... time it is read back: so the cost is small,
+and a chunk that many files need has been seen to be right often. What cannot be read is bad, too;
+but where it is protected better than is asked for, others may need that, and the file has its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -83,7 +83,7 @@ class Members:
         self._prepared: set[Prepared] = set()
         """Those whose drain has begun."""
         self._storing: set[Prepared] = set()
-        """Some of these, which whoever stores them releases."""
+        """Some of these, which the task that stores them releases."""
         self._nursery: trio.Nursery | None = None
         """Where work runs; None while ``run`` does not."""
 
@@ -297,7 +297,7 @@ class Members:
                 except FsError as error:
                     number = group.record.id
                     _log.info("inode %d of group %d is not synced yet: %s", file.ino, number, error)
-                    continue  # whoever completes the group meets the error
+                    continue  # the task that completes the group meets the error
                 self._waiting.append((group, file))
                 self._kick()
         finally:
@@ -384,7 +384,7 @@ class Members:
     def _changed(self, group: DirectoryGroup, file: File, prepared: Prepared) -> None:
         """Somebody is about to change a file that we hold the lease of."""
         if file.prepared is not prepared or file.state is not FileState.PREPARED:
-            return  # who prepares or stores it sees
+            return  # the task that prepares or stores it sees that
         file.state = FileState.WRITING
         self.forget(file, then=partial(self._look_again, group, file))
 

@@ -1,8 +1,8 @@
 """The parts that hosts have of a group: the hosts that take part are on record, and the host that
 sees to the group has each store its part.
 
-A host takes part from the moment in which a file of the group is closed there, or a rank joins. Who
-has all committed knows, by the same transaction, of all parts: none begins later.
+A host takes part from the moment in which a file of the group is closed there, or a rank joins. The
+transaction that commits the group as a whole knows of all parts: none begins later.
 """
 
 import json
@@ -31,7 +31,7 @@ _log = logger(__name__)
 STORE, FILES = "group.store", "group.files"
 """Services of a host that has a part: see PartHost."""
 
-_STORE_S = math.inf  # as long as it takes: a connection to who does not live ends
+_STORE_S = math.inf  # as long as it takes: a connection to a dead host ends
 _FILES_S = 5.0
 _AGAIN_S = 0.5
 
@@ -48,7 +48,7 @@ class Parts:
         self._servers = servers
         self._peers = peers
 
-    # --- who takes part ---
+    # --- hosts that take part ---
 
     async def take(
         self, group: DirectoryGroup, ranks: frozenset[int] = frozenset(), has_files: bool = False

@@ -137,7 +137,7 @@ class Publishing:
         Raises Busy for a pending directory that is not complete, and what a drain raises where the
         policy of the new directory is to publish from the capacity tier, ReadOnly for what is
         virtual, and Stale for a directory as ``Names.rmdir`` does; then nothing is renamed. The
-        kernel decides who may.
+        kernel checks rights.
         """
         virtual.require_on_record(new_parent)
         self._looked_up.changed_here(parent, new_parent)

@@ -172,8 +172,8 @@ class Retention:
         return going
 
     async def remove_abandoned(self) -> None:
-        """Remove pending directories in which nothing has happened for long, if who marked them may
-        remove them.
+        """Remove pending directories in which nothing has happened for long, if the user that
+        marked them may remove them.
         """
         if not self._abandoned_after_s:
             return
@@ -280,7 +280,7 @@ def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
 ) -> list[tuple[bytes, Inode, int, bool, bool]]:
-    """Entries as (name, inode, cookie, is it a checkpoint, must who set the policy let it be)."""
+    """Entries as (name, inode, cookie, is it a checkpoint, must the policy's user let it be)."""
     asker, found = _policy_setter(tx, directory), []
     for name, inode, place in list_directory(tx, directory, cookie, _ENTRIES):
         is_one = _is_checkpoint(tx, name, inode)
@@ -365,8 +365,8 @@ def _doom(
 
 
 def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
-    """Whether who asked for it may remove the directory with all that lies below, as `aifs rm -r`
-    would.
+    """Whether the user who asked for it may remove the directory with all that lies below, as
+    `aifs rm -r` would.
     """
     try:
         parent = namespace.get_directory(tx, inode.parent)

@@ -1,4 +1,4 @@
-"""Which bytes of a group have to be stored, and who stores them: chunks of its members that are
+"""Which bytes of a group have to be stored, and by which host: chunks of its members that are
 equal are one. Pure.
 
 *Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that

@@ -39,7 +39,8 @@ _APPENDED = faults.declare(
     "chunks of a group are durable in containers, no file names them",
 )
 _REPLACED = faults.declare(
-    "vfs.group.replaced", "a bad shared chunk has been replaced by a good one, for all who name it"
+    "vfs.group.replaced",
+    "a bad shared chunk has been replaced by a good one, for all files that name it",
 )
 _KEPT = faults.declare(
     "vfs.group.kept", "chunks of a group are in the store for other hosts, no file names them"
@@ -264,8 +265,8 @@ class Storing:
         await self._replace(kind, looked_up.bad)
 
     async def _replace(self, kind: MemberKind, digests: list[bytes]) -> None:
-        """Store these anew, for all who name them, as long as somebody has their bytes. Raises
-        NoSpace, Unavailable.
+        """Store these anew, for all files that name them, as long as a member has their bytes.
+        Raises NoSpace, Unavailable.
         """
         while digests:
             work, holding = _Work(kind.slots), kind.holding()

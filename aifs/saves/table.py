@@ -84,8 +84,8 @@ class GroupTable:
     async def begin(
         self, ino: int, record: GroupRecord, before: DirectoryGroup | None
     ) -> DirectoryGroup:
-        """A new group of a directory, after ``before``. How that one has ended is known to those
-        who ask by its id. Callers hold ``recording``. Raises NotFound, NotADirectory, Invalid."""
+        """A new group of a directory, after ``before``. Its end can be asked for by its id.
+        Callers hold ``recording``. Raises NotFound, NotADirectory, Invalid."""
         known = None if before is None else before.record.id
         recorded = await self._engine.transact(groups.begin, ino, record, known)
         if before is not None and before.is_live:

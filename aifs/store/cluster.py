@@ -1,4 +1,4 @@
-"""A store of many hosts: its metadata are in a database, and who has a session there may use it.
+"""A store of many hosts: its metadata are in a database, and hosts with a session there use it.
 
 The metadata directory holds this host's replica, which can be made anew at any time.
 """
@@ -97,7 +97,7 @@ def find_unused(config: Config) -> str:
 
 def _require_own_servers(config: Config, database: BlockingDatabase, store: str) -> None:
     """The data servers that this host sees are those of the store. Those that do not answer or say
-    nothing are left to who opens them. Raises StoreError.
+    nothing are left to the open that follows. Raises StoreError.
     """
     rows = database.values(*keys.all_of(b"s"))
     wanted = {path: Identity(store, "data", -1) for path in config.servers}

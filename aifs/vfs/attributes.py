@@ -73,7 +73,7 @@ class Attributes:
     async def setattr(
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
     ) -> Inode:
-        """Change attributes; ``size`` truncates or extends. The kernel decides who may. Raises
+        """Change attributes; ``size`` truncates or extends. The kernel checks rights. Raises
         ReadOnly for what is virtual.
         """
         require_on_record(ino)
@@ -90,7 +90,7 @@ class Attributes:
         return inode
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
-        """chattr(1): ``flags`` as in records.py. The kernel decides who may. Raises NotSupported,
+        """chattr(1): ``flags`` as in records.py. The kernel checks rights. Raises NotSupported,
         ReadOnly for what is virtual.
         """
         require_on_record(ino)

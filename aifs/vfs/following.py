@@ -141,7 +141,7 @@ class Following:
             [ino for each in some for ino in each.inodes],
             [ino for each in some for ino in each.listings],
         )
-        # Pages are not waited for: who reads one may wait, by way of its home, for what is shown
+        # Pages are not waited for: a reader of one may wait, by way of its home, for what is shown
         # here. Who opens the file meanwhile gets none of them (``OpenTable.stale``).
         files = {ino: each.seq for each in some for ino in each.files}
         self._dropped({ino: seq for ino, seq in files.items() if ino not in known})

@@ -112,7 +112,7 @@ async def open_filesystem(
 async def _load(fs: Filesystem) -> None:
     """What the parts have to know before anything is asked of them, in an order that matters."""
     if not fs.role.is_shared:
-        # What backups there are: whoever gives something up asks from now on what they may refer
+        # What backups there are: tasks that give something up ask from now on what they may refer
         # to.
         await fs.backup.load(fs.options.read_only)
     # The records themselves, before anybody reads them: files that were changed when the daemon
@@ -182,7 +182,7 @@ async def _keep_telling(store: Store) -> None:
 
 async def _close(fs: Filesystem) -> None:
     """What is still open is closed, deleted files are removed, all is synced, and the store is
-    marked clean. The order is that of who gives work to whom.
+    marked clean. Parts that give work to others come first.
     """
     fs.handles.end()
     await fs.io.inodes.record_accesses()

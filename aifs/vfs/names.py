@@ -65,7 +65,7 @@ class Names:
         """Parts of directories that are likely to be asked for, by (ino, cookie, limit)."""
 
     async def lookup(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """The kernel sees to who may, except of what is virtual: any name on record comes first.
+        """The kernel checks rights, except of what is virtual: any name on record comes first.
         With several hosts it raises Stale as ``LookedUp.require_shown`` does."""
         if self._doomed.holds(parent):
             raise NotFound("the directory has been removed")
@@ -366,7 +366,7 @@ class Names:
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:
         """Read what ``readdir`` will be asked for next, unless the program has seen enough, while
         the kernel and the program work on what they have got. If any record changes before it is
-        asked for, it is read again then. What cannot be read is told who asks.
+        asked for, it is read again then. An error of a read goes to the caller.
         """
         with suppress(Exception):
             listing = await self._engine.view(list_directory, ino, cookie, limit)

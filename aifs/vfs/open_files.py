@@ -1,6 +1,6 @@
 """What programs do with open files: open, read, write, sync and close them. The bytes are
 ``FileIO``'s business; here is what else an open file means: handles, times, set-id bits, chattr's
-flags, and who hears that a file has been closed.
+flags, and the parts that hear that a file has been closed.
 """
 
 import os

@@ -54,7 +54,7 @@ class QuotaTrees:
         self._rooms = services.quotas
         self._upkeep = services.upkeep
         self._working = trio.Lock()
-        """Held by who gives projects in the order in which quotas were set."""
+        """Held by the task that gives projects in the order in which quotas were set."""
 
     # --- what is set ---
 

@@ -165,9 +165,9 @@ async def take_over(store: Store, role: Role, collector: Collector) -> None:
     a session has ended.
 
     Dirty marks stay: those files may have their newest bytes in burst directories that only their
-    hosts can reach. So do the windows of ids. What is looked at comes first, and then who lives: a
-    host that has begun a new session meanwhile deals with it itself, and nothing that this session
-    makes is taken from it.
+    hosts can reach. So do the windows of ids. What is looked at comes first, and then which hosts
+    live: a host that has begun a new session meanwhile deals with it itself, and nothing that this
+    session makes is taken from it.
     """
     engine = store.engine
     left = await engine.view(_read_left)
@@ -273,7 +273,7 @@ async def _compare_length(tier: BurstTier, inode: Inode, unlike: list[int]) -> N
         if copy.stat().st_size != inode.size:
             unlike.append(inode.ino)
     except MissingObject:
-        return  # who reads the file is told
+        return  # readers of the file get the error
     except FsError:
         unlike.append(inode.ino)
     finally:

@@ -1,9 +1,9 @@
-"""Appending chunks to one container, as a plain value, and who carries it out.
+"""Appending chunks to one container, as a plain value, and the function that carries it out.
 
 An ``Appending`` says all that has to be known: the container, where its end is, and which chunks go
 there, by the burst copies, objects or containers that they lie in. So it can be handed to another
-process. Nothing of what is written counts before a transaction has put it into chunk lists; whoever
-has asked for it keeps the container to himself until then (writer.py).
+process. Nothing of what is written counts before a transaction has put it into chunk lists; the
+task that has asked for it keeps the container for itself until then (writer.py).
 """
 
 from collections.abc import Awaitable, Callable, Iterator

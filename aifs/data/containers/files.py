@@ -3,8 +3,8 @@
 Bytes that lie in the page cache are read on the trio thread straight into the answer, as striped
 objects are. Everything else of a plain container goes through the read cache, in pieces of about a
 stripe; what will be read next is seen here and not at the files: files that were stored together
-lie together, so who reads them in this order reads ahead, too. A container is an object set like
-any other.
+lie together, so a program that reads them in this order has them read ahead, too. A container is an
+object set like any other.
 """
 
 from collections.abc import Awaitable, Callable, Hashable
@@ -232,8 +232,8 @@ class ContainerFiles:
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
-        """The raw bytes of a chunk, checked; fetched once for all who ask meanwhile, and kept for a
-        while. Raises MissingObject, Unavailable, Untold."""
+        """The raw bytes of a chunk, checked; fetched once for all readers that ask meanwhile, and
+        kept for a while. Raises MissingObject, Unavailable, Untold."""
         cache, name = self.servers.cache, _chunks_of(place.container)
         block = cache.find(name, place.offset, place.raw)
         if block is None:

@@ -142,7 +142,7 @@ class ContainerWriter:
                 work.undo()
                 if isinstance(error, NoSpace | QuotaExceeded):  # others could use what room it has
                     for room in work.starts:
-                        with suppress(FsError):  # who appends next tries again
+                        with suppress(FsError):  # the next append tries again
                             await self._append(work, room, [])
                 raise
             finally:

@@ -283,7 +283,7 @@ class Window:
         self, truth: memoryview, start: int, end: int, unsure: list[Span]
     ) -> tuple[list[Flaw], list[Loss]]:
         """Where columns differ from the file's bytes between ``start`` and ``end``; losses where
-        nobody knows who is right.
+        it is unknown which column is right.
         """
         flaws = [
             Flaw(column, kind, self.found[column][0], len(self.found[column][1]))

@@ -111,8 +111,8 @@ class CheckedReads:
 
     async def _read_at_once(self, offset: int, part: memoryview) -> bytes | None:
         """Fill ``part`` and return its checksum, by one call, while it is in the processor's cache,
-        if it lies in one object of an unprotected file: for all else others know better who is to
-        be asked. None also for what cannot be read."""
+        if it lies in one object of an unprotected file: for all else others know better which
+        server to ask. None also for what cannot be read."""
         index, object_offset, _, length = next(self._layout.extents(offset, len(part)))
         if self._layout.is_protected or length < len(part):
             return None
@@ -286,7 +286,7 @@ class FileBlocks(FilledSource):
         return await cache.fetch(self, offset, length, size)
 
     async def fetch(self, offset: int, length: int, size: int) -> memoryview:
-        """The same, of one block, for who does not read the file himself."""
+        """The same, of one block, for a caller that does not read the file itself."""
         self._size = size
         return await self._servers.cache.fetch(self, offset, length, size)
 

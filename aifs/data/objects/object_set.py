@@ -233,8 +233,8 @@ class ObjectSet:
         return self._checked is None or await self._checked.is_right(offset, part)
 
     async def backing(self, size: int) -> int | None:
-        """See Bytes: the first object, if nothing protects it, it is on a local server, and whoever
-        reads by himself need not check anything.
+        """See Bytes: the first object, if nothing protects it, it is on a local server, and a
+        program that reads by itself need not check anything.
         """
         storage = self._columns.server(0).storage
         if self._recovery is not None or self._verify:
@@ -515,8 +515,8 @@ class ObjectSet:
 
 
 class Followed:
-    """For who copies a striped file while others read it: by way of the caches that these use, so
-    that each byte comes from its server once for all, and checked."""
+    """Reads of a striped file for a copy of it, while programs read it: by way of the caches that
+    these use. So each byte comes from its server once for all, and checked."""
 
     def __init__(self, objects: ObjectSet) -> None:
         """``objects``: made as those of the others, with checksums; of nobody else."""

@@ -29,7 +29,7 @@ class Others(Protocol):
         """There are none."""
 
     async def meet(self) -> None:
-        """Wait until it is known who else reads it, but not for long."""
+        """Wait, for a short time, until it is known which other hosts read it."""
 
     def read_to(self, end: int) -> None:
         """Bytes up to ``end`` are being read here. Does not block."""
@@ -131,7 +131,7 @@ class TogetherReads:
         is_there = block is not None and not (block.loading and number not in self._fetched)
         if load or is_there:
             return await self._blocks.fetch(offset, length, self._size)
-        # It may be who asks that is asked for it, now or soon: so only what is here counts.
+        # This host may be waiting for the asking one, now or soon: so only what is here counts.
         memory = memoryview(bytearray(length))
         return memory if await self.find(offset, memory) else None
 

@@ -23,7 +23,7 @@ oldest first, and the others, in the order in which they were first read. Memory
 latter as long as there are any. How many of these are kept: see ``Keeping``.
 
 A block that its server takes long for may be asked of another source, too (*hedged*): once, for all
-who wait for it.
+tasks that wait for it.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping
@@ -387,7 +387,7 @@ class ReadCache:
             start = index * source.block
             needed = min(source.block, stop - start)
             part = (await self._bytes(source, index, needed, end))[offset + done - start : needed]
-            # Copied at once: whoever waits for memory may hold none.
+            # Copied at once: a task that waits for memory may hold none.
             target[done : done + len(part)] = part
             done += len(part)
             is_end = offset + done < start + needed

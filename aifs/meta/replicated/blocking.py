@@ -1,5 +1,5 @@
-"""The database of a cluster, for commands: looked at, made, erased. Everything blocks; who
-has the store mounted goes by database.py.
+"""The database of a cluster, for commands: looked at, made, erased. Everything blocks; a mount
+uses database.py.
 """
 
 import time

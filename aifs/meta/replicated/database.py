@@ -41,7 +41,7 @@ _SETTINGS = (
     "-c synchronous_commit={} -c enable_seqscan=off -c jit=off"
     r" -c default_transaction_isolation=read\ committed"
     " -c plan_cache_mode=force_generic_plan -c statement_timeout=60s -c client_min_messages=warning"
-    # Who is stuck in the database ends when we have given the connection up.
+    # A question that is stuck in the database ends when its connection is given up.
     " -c client_connection_check_interval=1s"
 )
 _KEPT_ALIVE: dict[str, Any] = {

@@ -94,7 +94,8 @@ AHEAD = faults.declare(
     "hosts.ahead.applied", "a change is in the replica alone; nobody has been told"
 )
 GIVEN_UP = faults.declare(
-    "hosts.recall.given", "a delegation is given up; who needs the directory has not been told"
+    "hosts.recall.given",
+    "a delegation is given up; the host that needs the directory has not been told",
 )
 
 
@@ -190,9 +191,9 @@ class ReplicatedEngine(Engine):
         self._gap = trio.Event()
         """Set when there are early rows."""
         self._recovering = trio.Lock()
-        """Of who puts back what the database has lost."""
+        """Of the task that puts back what the database has lost."""
         self._renewing = trio.Lock()
-        """Of who renews the lease."""
+        """Of the task that renews the lease."""
         self._failure = ""
         """Why nothing goes on."""
         exchange.begin(session.number, self.hear, session.hear_shown, self.give_up)
@@ -306,7 +307,7 @@ class ReplicatedEngine(Engine):
         conflicts = 0
         try:
             while True:
-                # Who was refused twice goes alone: much of a large batch may be what others change.
+                # After two refusals one goes alone: others may change much of a large batch.
                 count = 1 if conflicts > 1 else MAX_BATCH
                 while self._waiting and len(taken) < count:
                     taken.append(self._waiting.popleft())
@@ -505,7 +506,7 @@ class ReplicatedEngine(Engine):
 
     async def _recall(self, foreign: dict[bytes, bytes]) -> None:
         """Have other hosts give up what is delegated to them; of those that are no more, take it.
-        If that fails who needs it finds out.
+        If that fails, the caller that needs it finds out.
         """
         self.held.rest(foreign)
         for record in set(foreign.values()):
@@ -516,7 +517,7 @@ class ReplicatedEngine(Engine):
             except Unavailable:
                 self._check()
                 # A host that has come back gives up itself what its last session had, as soon as it
-                # has joined. Who copies the map joins late, and has nothing ahead any more.
+                # has joined. One that copies the map joins late, and has nothing ahead any more.
                 live = [one for one in await self.session.live() if one.host == owner.host]
                 if any(one.joined or one.age_s < LEASE_S for one in live):
                     await trio.sleep(ASK_AGAIN_S)
@@ -591,8 +592,8 @@ class ReplicatedEngine(Engine):
             writes = dict(zip(row.keys, row.values, strict=True))  # type: ignore[arg-type]
             self._ahead.put_over(writes)
         cursor = Cursor(row.seq, row.session, row.number, session.number, self._ahead.shipped)
-        # A row of ours says that all before it is shipped, also what is lost: so who dies now must
-        # not go on from here.
+        # A row of ours says that all before it is shipped, also what is lost: so a host that
+        # dies now must not go on from here.
         writes[CURSOR_KEY] = None if is_own and self._lost else cursor.encode()
         try:
             self.local.apply(writes)
@@ -642,7 +643,7 @@ class ReplicatedEngine(Engine):
             self._gap = trio.Event()
             await trio.sleep(GAP_S)
             if self._early:
-                with suppress(Unavailable):  # whoever uses the engine hears of it
+                with suppress(Unavailable):  # a caller of the engine hears of it
                     missing = min(self._early) - 1
                     await self.catch_up(missing)
                     self.hear(())
@@ -710,8 +711,9 @@ class ReplicatedEngine(Engine):
         while self._unsettled and self._unsettled[0].seq <= cursor:
             self._unsettled.popleft()
         self.durable_seq = max(self.durable_seq, seq)
-        # Who was silent for long may have missed what others have shown to all but this host: until
-        # the beat counted, which is after it has looked at the head. So that is asked for again.
+        # A host that was silent for long may have missed what others have shown to all but this
+        # host: until the beat counted, which is after it has looked at the head. So that is asked
+        # for again.
         is_late = clock_s() >= self.session.sure_until_s
         await self.catch_up(None if is_late else self.session.head)
         self._be_sure_until(began_s + STOP_S)
@@ -786,8 +788,8 @@ class ReplicatedEngine(Engine):
     # --- life -------------------------------------------------------------------------------------
 
     async def go_on(self, cursor: Cursor, ahead: Ahead) -> list[ChangeSet]:
-        """Begin where the replica is: at this cursor, with what is ahead. What of that is lost, as
-        ``take_up``. Raises Unavailable.
+        """Begin where the replica is: at this cursor, with what is ahead. Returns the change sets
+        that are lost. Raises Unavailable.
         """
         self.local.apply({CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
         self.session.cursor = self.session.shown = cursor.seq

@@ -7,7 +7,7 @@ missing, and what a host has shown is in its beats.
     row     to all: a row of the feed, from the host that has committed it. One that is too large
             for a frame is not pushed
     ask     to all: the sender waits until this number is shown
-    shown   to who asks: what the sender has shown
+    shown   to the host that asked: what the sender has shown
     recall  a request: the host gives up what is delegated to its session of these directories; the
             number of the row that says so, or of a later one
 """

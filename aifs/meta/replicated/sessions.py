@@ -3,7 +3,8 @@ do is in schema.sql.
 
 A host renews its lease each second, and stops by itself ``STOP_S`` after it *began* its last beat
 that succeeded, by a clock that does not jump: long before its lease of ``LEASE_S`` ends by the
-database's clock. So whoever waits for a lease to end knows that its host says nothing any more.
+database's clock. So a host that waits for a lease to end knows that its owner says nothing any
+more.
 """
 
 import logging
@@ -32,7 +33,7 @@ REOPEN_S = 0.02
 """Between two questions whether it goes on."""
 
 _LOOK_MIN_S, _LOOK_MAX_S = 0.02, 0.5
-"""Between two looks at who has shown something, if nobody tells: doubled from one to the next."""
+"""Between two looks at which hosts have shown something, if none reports: doubled each time."""
 
 
 def clock_s() -> float:
@@ -112,7 +113,7 @@ class Session:
         self._renewed_s = clock_s()
         """When the beat began that renewed the lease last."""
         self._beat_due_s = 0.0
-        """When who joins beats again, by ``clock_s``."""
+        """When a joining host beats again, by ``clock_s``."""
         self._told: dict[int, int] = {}
         """What other sessions have said that they have shown."""
         self._news = trio.Event()
@@ -189,8 +190,8 @@ class Session:
         return db.to_int(status)
 
     async def keep_joining(self) -> None:
-        """Beat if that is due: for who joins, which takes long, and does not run yet. Raises
-        Unavailable.
+        """Beat if that is due: for a host that joins, which takes long, and does not run yet.
+        Raises Unavailable.
         """
         if clock_s() >= self._beat_due_s:
             self._beat_due_s = clock_s() + BEAT_S

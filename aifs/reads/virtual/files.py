@@ -94,7 +94,7 @@ class VirtualFiles:
         self._opened: dict[int, tuple[_VirtualFile, int]] = {}
         """By handle, with the user who has opened it."""
         self._making: dict[tuple[int, bytes], trio.Lock] = {}
-        """By directory and name, held by who looks at the sources."""
+        """By directory and name, held by the task that looks at the sources."""
         self._last = 0
         """The number that was given last, and the handle."""
 
@@ -161,7 +161,7 @@ class VirtualFiles:
                 self._forget()
                 return file
         finally:
-            if not lock.locked():  # nor handed to who has waited for it
+            if not lock.locked():  # nor handed to a task that has waited for it
                 self._making.pop(key, None)
 
     async def _add(

@@ -1,4 +1,4 @@
-"""What virtual files are made of, and who may read that."""
+"""The sources of virtual files, and the right to read them."""
 
 import os
 from collections import Counter
@@ -38,7 +38,7 @@ async def read_source(io: FileIO, source: Source, offset: int, length: int) -> b
 
 
 class ReadRight(NamedTuple):
-    """What of an inode decides who may read it."""
+    """The part of an inode that decides which users may read it."""
 
     acl: bytes
     mode: int
@@ -111,11 +111,11 @@ class VirtualMemory:
         self._of_user = Counter[int]()
         """Bytes that a user has open."""
         self._turns: dict[int, trio.CapacityLimiter] = {}
-        """By user, of those who have one made."""
+        """By user, of users that have one made."""
         self._makings = trio.CapacityLimiter(_AT_ONCE)
         """Of all users."""
         self._large = trio.CapacityLimiter(1)
-        """Held by who makes one of so many names that it may have all memory there is for that."""
+        """Held by the maker of one with so many names that it may take all memory for that."""
         budget.add_cache(self._give_back)
 
     @property
@@ -179,7 +179,7 @@ class VirtualMemory:
                     nonlocal held
                     while held < min(names * _NAME_BYTES, most):
                         wanted = min(4 * held, most)
-                        self._budget.release(held)  # nobody waits for memory who has some
+                        self._budget.release(held)  # a task that waits for memory has none
                         held = 0
                         if wanted == most:
                             await large.enter_async_context(self._large)
