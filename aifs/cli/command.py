@@ -6,6 +6,7 @@ own, and ``--bytes`` to those that print sizes.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -178,9 +179,15 @@ class _PathType(click.ParamType):
             self.fail("it is empty; was a variable not set?", param, ctx)
         if not is_path(value):
             self.fail(f"{value} is not the path of a file or directory", param, ctx)
+        inside: set[str] = set() if ctx is None else ctx.meta.setdefault("aifs.inside", set())
+        parent = os.path.dirname(value)
+        if parent in inside:
+            return value
         mount, ends = first_aifs(value)
         if mount is not None and not (ends and self._may_be_stuck):
             _require_answer(mount.mountpoint)
+            if not ends and parent:
+                inside.add(parent)  # the parent of thousands of names, perhaps
         return value
 
     def shell_complete(

@@ -8,11 +8,12 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aifs.core import connections
+from aifs.core import connections, ioctl
 from aifs.core.errors import MountError, StoreBusy, UserError
 from aifs.core.ioctl import explained
 from aifs.core.limits import within
@@ -211,15 +212,68 @@ def remove(path: str, name: str) -> None:
         os.removexattr(path, f"{PREFIX}{name}")
 
 
+_LISTED_FROM = 16
+"""Names of one directory from which on it is listed."""
+
+_INOS_AT_ONCE = 700
+"""Of 20 digits each they fit into an argument of the ioctl."""
+
+
+def call_for(paths: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
+    """The answers to calls of the hint *name* for regular files and directories, many at a time.
+    Raises MountError, OSError with the reason of the mount.
+    """
+    inos = dict[int, tuple[str, list[int]]]()  # by device, and one of the paths
+    for path, found in zip(paths, require_files(paths), strict=True):
+        inos.setdefault(found.device, (path, []))[1].append(found.ino)
+    for path, some in inos.values():
+        above = path if os.path.isdir(path) else os.path.dirname(path)
+        fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for first in range(0, len(some), _INOS_AT_ONCE):
+                yield ioctl.call(fd, name, path, inos=some[first : first + _INOS_AT_ONCE])
+        finally:
+            os.close(fd)
+
+
 # --- files below ----------------------------------------------------------------------------------
 
 
-def require_files(paths: Iterable[str]) -> None:
+class FileId(NamedTuple):
+    device: int
+    ino: int
+
+
+def require_files(paths: Sequence[str]) -> list[FileId]:
     """Each path is a regular file or a directory in an AIFS mount. Raises MountError, OSError."""
+    found, devices = list[FileId](), set[int]()
+    siblings = _siblings(paths)
     for path in paths:
-        mode = require_inside(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise MountError(f"{path}: is neither a file nor a directory")
+        known = siblings.get(path)
+        if known is None:
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                raise MountError(f"{path}: is neither a file nor a directory")
+            known = FileId(status.st_dev, status.st_ino)
+        if known.device not in devices:
+            require_inside(path)
+            devices.add(known.device)
+        found.append(known)
+    return found
+
+
+def _siblings(paths: Iterable[str]) -> dict[str, FileId]:
+    """Those of many in one directory that its list says to be regular files: a stat of each takes
+    longer."""
+    found = dict[str, FileId]()
+    for parent, number in Counter(map(os.path.dirname, paths)).items():
+        if number >= _LISTED_FROM:
+            with suppress(OSError), os.scandir(parent or ".") as entries:
+                device = os.stat(parent or ".").st_dev
+                for entry in entries:
+                    if entry.is_file(follow_symlinks=False):
+                        found[os.path.join(parent, entry.name)] = FileId(device, entry.inode())
+    return found
 
 
 def walk(path: str, directories: bool = False) -> Iterator[str]:

@@ -307,6 +307,7 @@ _REASONS = {
         "data servers that have its bytes are lost, fail or have wrong ones: the copy may be "
         "all there is"
     ),
+    "owner": "only the owner and root may",
 }
 
 _CLOSING_S = 0.3
@@ -329,57 +330,46 @@ def evict_command(paths: tuple[str, ...]) -> Report:
     the data servers cannot tell at present keep theirs; the command says how many and why, with
     exit code 1. The burst tier does this by itself when it needs room.
     """
-    require_files(paths)
-    done, kept = list[int](), Counter[str]()
-    files: Iterable[str] = (file for path in paths for file in walk(path))
+    files = sizes = 0
     for is_last in (False, True):
-        opened = list[str]()
-        for path in files:
-            outcome = _evict(path)
-            if outcome == "open" and not is_last:
-                opened.append(path)
-            elif isinstance(outcome, str):
-                kept[outcome] += 1
-            elif outcome is not None:
-                done.append(outcome)
-        files = opened
-        if opened:
-            time.sleep(_CLOSING_S)
+        answers = _evict(paths)
+        kept = sum((Counter(answer["kept"]) for answer in answers), Counter[str]())
+        files += sum(answer["files"] for answer in answers)
+        sizes += sum(answer["bytes"] for answer in answers)
+        if is_last or not kept["open"]:
+            break
+        time.sleep(_CLOSING_S)
     for reason, kept_files in kept.items():
         print_error(f"{count(kept_files, 'file')} not evicted: {_REASONS[reason]}")
-    text = f"evicted {count(len(done), 'file')}, {size(sum(done))}"
-    report = {"files": len(done), "bytes": sum(done), "kept": kept}
-    return Report(report, text, code=1 if kept else 0)
+    report = {"files": files, "bytes": sizes, "kept": kept}
+    return Report(report, f"evicted {count(files, 'file')}, {size(sizes)}", code=1 if kept else 0)
 
 
-def _evict(path: str) -> int | str | None:
-    """How many bytes of a file the burst tier has given up, or the reason for which it keeps them;
-    None if there were none."""
+def _evict(paths: Sequence[str]) -> list[dict[str, Any]]:
     try:
-        state = door.read(path, "state")
-        if not (state["copy"] or state["block_bytes"]):
-            return None
-        door.put(path, "evict")
-        left = door.read(path, "state")["block_bytes"]
-    except FileNotFoundError:  # it is gone
-        return None
+        return list(door.call_for(paths, "evict"))
     except OSError as error:
-        if error.errno != errno.EBUSY:
+        if error.errno != errno.ENOTTY:
             raise
-        return _reason(path)
-    if not state["copy"] and left >= state["block_bytes"]:
-        return None
-    copied = sum(state["bytes"].values()) if state["copy"] else 0
-    return copied + max(0, state["block_bytes"] - left)
-
-
-def _reason(path: str) -> str:
-    state = door.read(path, "state")
-    if state["state"] in ("dirty", "draining"):
-        return "dirty"
-    if state["pinned"]:
-        return "pinned"
-    return "needed" if state["needed"] and not state["open"] else "open"
+    kept, evicted = Counter[str](), list[int]()  # the mount is without its bridge
+    for path in (file for path in paths for file in walk(path)):
+        try:
+            state = door.read(path, "state")
+            if state["copy"] or state["block_bytes"]:
+                door.put(path, "evict")
+                left = door.read(path, "state")["block_bytes"]
+                copied = sum(state["bytes"].values()) if state["copy"] else 0
+                if state["copy"] or left < state["block_bytes"]:
+                    evicted.append(copied + max(0, state["block_bytes"] - left))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            is_dirty = state["state"] in ("dirty", "draining")
+            asked = ["pinned", "open", "needed"]
+            kept["dirty" if is_dirty else next((it for it in asked if state[it]), "open")] += 1
+    return [{"files": len(evicted), "bytes": sum(evicted), "kept": kept}]
 
 
 # --- pin and unpin --------------------------------------------------------------------------------

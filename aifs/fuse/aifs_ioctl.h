@@ -71,6 +71,13 @@ static inline int aifs_do_call(int fd, struct aifs_call *call, const char *name,
  *   Returns when the bytes of the file, or of all files below the directory, that have been
  *     acknowledged are on the capacity tier. timeout_ms 0: none. ETIMEDOUT.
  *
+ * evict {"inos": array}, where: directory or file
+ *   Gives up the clean copies, and the blocks of their own, of the files with these inode
+ *     numbers, and of all files below such directories; without any, of that which it is called
+ *     on. Answers {files, bytes, kept}: those that have given up theirs, and how many keep theirs
+ *     by reason: dirty, open, pinned, needed (the data servers do not have all of it now), owner
+ *     (it is not the caller's).
+ *
  * group {"name": string, "ranks": integer, "dedup": string, "commit": string, "timeout": string,
  *   "grace": string, "publish": string, "same_size": string, "job": string, "pending": string,
  *   "step": integer, "anew": string}, where: directory

@@ -5,7 +5,7 @@ A copy stays, though it is clean, if it is needed (files/needs.py).
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 import trio
@@ -77,7 +77,7 @@ class Evictor:
         """Whether any of them was dropped."""
         done = False
         for start in range(0, len(copy_ids), _BATCH):
-            done |= await self.evict_copies(copy_ids[start : start + _BATCH]) > 0
+            done |= bool(await self.evict_copies(copy_ids[start : start + _BATCH]))
             await trio.lowlevel.checkpoint()
         return done
 
@@ -87,7 +87,7 @@ class Evictor:
         if file is not None:
             return file.inode.copy is None
         inode, _, _ = await self._engine.view(forms.load, ino)
-        return inode.copy is None or await self.evict_copies([inode.copy.id]) > 0
+        return inode.copy is None or bool(await self.evict_copies([inode.copy.id]))
 
     async def give_up(self, copy_ids: Sequence[int]) -> list[int]:
         """Drop these clean copies, pinned ones too, of files that are not open: their device is to
@@ -100,9 +100,9 @@ class Evictor:
             needing += (await self._engine.view(forms.find_copy_owners, needed)).values()
         return needing
 
-    async def evict_copies(self, copy_ids: Iterable[int], mapped: bool = False) -> int:
-        """Drop those of these copies that can be; how many. ``mapped``: also those that programs
-        have mapped."""
+    async def evict_copies(self, copy_ids: Iterable[int], mapped: bool = False) -> Collection[int]:
+        """Drop those of these copies that can be; which. ``mapped``: also those that programs have
+        mapped."""
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.table.recall(ino)}
         needed = await self._needs.find(closed)
@@ -121,7 +121,7 @@ class Evictor:
             self._tier.touch(copy_id)  # others are looked at first the next time
         self._needs.note(closed.keys(), needed)
         self._evicted += len(garbage)
-        return len(garbage)
+        return garbage
 
     async def _find_mapped(self, copy_ids: Iterable[int]) -> set[int]:
         """Which copies of closed files programs have mapped: a mapping outlives its descriptor.

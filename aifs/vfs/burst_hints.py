@@ -7,17 +7,25 @@ it is, and the call ``drain`` waits.
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import trio
 
 from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, Invalid, NotSupported, TimedOut, Unavailable
+from aifs.core.errors import (
+    Busy,
+    Invalid,
+    NotFound,
+    NotPermitted,
+    NotSupported,
+    TimedOut,
+    Unavailable,
+)
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.files import rights
-from aifs.files.asks import BOTH, FILE, Hint, HintCall, bare
+from aifs.files.asks import BOTH, FILE, Ask, Hint, HintCall, bare
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.needs import Needs
@@ -25,7 +33,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.layout.interleaved import HEADER_BYTES
-from aifs.meta import chunks, keys, shared
+from aifs.meta import chunks, forms, keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
@@ -37,6 +45,17 @@ STATES = ("dirty", "draining", "clean", "cached")
 """Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the
 capacity tier; and no data server is needed to read them. A directory has the first of these that a
 file below it has."""
+
+_STAYS = {
+    "dirty": "its newest bytes are in the burst tier alone; drain it first",
+    "pinned": "it is pinned to the burst tier; unpin it first",
+    "open": "programs have it open or mapped, or did a moment ago",
+    "needed": "the data servers lack bytes of it, or do not answer: nobody else may have them",
+}
+"""Why a copy is not given up."""
+
+_DROPPED = 256
+"""Files in one transaction."""
 
 _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
@@ -231,22 +250,75 @@ class BurstHints:
 
     async def _evict(self, inode: Inode) -> None:
         """As ``evict``, of the copy that is here."""
-        if inode.in_burst:
-            raise Busy("its newest bytes are in the burst tier alone; drain it first")
-        self._io.table.recall(inode.ino)  # it is not lent any more, if it is not open
-        if await self._tier.blocks.is_used(inode.oid):
-            raise Busy("programs read its blocks by themselves: it is open, or mapped")
-        self._tier.blocks.end(inode.oid)
-        if inode.copy is None:
-            return
-        if _is_pinned(inode):
-            raise Busy("it is pinned to the burst tier; unpin it first")
-        if not await self._evictor.evict(inode.ino):
-            needed = self._needs.is_needed(inode.copy.id)
-            reason = (
-                "the data servers lack bytes of it, or do not answer: nobody else may have them"
-            )
-            raise Busy(reason if needed else "it is open")
+        if reason := (await self._drop([inode])).get(inode.ino):
+            raise Busy(_STAYS[reason])
+
+    async def evict_all(self, ask: Ask) -> dict[str, Any]:
+        """See the call. Raises Unavailable if another host cannot be asked."""
+        gone, sizes, kept = 0, 0, Counter[str]()
+        some = list[Place]()
+
+        async def drop(places: Sequence[Place]) -> None:
+            nonlocal gone, sizes
+            reasons = await self._drop([place.inode for place in places])
+            kept.update(reasons.values())
+            done = [place for place in places if place.inode.ino not in reasons]
+            gone += len(done)
+            sizes += sum(_bytes_here(place) for place in done)
+
+        for ino in ask.fields.get("inos") or [ask.ino]:
+            try:
+                top = await self._attributes.getattr(ino)
+            except NotFound:
+                continue
+            async for place in self._files_below(top, self._tier.blocks):
+                inode = place.inode
+                if inode.copy is None and not _bytes_here(place):
+                    continue
+                home = (
+                    0 if inode.in_burst or inode.copy is None else self._homes.of(inode.copy.server)
+                )
+                try:
+                    rights.owner(inode, ask.caller)
+                    if home:
+                        await self._homes.evict(home, inode.ino)
+                        gone, sizes = gone + 1, sizes + inode.size
+                    else:
+                        some.append(place)
+                except NotPermitted:
+                    kept["owner"] += 1
+                except Busy:
+                    kept["open"] += 1
+                except NotFound:
+                    pass
+                if len(some) == _DROPPED:
+                    await drop(some)
+                    some = []
+        await drop(some)
+        return {"files": gone, "bytes": sizes, "kept": kept}
+
+    async def _drop(self, inodes: Iterable[Inode]) -> dict[int, str]:
+        """Give up the clean copies and the blocks that files have here; a key of _STAYS for those
+        that keep theirs, by inode number."""
+        stays, copies = dict[int, str](), dict[int, int]()
+        for inode in inodes:
+            if inode.in_burst:
+                stays[inode.ino] = "dirty"
+                continue
+            self._io.table.recall(inode.ino)  # it is not lent any more, if it is not open
+            if await self._tier.blocks.is_used(inode.oid):
+                stays[inode.ino] = "open"
+                continue
+            self._tier.blocks.end(inode.oid)
+            if inode.copy is not None and _is_pinned(inode):
+                stays[inode.ino] = "pinned"
+            elif inode.copy is not None:
+                copies[inode.copy.id] = inode.ino
+        gone = await self._evictor.evict_copies(copies) if copies else ()
+        there = await self._engine.view(forms.find_copy_owners, copies.keys() - set(gone))
+        for copy_id, ino in there.items():
+            stays[ino] = "needed" if self._needs.is_needed(copy_id) else "open"
+        return stays
 
     async def _file(self, ino: int) -> Inode:
         inode = await self._attributes.getattr(ino)
@@ -301,6 +373,17 @@ class BurstHints:
             "set it to '' to give up the copy in the burst tier",
             change=rights.owner,
             set=bare(lambda burst, ask: burst.evict(ask.ino)),
+            call=HintCall(
+                rights.anybody,  # except for files that are not the caller's
+                lambda burst, ask: burst.evict_all(ask),
+                {"inos": list},
+                "Gives up the clean copies, and the blocks of their own, of the files with these "
+                "inode numbers, and of all files below such directories; without any, of that "
+                "which it is called on. Answers {files, bytes, kept}: those that have given up "
+                "theirs, and how many keep theirs by reason: dirty, open, pinned, needed (the data "
+                "servers do not have all of it now), owner (it is not the caller's).",
+                where=BOTH,
+            ),
         ),
     )
 
@@ -336,6 +419,13 @@ def bytes_in_blocks(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> int:
                 found += length * held // place.stored
             at += length
     return found
+
+
+def _bytes_here(place: Place) -> int:
+    """How many bytes of a clean file go if the burst tier gives it up."""
+    inode = place.inode
+    own = place.block_bytes if inode.objects is not None else 0
+    return own + (inode.size if inode.copy is not None else 0)
 
 
 def _is_pinned(inode: Inode) -> bool:

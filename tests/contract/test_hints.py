@@ -19,7 +19,7 @@ from aifs.core.errors import (
 )
 from aifs.vfs import Caller, Filesystem
 from tests.support import modes, stores
-from tests.support.stores import OWNER, ask, get, put, read_file
+from tests.support.stores import OWNER, ask, call, get, put, read_file
 from tests.support.stores import fs as fs
 
 ROOT, OTHER = 1, Caller(uid=2000, gid=2000)
@@ -270,6 +270,27 @@ async def test_evict_and_stage(fs: Filesystem) -> None:
     await until_staged(fs, ino)
     assert await state(fs, ino) == "cached"
     assert await read_file(fs, ino) == b"f" * SIZE
+
+
+@pytest.mark.engines
+async def test_evict_takes_many_files_and_trees_at_once(fs: Filesystem) -> None:
+    top, other = await tree(fs, b"top"), await tree(fs, b"other")
+    below = (await fs.mkdir(top, b"below", 0o755, OWNER)).ino
+    inos = [await make(fs, below, b"%c" % number) for number in range(97, 107)]
+    beside = await make(fs, other, b"beside")
+    assert await call(fs, top, "evict") == {"files": 0, "bytes": 0, "kept": {"dirty": 10}}
+    await fs.wait_drained(ROOT)
+    assert await call(fs, top, "evict", OTHER) == {"files": 0, "bytes": 0, "kept": {"owner": 10}}
+    handle, *_ = await fs.open(inos[0], os.O_RDONLY)
+    await put(fs, inos[1], "tier", "pinned")
+    told = await call(fs, ROOT, "evict", inos=[*inos[:5], 1 << 60])
+    assert told == {"files": 3, "bytes": 3 * SIZE, "kept": {"open": 1, "pinned": 1}}
+    await fs.release(handle)
+    told = await call(fs, other, "evict", inos=[top, beside])
+    assert told == {"files": 7, "bytes": 7 * SIZE, "kept": {"pinned": 1}}
+    assert [await state(fs, ino) for ino in inos] == ["clean", "cached", *["clean"] * 8]
+    assert await call(fs, beside, "evict") == {"files": 0, "bytes": 0, "kept": {}}
+    assert await read_file(fs, inos[3]) == b"d" * SIZE
 
 
 async def test_only_files_can_be_staged_and_evicted(fs: Filesystem) -> None:

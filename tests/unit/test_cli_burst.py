@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ class Played:
         self.foreign: set[str] = set()
         self.room = 1 << 40
         self.draining = False
+        self.has_bridge = True
         self.error = ""
         self.since_ns = 1
         self.most_staging = 0
@@ -103,6 +105,27 @@ class Played:
             self.states[path] = "clean"
             del self.own_blocks[path]
 
+    def call_for(self, paths: Sequence[str], name: str) -> list[dict]:
+        assert name == "evict"
+        if not self.has_bridge:
+            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device", paths[0])
+        door.require_files(paths)
+        kept, gone = Counter[str](), list[int]()
+        for top in paths:
+            for path, state in self.states.items():
+                if path != top and not path.startswith(f"{top}/"):
+                    continue
+                here = os.path.getsize(path) if state != "clean" else 0
+                here += self.own_blocks.pop(path, 0)
+                if state == "dirty":
+                    kept["dirty"] += 1
+                elif why := [it for it in ("pinned", "opened", "needed") if path in vars(self)[it]]:
+                    kept[why[0].replace("opened", "open")] += 1
+                elif here:
+                    self.states[path] = "clean"
+                    gone.append(here)
+        return [{"files": len(gone), "bytes": sum(gone), "kept": kept}]
+
     def step(self, seconds: float) -> None:
         for path in self.staging[:1]:
             self.staging.remove(path)
@@ -123,6 +146,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played(tmp_path)
     monkeypatch.setattr(door, "read", played.read)
     monkeypatch.setattr(door, "put", played.put)
+    monkeypatch.setattr(door, "call_for", played.call_for)
     monkeypatch.setattr(door, "require_inside", os.stat)
     monkeypatch.setattr(time, "sleep", played.step)
     return played
@@ -313,7 +337,9 @@ def test_warm_check_only_counts(capsys, mount: Played) -> None:
 # --- evict, pin -----------------------------------------------------------------------------------
 
 
-def test_evict_counts_blocks(capsys, mount: Played) -> None:
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_evict_counts_blocks(capsys, mount: Played, has_bridge: bool) -> None:
+    mount.has_bridge = has_bridge
     both, own, shared = (
         mount.file(f"tree/{name}", state)
         for name, state in (("both", "cached"), ("own", "clean"), ("shared", "clean"))
@@ -327,7 +353,9 @@ def test_evict_counts_blocks(capsys, mount: Played) -> None:
     assert run(capsys, "evict", mount.root / "tree")[1] == "evicted 0 files, 0 B\n"
 
 
-def test_evict_says_what_stays_and_why(capsys, mount: Played) -> None:
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_evict_says_what_stays_and_why(capsys, mount: Played, has_bridge: bool) -> None:
+    mount.has_bridge = has_bridge
     mount.file("tree/cached", "cached", 2)
     mount.file("tree/clean", "clean")
     mount.file("tree/dirty", "dirty")
