@@ -3,26 +3,32 @@ and a directory's final name, whole and durable, with a manifest.
 """
 
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, group, number
+from aifs.cli.command import (
+    DURATION,
+    PATH,
+    SIZE,
+    Column,
+    Pairs,
+    Report,
+    Table,
+    command,
+    group,
+    number,
+)
+from aifs.cli.door import walk
 from aifs.cli.output import count, print_error, progress, size, when
+from aifs.client.checkpoints import attributes
 from aifs.core.errors import UserError
 
 if TYPE_CHECKING:
     from aifs.client import Checkpoint
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
-
-from aifs.cli.command import Pairs, command
-from aifs.cli.door import walk
-from aifs.client.checkpoints import attributes
-
-if TYPE_CHECKING:
     from aifs.client.torch.gather_files import FileRange, LoadPlan
 
 
@@ -109,7 +115,9 @@ def _place(path: str) -> str:
         return OUTSIDE
     if copy := info.get("copy"):
         return f"host {copy['host']}" if "host" in copy else HERE
-    return SERVERS if "parts" in info else RECORD
+    if "parts" not in info:
+        return RECORD
+    return HERE if info["block_bytes"] >= info["size"] else SERVERS
 
 
 def _by_place(ranges: Sequence["FileRange"], places: dict[str, str]) -> dict[str, int]:

@@ -1,26 +1,25 @@
 """``aifs start``: jobs whose start is recorded once, and prefetched from then on."""
 
+import math
 import os
+import re
 import signal
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import IO, TYPE_CHECKING, Any
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 import click
 
 from aifs.cli.command import PATH, Column, Report, Table, group, is_json, number
 from aifs.cli.output import count, duration, print_error, size, when
+from aifs.client import startup
 
 if TYPE_CHECKING:
     from aifs.client.startup.marks import MarkedOutput
     from aifs.core.start_record import StartRecord
-import math
-import re
-from collections import defaultdict
-from collections.abc import Sequence
-from datetime import datetime, timezone
-from xml.etree.ElementTree import Element, SubElement, indent, tostring
-
-from aifs.client import startup
 
 _PASSED_ON = (
     signal.SIGHUP,

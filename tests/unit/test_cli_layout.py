@@ -5,7 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from aifs.cli.info import in_words, layout_command
+from aifs.cli.info import in_words
+from aifs.cli.main import cli
 from aifs.layout.hint import parse_layout_hint
 
 
@@ -31,6 +32,6 @@ def test_a_layout_in_words(text: str, said: list[str]) -> None:
 
 
 def test_the_command() -> None:
-    done = CliRunner().invoke(layout_command, ["explain", "ec=2+1", "--json"])
+    done = CliRunner().invoke(cli, ["layout", "explain", "ec=2+1", "--json"])
     told = json.loads(done.output)
     assert told["layout"] == "ec=2+1" and "Any 1 of its servers" in " ".join(told["words"])

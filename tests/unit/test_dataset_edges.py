@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from aifs.cli.dataset import dataset_command
+from aifs.cli.main import cli
 from aifs.client import data
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.columns import joined
@@ -52,7 +52,7 @@ def read(directory: Path, **options: Any) -> list[Any]:
 
 
 def verify(directory: Path) -> Result:
-    return CliRunner().invoke(dataset_command, ["verify", str(directory)])
+    return CliRunner().invoke(cli, ["dataset", "verify", str(directory)])
 
 
 def refusal(directory: Path) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.cli import status as stats
-from aifs.cli.trace import profile_command
+from aifs.cli.main import cli
 from aifs.core.served import BUCKETS, UNIT_NS, Served, quantile
 from aifs.watch import usage
 
@@ -57,15 +57,15 @@ def test_a_profile_of_a_file(tmp_path: Path) -> None:
     records = [record(path=f"/p{number}/x") for number in range(12)]
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records))
     runner = CliRunner()
-    told = json.loads(runner.invoke(profile_command, [str(file), "--json"]).stdout)
+    told = json.loads(runner.invoke(cli, ["profile", str(file), "--json"]).stdout)
     assert list(told) == ["process", "user", "path", "operation", "cause"]
     assert told["operation"][0]["requests"] == 12 and len(told["path"]) == 12
-    printed = runner.invoke(profile_command, [str(file), "--by", "path"]).stdout.splitlines()
+    printed = runner.invoke(cli, ["profile", str(file), "--by", "path"]).stdout.splitlines()
     assert len(printed) == 12 and printed[-1] == "and 2 more"
     file.write_text(json.dumps(record()) + "\n{}\n")
-    wrong = runner.invoke(profile_command, [str(file)])
+    wrong = runner.invoke(cli, ["profile", str(file)])
     assert wrong.exit_code == 2 and "trace:2: is not a line of aifs trace --json" in wrong.output
-    wrong = runner.invoke(profile_command, [str(file), "--for", "1s"])
+    wrong = runner.invoke(cli, ["profile", str(file), "--for", "1s"])
     assert wrong.exit_code == 2 and "--for is for a mount" in wrong.output
 
 
@@ -78,8 +78,8 @@ def test_where_the_seconds_of_a_job_went(tmp_path: Path) -> None:
     ]
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records))
     runner = CliRunner()
-    command = [str(file), "--by", "cause"]
-    told = json.loads(runner.invoke(profile_command, [*command, "--json"]).stdout)
+    command = ["profile", str(file), "--by", "cause"]
+    told = json.loads(runner.invoke(cli, [*command, "--json"]).stdout)
     assert list(told) == ["cause"]
     found = [(one["cause"], one["operation"], one["seconds"]) for one in told["cause"]]
     assert found == [
@@ -89,7 +89,7 @@ def test_where_the_seconds_of_a_job_went(tmp_path: Path) -> None:
         ("journal", "open", 8e-6),
     ]
     assert (told["cause"][0]["requests"], told["cause"][0]["errors"]) == (2, 1)
-    head, first, *_ = runner.invoke(profile_command, command).stdout.splitlines()
+    head, first, *_ = runner.invoke(cli, command).stdout.splitlines()
     assert head.split()[:3] == ["cause", "operation", "requests"]
     assert first.split()[:3] == ["journal", "read", "2"]
 

@@ -7,14 +7,19 @@ most), one block of each of its shares, and a block for each thread. Nothing is 
 dataset."""
 
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aifs.client.data.dataset import Dataset
+from aifs.core import files, ioctl
+from aifs.core.errors import DatasetError
+from aifs.datasets.ahead import Announced
 from aifs.datasets.arrays import ArrayArithmetic, all_permuted
 from aifs.datasets.formats.columns import joined
 from aifs.datasets.formats.reading import BlockRows
@@ -22,13 +27,6 @@ from aifs.datasets.sequence import Epoch, EpochOrder, Piece, ShuffleGroup, share
 
 if TYPE_CHECKING:
     import pyarrow
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-
-from aifs.core import files, ioctl
-from aifs.core.errors import DatasetError
-from aifs.datasets.ahead import Announced
 
 
 def filled(counts: Sequence[int], limits: Sequence[int], more: int) -> list[int]:
