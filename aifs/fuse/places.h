@@ -54,7 +54,7 @@ struct placed {
 struct places {
     uint32_t hand;
     size_t idle_count;
-    uint32_t idle[SOURCES_MAX]; /* sources that have lost their last place, and are no more; the filesystem closes them */
+    uint32_t idle[SOURCES_MAX]; /* sources without a place, which are no more; the filesystem closes them */
     struct source sources[SOURCES_MAX];
     struct placed placed[PLACED_SETS * PLACED_WAYS];
 };
@@ -168,6 +168,11 @@ static inline void take_source(struct places *all, uint32_t number)
         if (goes && file->ino != 0)
             drop_placed(all, file);
     }
+    for (uint32_t i = 0; i < SOURCES_MAX; i++) /* those that never got a place */
+        if ((i == number || number == SOURCES_MAX) && all->sources[i].width != 0 && all->sources[i].users == 0) {
+            all->sources[i].width = 0;
+            all->idle[all->idle_count++] = i;
+        }
 }
 
 /* Puts at `parts` where up to PARTS_MAX ranges lie that together are these bytes of the file, which it has; how many

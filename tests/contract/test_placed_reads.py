@@ -17,6 +17,7 @@ from aifs.core.upkeep import Work
 from aifs.data.chunk_codec import PLAIN as UNCODED
 from aifs.files.types import SetAttr
 from aifs.layout.interleaved import Extent, Location
+from aifs.meta import chunks
 from aifs.meta.publishing import Publication
 from aifs.vfs import Caller
 from tests.support import modes
@@ -487,3 +488,20 @@ async def test_sources_of_one_file_go_together_when_one_was_removed(
         (tmp_path / "0").unlink()
         kernel.containers.files.forget()
         assert not kernel.has_places(50)
+
+
+async def test_sources_that_got_no_place_are_closed(directory: Path) -> None:
+    """Of files that have changed while their container was opened."""
+    async with mounted(directory, {"layout.kind": "interleaved"}) as kernel:
+        inode = await kernel.getattr(await make(kernel))
+        args = inode.oid, inode.chunks.chunk, 0
+        _, extents = await kernel.store.engine.view(chunks.get_extents, *args)
+        places = kernel.handles.places
+        await places.open_containers(extents)
+        opened = len(open_below(directory))
+        assert places.close_idle() == 1
+        assert len(open_below(directory)) == opened - 1
+        assert places.close_idle() == 0
+        await places.open_containers(extents)
+        assert places.put_chunks(inode.ino, inode.size, extents)
+        assert kernel.read_placed(inode.ino, 0, inode.size) == CONTENT

@@ -199,6 +199,8 @@ class Kernel:
         for ino, (_, places) in list(self._placed.items()):
             if number == EVERY_SOURCE or any(place.source == number for place in places):
                 del self._placed[ino]
+        of_all = number == EVERY_SOURCE
+        self._begun |= self._sources.keys() if of_all else self._sources.keys() & {number}
         return self._idle()
 
     def has_places(self, ino: int) -> bool:

@@ -381,8 +381,11 @@ static void one_placing(struct places *all)
         if (below(4) == 0) {
             take_source(all, SOURCES_MAX);
             may_give_way = true;
+            for (uint32_t i = 0; i < SOURCES; i++)
+                had_users[i] = sources[i].width != 0; /* or never got any */
         } else {
             take_source(all, source);
+            had_users[source] = sources[source].width != 0;
             for (unsigned i = 0; i < PLACED; i++)
                 for (size_t j = 0; j < model[i].count; j++)
                     if (model[i].places[j].source == source)
