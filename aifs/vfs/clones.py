@@ -246,7 +246,7 @@ class Clones:
         async with alone([file]):
             if file.home or file.marked or file.inode.in_burst:
                 return None
-            if file.on_object or file.on_source:
+            if file.on_object:
                 return None
             return await self._io.transitions.share(file, function, *args)
 

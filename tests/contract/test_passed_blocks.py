@@ -536,3 +536,38 @@ async def test_blocks_that_come_while_their_file_becomes_a_copy(directory: Path)
         reader = await kernel.open(ino, os.O_RDONLY)
         assert await all_of(kernel, reader) == b"other" + CONTENT[5:]
         await kernel.release(reader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["original", "clone"])
+async def test_a_file_that_is_passed_through_is_cloned(
+    directory: Path, kind: str, first: str
+) -> None:
+    """The clone shares its objects; what one of them writes the other one's readers do not see."""
+    async with mounted(directory, KINDS[kind]) as kernel:
+        ino = await make(kernel)
+        reader = await kernel.open(ino, os.O_RDONLY)
+        await kernel.clone(ROOT, b"f", ROOT, b"clone", AS_ROOT)
+        clone = await kernel.lookup(ROOT, b"clone")
+        assert clone.oid == (await kernel.getattr(ino)).oid
+        assert await passed(kernel, reader, CONTENT)
+        late = await kernel.open(ino, os.O_RDONLY)
+        of_clone = await kernel.open(clone.ino, os.O_RDONLY)
+        inos = {"original": ino, "clone": clone.ino}
+        expected = dict.fromkeys(inos, CONTENT)
+        for name in sorted(inos, key=lambda each: each != first):
+            data = name.encode()
+            writer = await kernel.open(inos[name], os.O_RDWR)
+            await kernel.write(writer, 0, data)
+            await kernel.release(writer)
+            expected[name] = data + CONTENT[len(data) :]
+            for handle in (reader, late):
+                assert await all_of(kernel, handle) == expected["original"]
+            assert await all_of(kernel, of_clone) == expected["clone"]
+        for handle in (reader, late, of_clone):
+            await kernel.release(handle)
+        await drained(kernel, *inos.values())
+        for name in inos:
+            reader = await kernel.open(inos[name], os.O_RDONLY)
+            assert await all_of(kernel, reader) == expected[name]
+            await kernel.release(reader)
