@@ -18,7 +18,7 @@ makes no transaction.
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +156,10 @@ class _Device:
     """Blocks that are to be written, in order."""
     filling: set[tuple[int, int]] = field(default_factory=set)
     """Sources and numbers of blocks that are going to be there."""
+    asked: int = 0
+    """How many fills there have been,"""
+    ended: int = 0
+    """and how many of them are written, or never will be."""
     changed: bool = False
     """The map is not as it is on disk."""
     rests_until_s: float = 0.0
@@ -234,6 +238,8 @@ class BlockCache:
         """Bytes that wait to be written."""
         self._reserved = 0
         """Bytes of the budget that these have."""
+        self._fills_ended = trio.Event()
+        """Set, and replaced, when some have."""
         self._save_at_s = 0.0
         """When the maps are written next, on trio's clock; 0: when something has changed."""
         self._tells: list[Callable[[int], None]] = []
@@ -347,7 +353,7 @@ class BlockCache:
                 file.gone()
             for file in chain.from_iterable(device.survivors.values()):
                 file.in_use(-1)
-            self._wait_no_more(device.fills)
+            self._wait_no_more(device, device.fills)
             device.fills.clear()
             await gather([(device.server.workers, _remove_all, (device.path,))])
 
@@ -652,8 +658,25 @@ class BlockCache:
             if memoryview(part.obj).nbytes > 2 * len(part):
                 part = memoryview(bytes(part))  # or all of a stripe stays in memory for a part
             device.fills.append(_Fill(source, numbers, part, file))
+            device.asked += 1
         if device.fills:
             self._upkeep.wake(Work.BLOCKS)
+
+    async def filled(self) -> None:
+        """See Blocks."""
+        asked = [(device, device.asked) for device in self.devices.values()]
+        while any(device.ended < count for device, count in asked):
+            await self._fills_ended.wait()
+
+    def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
+        """See Blocks."""
+        if length and (device := self._where.get(source)) is not None:
+            device.map.want(source, offset, length, is_wanted)
+
+    @property
+    def room(self) -> int:
+        """See Blocks."""
+        return sum(device.map.limit for device in self.devices.values())
 
     def _has_memory(self, size: int) -> bool:
         """Whether so many bytes more may wait."""
@@ -668,8 +691,11 @@ class BlockCache:
         self._reserved += wanted
         return True
 
-    def _wait_no_more(self, fills: Iterable[_Fill]) -> None:
+    def _wait_no_more(self, device: _Device, fills: Collection[_Fill]) -> None:
         """These are written, or never will be."""
+        device.ended += len(fills)
+        self._fills_ended.set()
+        self._fills_ended = trio.Event()
         self._pending -= sum(len(fill.data) for fill in fills)
         too_much = min(self._reserved, self._reserved - (self._pending - _PENDING_MAX))
         if too_much > 0:
@@ -732,7 +758,7 @@ class BlockCache:
                 raise
             faults.reach(_FILLED)
         finally:
-            self._wait_no_more(taken)
+            self._wait_no_more(device, taken)
             for fill in taken:
                 device.filling.difference_update((fill.source, it) for it in fill.numbers)
         for fill, checksums in zip(batch, sums, strict=True):
@@ -858,7 +884,7 @@ class BlockCache:
     def _fails(self, device: _Device, error: Exception) -> None:
         device.rests_until_s = trio.current_time() + _REST_S
         fills, device.fills = device.fills, deque()
-        self._wait_no_more(fills)
+        self._wait_no_more(device, fills)
         for fill in fills:
             device.filling.difference_update((fill.source, it) for it in fill.numbers)
             if fill.source in device.files and fill.source not in device.map.sources:

@@ -199,6 +199,15 @@ class BlockMap:
             segment.used_at = self._used
             segment.uses = min(segment.uses + 1, _USES_MAX)
 
+    def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
+        """A range is going to be read, so its segments stay as if they were read often; or nobody
+        needs it soon."""
+        numbers = self.sources.get(source, {})
+        first, last = offset // self.block, (offset + length - 1) // self.block
+        for number in range(first // BLOCKS, last // BLOCKS + 1):
+            if (segment := numbers.get(number)) is not None:
+                segment.uses = _USES_MAX if is_wanted else 0
+
     def use_segments(self, source: int, mask: int) -> None:
         """Something of these segments was read: bit ``n mod 64`` for segment ``n``."""
         for number, segment in self.sources.get(source, {}).items():

@@ -55,10 +55,6 @@ class _Copy:
     """How many have it open."""
     pinned: bool = False
     """See ``Ledger.pin``."""
-    made_ahead: bool = False
-    """See ``Ledger.made_ahead``."""
-    used_up: bool = False
-    """See ``Ledger.used_up``."""
 
 
 class Ledger:
@@ -141,7 +137,7 @@ class Ledger:
         copy = self._known(copy_id)
         if copy.opens == 0:
             self._leave(copy_id, copy)
-            copy.opens, copy.used_up = 1, False
+            copy.opens = 1
             self._open[copy_id] = copy
             self._enter(copy_id, copy)
         else:
@@ -174,22 +170,8 @@ class Ledger:
         """It is the most recently used one."""
         copy = self._copies.get(copy_id)
         if copy is not None and copy.totals is not None:
-            copy.used_up = False
             if copy_id in copy.totals.oldest_first:
                 copy.totals.oldest_first.move_to_end(copy_id)
-
-    def made_ahead(self, copy_id: int) -> None:
-        """It was made ahead of its readers. Its maker reports when it is ``used_up``."""
-        self._known(copy_id).made_ahead = True
-
-    def used_up(self, copy_id: int) -> None:
-        """Nobody needs it soon, if it was ``made_ahead``: it is the first to be evicted, as soon as
-        it is closed, until it is used again. Any other copy keeps its place."""
-        copy = self._copies.get(copy_id)
-        if copy is not None and copy.made_ahead and copy.totals is not None:
-            copy.used_up = True
-            if copy_id in copy.totals.oldest_first:
-                copy.totals.oldest_first.move_to_end(copy_id, last=False)
 
     def victims(self, server: int, wanted: int) -> list[int]:
         """Ids of copies of together at least ``wanted`` bytes, or all there are; least recently
@@ -242,8 +224,6 @@ class Ledger:
         if not copy.opens and not copy.pinned:
             totals.evictable += copy.bytes
             totals.oldest_first[copy_id] = copy.bytes
-            if copy.used_up:
-                totals.oldest_first.move_to_end(copy_id, last=False)
 
 
 _RESERVE_PART = 0.05
@@ -443,28 +423,6 @@ class Device:
         """Where eviction begins."""
         low, high = self._config.low_water, self._config.high_water
         return low + _EVICT_AT * (high - low)
-
-    def room_ahead(self) -> int:
-        """Bytes that copies may take which nobody waits for: up to where eviction begins; the rest
-        is for new files."""
-        if not self.usable or self.pressure() > 0:
-            return 0
-        return min(self._up_to(self._evict_mark), self._room()) - self._promised_bytes()
-
-    def lacks_ahead(self, size: int) -> int:
-        """Bytes of clean copies that are to be evicted for such a copy of that size; 0 if there are
-        not so many, or they are leaving already."""
-        missing = size + 1 - self.room_ahead() - self._leaving_bytes
-        is_possible = self.usable and self.pressure() == 0 and missing <= self.totals.evictable
-        return max(0, missing) if is_possible else 0
-
-    def kept_ahead(self) -> int:
-        """Bytes that copies may take which are made ahead: those below the low mark that nothing
-        takes which has to stay."""
-        if not self.usable:
-            return 0
-        below = self._up_to(self._config.low_water) + self.used
-        return max(0, below - self.totals.dirty - self.totals.pinned)
 
     def lacks(self, size: int) -> int:
         """Bytes of clean copies that are to be evicted for a new file of that size, as far as there

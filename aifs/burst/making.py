@@ -22,8 +22,7 @@ from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.inspecting.column_source import ColumnSource, ContainerColumn
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import InObjects, Source
-from aifs.data.objects.object_set import Followed, ObjectSet
-from aifs.data.objects.together import Join, Sharing
+from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent
@@ -68,9 +67,6 @@ class Making:
     """In bytes."""
     sparse: bool = False
     """There are holes, which are to be found, and not read."""
-    followed: bool = False
-    """Somebody reads the file now: by way of the caches of this process, if it is the same one, so
-    that each byte comes from its server once for both."""
     spare: int = 0
     """How many columns more than the bytes need must be durable; see ObjectSet.sync."""
 
@@ -132,17 +128,14 @@ class MakingTools:
     on_damage: Callable[[Striped, int, int, int], None] = _ignore
     """Told of columns whose bytes turn out to be missing or wrong, as layout, oid, inode number and
     column. Does not block."""
-    join: Join | None = None
-    """Called with large files that are read here, for other hosts; None: there are none."""
 
     @contextmanager
-    def opened(self, origin: InObjects | InChunks, followed: bool) -> Iterator[Source]:
+    def opened(self, origin: InObjects | InChunks) -> Iterator[Source]:
         """Bytes on the capacity tier, to be read, and compared with their checksums."""
         if isinstance(origin, InChunks):
             with self.reading(origin.containers) as containers:
                 yield ChunkedObjects(containers, _listed(origin), verify=True)
             return
-        load, join = _loaded(origin.digests), self.join if followed else None
         objects = ObjectSet(
             self.servers,
             origin.layout,
@@ -151,12 +144,11 @@ class MakingTools:
             background=self.mover.io_priority,
             unread=origin.unread,
             on_damage=partial(self.on_damage, origin.layout),
-            digests=load,
+            digests=_loaded(origin.digests),
             verify=self.verify,
-            shared=None if join is None else Sharing(load, join),
         )
         with closing(objects):
-            yield Followed(objects) if followed else objects
+            yield objects
 
     @property
     def buffers(self) -> BudgetedBuffers:
@@ -206,11 +198,9 @@ async def carry_out(
     assert isinstance(making.origin, InObjects | InChunks)
     with (
         closing(_opened_copy(tools, target)) as copy,
-        tools.opened(making.origin, making.followed) as source,
+        tools.opened(making.origin) as source,
     ):
-        done = await tools.mover.stage_in(
-            source, making.size, copy, cancelled, making.sparse, in_order=making.followed
-        )
+        done = await tools.mover.stage_in(source, making.size, copy, cancelled, making.sparse)
     return Made() if done else None
 
 
@@ -228,7 +218,7 @@ async def _make_objects(
                 )
         else:
             workers = servers[layout.servers[0]].workers
-            with tools.opened(origin, making.followed) as source:
+            with tools.opened(origin) as source:
                 digests = await mover.store_anew(
                     source, making.size, objects, workers, cancelled, making.spare, making.sparse
                 )

@@ -32,11 +32,6 @@ class Movers:
         """Of this process."""
         self._pool = pool
 
-    def warm(self) -> bool:
-        """Whether work begins at once that is not done ``here``. If not, a process is being
-        started. Does not block."""
-        return self._pool is None or not self._pool.is_open or self._pool.warm()
-
     async def call(self, function: Callable[[Value], Result], value: Value) -> Result:
         """``function(value)``, which takes the processor, such as to look into what users have
         written. It is in a thread if there is no process for it. Raises as ``carry_out``."""

@@ -189,11 +189,6 @@ class Pool:
         _log.warning("%d movers have died of one piece of work: %s", _DEATHS_MAX, what)
         raise Unavailable(f"{_DEATHS_MAX} mover processes have died of it")
 
-    def warm(self) -> bool:
-        """Whether there is a process that begins at once with what it is given. If not, one is on
-        its way when this returns. Does not block."""
-        return self._choose().has_begun
-
     def _choose(self) -> "_Child":
         table = self._table()
         for child in [each for each in self._children if each.table != table]:

@@ -102,8 +102,6 @@ class BurstTier:
         """Ids of copies that are mirrors of other hosts' copies."""
         self._waiting = 0
         """How many writers wait for room."""
-        self._ahead_waits = False
-        """Whether a copy that is made ahead waits for it."""
         self.rate = 0.0
         """Bytes per second that drains have come to lately; 0: not known."""
         self._rate_seen = (time.monotonic(), 0)
@@ -176,42 +174,6 @@ class BurstTier:
             self._is_idle = False
             self._upkeep.wake(Work.LOOK_AT_BURST)
 
-    # --- copies that are made ahead of their readers ---
-
-    def admit_ahead(self, policy_tier: str, size: int) -> DataServer | None:
-        """As ``admit``, for a copy of ``size`` bytes that nobody waits for: only while nobody waits
-        for room, and below the mark at which eviction begins, above which new files find room.
-        Where it is refused for want of room, Work.AHEAD is asked for when there may be some.
-        """
-        self._look_again()
-        if policy_tier == "capacity" or self._lacking or not self.devices:
-            return None
-        best = max(self.devices.values(), key=Device.room_ahead)
-        if best.room_ahead() > size:
-            return best.server
-        self._ahead_waits = True
-        return None
-
-    def lacks_ahead(self, size: int) -> tuple[int, int] | None:
-        """The device on which eviction can make room for such a copy, and how many bytes of clean
-        copies are to go there. None: it cannot, or enough are going."""
-        lacking = [(device.lacks_ahead(size), number) for number, device in self.devices.items()]
-        wanted, number = min(((wanted, it) for wanted, it in lacking if wanted), default=(0, 0))
-        return (number, wanted) if wanted and not self._lacking else None
-
-    @property
-    def kept_ahead(self) -> int:
-        """Bytes that all such copies together may take, before they are used."""
-        return sum(device.kept_ahead() for device in self.devices.values())
-
-    def made_ahead(self, copy_id: int) -> None:
-        """It was made before somebody needed it."""
-        self._ledger.made_ahead(copy_id)
-
-    def used_up(self, copy_id: int) -> None:
-        """Nobody needs a copy soon that was ``made_ahead``: it is the first to be evicted."""
-        self._ledger.used_up(copy_id)
-
     # --- writers that wait ---
 
     async def throttle(self) -> None:
@@ -271,8 +233,8 @@ class BurstTier:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether new files wait for room, or soon will, or a copy that is made ahead does."""
-        return self._ahead_waits or self.pressure > 0 or bool(self.needs_eviction())
+        """Whether new files wait for room, or soon will."""
+        return self.pressure > 0 or bool(self.needs_eviction())
 
     @property
     def pressure(self) -> float:
@@ -452,9 +414,6 @@ class BurstTier:
             self._upkeep.wake(Work.EVICT)
 
     def _relieve(self) -> None:
-        if self._ahead_waits:
-            self._ahead_waits = False
-            self._upkeep.wake(Work.AHEAD)
         if self._waiting and self.pressure == 0:
             self._relief.set()
             self._relief = trio.Event()

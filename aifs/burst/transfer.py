@@ -253,7 +253,6 @@ class Mover:
         size: int,
         piece_size: int,
         cancelled: Callable[[], bool],
-        at_once: int = _PIECES_AT_ONCE,
     ) -> bool:
         """``_move`` pieces of a file: ``move`` is called with the offset of each, and memory for
         it."""
@@ -264,7 +263,7 @@ class Mover:
             return length
 
         pieces = ((offset, min(piece_size, size - offset)) for offset in offsets)
-        return await self._move(move_one, pieces, cancelled, min(at_once, len(offsets)))
+        return await self._move(move_one, pieces, cancelled, min(_PIECES_AT_ONCE, len(offsets)))
 
     async def _move(
         self,
@@ -349,14 +348,12 @@ class Mover:
         copy: BurstCopy,
         cancelled: Callable[[], bool],
         sparse: bool = False,
-        in_order: bool = False,
     ) -> bool:
         """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
         ``sparse``: it has holes, which are not read.
 
-        ``in_order``: piece after piece, for a source that reads ahead by itself. Returns False if
-        ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole. Nothing of ours
-        is open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
+        Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole.
+        Nothing of ours is open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         whole = 0 < size <= PIECE
         write = _write_all if whole else _write_piece
@@ -370,8 +367,7 @@ class Mover:
             await copy.truncate(size)
             if sparse:
                 offsets = [offset async for offset in pieces_with_data(source, size, PIECE)]
-        at_once = 1 if in_order else _PIECES_AT_ONCE
-        done = await self._move_pieces(move, offsets, size, PIECE, cancelled, at_once)
+        done = await self._move_pieces(move, offsets, size, PIECE, cancelled)
         if not whole:
             await copy.release_writers()
         return done

@@ -142,6 +142,9 @@ asked about.
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
 _NO_ROOM = "no room in the burst tier, or changed meanwhile"
+_NO_BLOCKS = (
+    "no room in the burst tier, changed, written to in place, or on data servers that are as near"
+)
 _EVICTED = "evicted again: the burst tier has no room for all"
 
 _STAGES = (
@@ -167,11 +170,11 @@ _STAGES = (
 )
 @click.option("--limit", type=SIZE, help="Stage so many bytes at most.")
 def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Report:
-    """Stage the files PATH, and all below the directories PATH: copy them from the data servers
-    into the burst tier, so that the next open reads at the local disk's speed.
+    """Stage the files PATH, and all below the directories PATH: read them from the data servers
+    into blocks in the burst tier, so that programs read them at the local disk's speed.
 
-    Files that do not fit stay where they are, with exit code 1. Staged files may be evicted when
-    room is needed; aifs pin keeps them.
+    What does not fit, or can be in no blocks, stays where it is, with exit code 1. Blocks may be
+    evicted when room is needed; aifs pin keeps files.
     """
     require_files(paths)
     if check:
@@ -216,9 +219,11 @@ class Staged:
         return Report(vars(self), *lines, code=1 if self.refused else 0)
 
 
-def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
-    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes. Raises
-    StoreError, OSError.
+def stage(
+    files: Iterable[str], total: int, limit: int | None = None, is_pinned: bool = False
+) -> Staged:
+    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes;
+    ``is_pinned``: blocks of them do not do. Raises StoreError, OSError.
     """
     if limit is not None:
         total = min(total, limit)
@@ -230,7 +235,7 @@ def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
             if state is None:
                 continue
             bytes_ = sum(state["bytes"].values())
-            if state["state"] != "clean":
+            if _is_there(state, is_pinned):
                 staged.there += 1
             elif limit is not None and asked_for + bytes_ > limit:
                 staged.over_limit += 1
@@ -238,20 +243,25 @@ def stage(files: Iterable[str], total: int, limit: int | None = None) -> Staged:
                 running.append((path, bytes_))
                 asked_for += bytes_
                 if len(running) == PARALLEL:
-                    done += _wait(*running.popleft(), staged)
+                    done += _wait(*running.popleft(), staged, is_pinned)
                     show(staged.bytes, total)
         while running:
-            done += _wait(*running.popleft(), staged)
+            done += _wait(*running.popleft(), staged, is_pinned)
             show(staged.bytes, total)
-    _count_out_evicted(done, staged)
+    _count_out_evicted(done, staged, is_pinned)
     return staged
 
 
-def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged) -> None:
+def _is_there(state: dict[str, Any], is_pinned: bool) -> bool:
+    """Whether a file is in the burst tier; ``is_pinned``: and not in blocks."""
+    return state["local"] if is_pinned else state["state"] != "clean"
+
+
+def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged, is_pinned: bool) -> None:
     """Later ones may have displaced earlier ones."""
     for path, bytes_ in done:
         state = _state(path)
-        if state is not None and state["state"] == "clean":
+        if state is not None and not _is_there(state, is_pinned):
             staged.files -= 1
             staged.bytes -= bytes_
             staged.refused[_EVICTED] += 1
@@ -282,14 +292,14 @@ def _ask(path: str, staged: Staged) -> bool:
         return False
 
 
-def _wait(path: str, bytes_: int, staged: Staged) -> list[tuple[str, int]]:
+def _wait(path: str, bytes_: int, staged: Staged, is_pinned: bool) -> list[tuple[str, int]]:
     """Until the file is not being staged any more; the file, if it is in the burst tier then."""
     pause_s = _PAUSE_MIN_S
     while (state := _state(path)) is not None and state["staging"]:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-    if state is not None and state["state"] == "clean":
-        staged.refused[_NO_ROOM] += 1
+    if state is not None and not _is_there(state, is_pinned):
+        staged.refused[_NO_ROOM if is_pinned else _NO_BLOCKS] += 1
     elif state is not None:
         staged.files += 1
         staged.bytes += bytes_
@@ -390,8 +400,8 @@ def pin_command(paths: tuple[str, ...]) -> Report:
     does not fit is not staged, with exit code 1.
     """
     total = _set_tier(paths, "pinned")
-    staged = stage((file for path in paths for file in walk(path)), total)
-    return staged.report("pinned; staged")
+    files = (file for path in paths for file in walk(path))
+    return stage(files, total, is_pinned=True).report("pinned; staged")
 
 
 @command(

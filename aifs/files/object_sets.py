@@ -100,9 +100,7 @@ class ObjectSets:
     def movers(self, mover: Mover) -> Movers:
         """Processes that work under the limits of ``mover``."""
         containers = self._containers.files
-        tools = MakingTools(
-            self._servers, mover, containers, self._verify, self._damaged, self._join
-        )
+        tools = MakingTools(self._servers, mover, containers, self._verify, self._damaged)
         return Movers(tools, self._pool)
 
     def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:

@@ -1,11 +1,11 @@
-"""Staging: a file of the capacity tier gets a copy in the burst tier: its next open reads at the
-device's speed.
+"""Staging: the bytes of a file of the capacity tier are brought into the burst tier.
 
-The file stays what it is; the copy is a clean one that counts from one transaction on, and only if
-nothing has changed while its bytes were on their way.
+For readers its blocks are filled. A file that is going to be changed, or is pinned, gets a copy. It
+stays what it is; the copy is a clean one that counts from one transaction on, and only if nothing
+has changed while its bytes were on their way.
 """
 
-from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -18,13 +18,17 @@ from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, Work
 from aifs.data.checking.checks import Untold
+from aifs.data.reading.blocks import Blocks
 from aifs.files.by_home import ByHome
 from aifs.files.capacity_io import CapacityIO
+from aifs.files.in_blocks import SourcePart, find_in_blocks, parts_of
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes
 from aifs.files.services import Services
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
+from aifs.meta import chunks, namespace
+from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 
 _log = logger(__name__)
@@ -34,13 +38,13 @@ _COPIED = faults.declare(
 )
 
 WORKERS = 16
-_REMEMBERED_SHARE = 8  # of the budget: what the read cache keeps of what was read
-_JOINED_MAX = 16 << 20  # bytes of a file for which an open waits,
-_JOINED_S = 0.1  # and for how long
+_PIECE = 1 << 20
+"""Bytes that are read at a time, and are in blocks before more are: of all at once as many wait as
+may (BlockCache)."""
 
 
 class Stager:
-    """Copies files into the burst tier, each once at a time. Used from one trio thread."""
+    """Brings files into the burst tier, each once at a time. Used from one trio thread."""
 
     def __init__(
         self,
@@ -53,8 +57,7 @@ class Stager:
         by_home: ByHome,
     ) -> None:
         self.for_write = services.config.burst.stage_for_write
-        self._remembered = services.servers.budget.total // _REMEMBERED_SHARE
-        """Bytes of a file that is followed at most."""
+        self._engine = services.engine
         self._tier = tier
         self._transitions = transitions
         self._upkeep = services.upkeep
@@ -63,49 +66,49 @@ class Stager:
         self._capacity = capacity
         self._movers = movers
         """Processes that carry stagings out."""
-        self._running: dict[int, trio.Event] = {}
-        """By inode, what is set when its copy has ended."""
-        self._unread: set[int] = set()
-        """Those of them that nobody had open when they began, past the caches of this process."""
-        self._waiting: deque[int] = deque()
-        """Inodes to be copied in the background, in order."""
-        self._known: dict[int, bool] = {}
-        """Those of ``_waiting``, and whether somebody reads them meanwhile."""
+        self._running: dict[tuple[int, bool], trio.Event] = {}
+        """By inode, and whether it gets a copy, what is set when that has ended."""
+        self._waiting: dict[int, None] = {}
+        """Inodes to be staged in the background, in order."""
         self._wrong: set[int] = set()
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
         """
         self._files = 0
-        """How many have been copied since the mount."""
+        """How many have been staged since the mount."""
         self._failed = 0
         """How many could not be."""
+        self._warmed_bytes = 0
+        """Bytes that were read to be in blocks."""
 
     # --- now ---
 
-    async def stage(
-        self, ino: int, followed: bool = False, must: bool = False, ahead: bool = False
-    ) -> bool:
+    async def stage(self, ino: int, must: bool = False) -> bool:
         """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
         return.
 
         It does not if there is no room, if it is being written to in place, is changed meanwhile,
         or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``followed``: see Making; ``must``: see BurstTier.admit; ``ahead``: somebody is going to
-        read it, see BurstTier.admit_ahead; if it is read already it is followed.
+        ``must``: see BurstTier.admit.
         """
-        while (event := self._running.get(ino)) is not None:
+        return await self._once(ino, True, lambda file: self._stage(file, must))
+
+    async def warm(self, ino: int) -> bool:
+        """Have a clean file in blocks here, as long as there is room; whether all of it is on
+        return. It is not if it changes, or has been written to in place, or where no blocks are
+        kept of what its servers have."""
+        return await self._once(ino, False, self._warm)
+
+    async def _once(
+        self, ino: int, is_copied: bool, bring: Callable[[OpenInode], Awaitable[bool]]
+    ) -> bool:
+        while (event := self._running.get((ino, is_copied))) is not None:
             await event.wait()
-        event = self._running[ino] = trio.Event()
+        event = self._running[ino, is_copied] = trio.Event()
         try:
             file = await self._inodes.acquire(ino)
-            if ahead:
-                # A process takes up to a second to start: a reader would be there before it.
-                is_read = file.handles > 1 and file.inode.size <= self._remembered
-                followed = is_read or not self._movers.warm()
-                if not followed:
-                    self._unread.add(ino)
             try:
-                return file.copy is not None or await self._stage(file, followed, must, ahead)
+                return file.copy is not None or await bring(file)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._inodes.release(file)
@@ -121,17 +124,8 @@ class Stager:
             _log.info("inode %d is not staged: %s", ino, error)
             return False
         finally:
-            del self._running[ino]
-            self._unread.discard(ino)
+            del self._running[ino, is_copied]
             event.set()
-
-    async def join(self, file: OpenInode) -> None:
-        """Somebody has opened a file to read it. If it is small, and is being staged ahead of him
-        just then, wait a moment for its copy: with that it is read at the device's speed for as
-        long as it is open, and nothing comes from the servers twice. Does not suspend else."""
-        if file.inode.ino in self._unread and file.inode.size <= _JOINED_MAX:
-            with trio.move_on_after(_JOINED_S):
-                await self._running[file.inode.ino].wait()
 
     async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
         """Someone is going to write: have a small file of the capacity tier staged first, and one
@@ -157,7 +151,29 @@ class Stager:
                 "changed"
             )
 
-    async def _stage(self, file: OpenInode, followed: bool, must: bool, ahead: bool) -> bool:
+    async def _warm(self, file: OpenInode) -> bool:
+        inode, objects, blocks = file.inode, file.objects, self._tier.blocks
+        policy = inode.policy or DEFAULT_POLICY
+        if objects is None or policy.tier == "capacity":
+            return False
+        is_whole = (await self._engine.view(find_in_blocks, inode, blocks)).is_whole
+        for part in await self._engine.view(_parts_kept, inode, blocks):
+            for at in range(0, part.length, _PIECE):
+                length = min(_PIECE, part.length - at)
+                if not is_whole:
+                    if file.objects is not objects or file.marked:
+                        return False
+                    await objects.read(part.start + at, length, inode.size)
+                    await blocks.filled()
+                    self._warmed_bytes += length
+                blocks.want(part.source, part.offset + at, length, True)
+                await trio.lowlevel.checkpoint()
+        if not is_whole:
+            is_whole = (await self._engine.view(find_in_blocks, inode, blocks)).is_whole
+            self._files += is_whole
+        return is_whole
+
+    async def _stage(self, file: OpenInode, must: bool) -> bool:
         if not await self._by_home.take_cache(file):
             return False
         inode, objects, changes = file.inode, file.objects, file.changes
@@ -167,10 +183,7 @@ class Stager:
         self._inodes.drop_kept(file)
         if await self._tier.blocks.is_used(file.own_source):
             return False  # a mapping would not see what is written to the copy
-        if ahead:
-            device = self._tier.admit_ahead(policy.tier, inode.space)
-        else:
-            device = self._tier.admit(policy.tier, inode.space, must)
+        device = self._tier.admit(policy.tier, inode.space, must)
         if device is None:
             return False
 
@@ -186,7 +199,7 @@ class Stager:
         async def describe() -> Making:
             sparse = inode.blocks * 512 < inode.size
             origin = await self._capacity.describe(inode)
-            return Making(origin, copy.place, inode.size, sparse, followed)
+            return Making(origin, copy.place, inode.size, sparse)
 
         def becomes(made: Made) -> Flip:
             faults.reach(_COPIED)
@@ -194,8 +207,6 @@ class Stager:
             return Flip(file, {"copy": copy.place}, copy=copy)
 
         copy = await self._tier.create(device, inode.space)
-        if ahead:
-            self._tier.made_ahead(copy.id)
         staged = False
         try:
             staged = await self._transitions.change_form(
@@ -211,27 +222,41 @@ class Stager:
 
     def is_staging(self, ino: int) -> bool:
         """Whether the file is being staged, or waits for it."""
-        return ino in self._running or ino in self._known
+        is_running = (ino, True) in self._running or (ino, False) in self._running
+        return is_running or ino in self._waiting
 
-    def request(self, ino: int, followed: bool = False) -> None:
-        """Stage the file soon; ``followed``: see Making."""
-        if not self.is_staging(ino):
-            self._waiting.append(ino)
-            self._known[ino] = followed
+    def request(self, ino: int) -> None:
+        """Bring the file into the burst tier soon: a copy of it if it is pinned, else blocks."""
+        if ino not in self._waiting:
+            self._waiting[ino] = None
             self._upkeep.wake(Work.STAGE)
 
     def read(self, inode: Inode) -> None:
         """Somebody begins to read a file that has no copy, nor a dirty mark: if its policy wants it
-        in the burst tier, it is staged."""
+        in the burst tier, it is staged. Of a container what is read comes into blocks anyway."""
         tier = DEFAULT_POLICY.tier if inode.policy is None else inode.policy.tier
-        if tier in ("burst", "pinned") and inode.oid not in self._wrong and self._tier.has_devices:
-            self.request(inode.ino, followed=inode.size <= self._remembered)
+        if tier not in ("burst", "pinned") or inode.oid in self._wrong:
+            return
+        if self.is_staging(inode.ino):
+            return
+        if tier == "burst":
+            blocks, size = self._tier.blocks, inode.size
+            if inode.objects is None or blocks.held(inode.oid, 0, size) == size:
+                return
+        if self._tier.has_devices:
+            self.request(inode.ino)
 
     async def work(self) -> float:
         """Stage what is requested; each request has asked for a worker of its own."""
         while self._waiting:
-            ino = self._waiting.popleft()
-            await self.stage(ino, followed=self._known.pop(ino))
+            ino = next(iter(self._waiting))
+            del self._waiting[ino]
+            try:
+                policy = (await self._engine.view(namespace.get_inode, ino)).policy
+            except NotFound:
+                continue
+            is_pinned = policy is not None and policy.tier == "pinned"
+            await (self.stage(ino) if is_pinned else self.warm(ino))
         return NEVER_S
 
     def status(self) -> dict[str, Any]:
@@ -240,6 +265,17 @@ class Stager:
             "active_files": len(self._running),
             "waiting_files": len(self._waiting),
             "staged_files": self._files,
-            "staged_bytes": self._movers.tools.mover.moved_bytes,
+            "staged_bytes": self._movers.tools.mover.moved_bytes + self._warmed_bytes,
             "failed_files": self._failed,
         }
+
+
+def _parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
+    """Those of which blocks are kept."""
+    found = list(parts_of(tx, inode))
+    layouts = {inode.oid: inode.objects}
+    for source in {part.source for part in found} - layouts.keys():
+        container = chunks.find_container(tx, source)
+        layouts[source] = None if container is None else container.layout
+    kept = {source for source, layout in layouts.items() if layout and blocks.serves(layout)}
+    return [part for part in found if part.source in kept]

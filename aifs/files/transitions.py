@@ -151,9 +151,7 @@ class Transitions:
         """None if the file is not what it was when it was described."""
         while holds():
             try:
-                return await movers.carry_out(
-                    carry_out, making, lambda: not holds(), here=making.followed
-                )
+                return await movers.carry_out(carry_out, making, lambda: not holds())
             except Unavailable:
                 if not holds():
                     break

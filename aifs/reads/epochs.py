@@ -2,23 +2,22 @@
 read, by ``order``, as a call or an attribute (datasets/ahead.py has the words); a reader that says
 nothing for EXPIRES_S reads no more.
 
-A file is brought by staging it, with the rules of staging and by its code: a clean copy, which
-counts if nothing has changed meanwhile. What is decided here is which file, and when. Nobody is
-ever worse off for it than if the reader had opened the files by himself:
+A file is brought by reading it, as its readers would, so that its bytes are in blocks
+(``Stager.warm``). What is decided here is which file, and when. Nobody is ever worse off for it
+than if the reader had read the files by himself:
 
 - he may read each of them, by its mode and those of the directories above, at that time;
-- room is taken only below the mark at which eviction begins, and while nobody waits for room; what
-  is above is for writers. Clean copies give way as they do to any staging, the least recently used
-  first, but before these what an epoch has used up;
-- what is kept for readers that have not come to it is bounded: all epochs together have what is
-  below the low mark (``BurstTier.kept_ahead``), each an equal part of it, and no more than it asks
-  for.
+- blocks take what nothing else takes, and give way before a writer waits;
+- what is kept for readers that have not come to it is bounded: all epochs together have three
+  quarters of the room of blocks, each an equal part of it, and no more than it asks for. Of what
+  gives way to it, the blocks that an epoch has used up are the first.
 """
 
 import heapq
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -43,15 +42,14 @@ from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.file_io import FileIO
+from aifs.files.in_blocks import find_in_blocks
 from aifs.files.permissions import READ, SEARCH, asker_of, require_may
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
-from aifs.layout.hint import DEFAULT_POLICY
 from aifs.meta import namespace
 from aifs.meta.askers import Asker
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode
-from aifs.upkeep.evict import Evictor
 
 _log = logger(__name__)
 
@@ -72,14 +70,6 @@ class _Heard(NamedTuple):
 
     row: int
     time_s: float
-
-
-class _Kept(NamedTuple):
-    """A file that is kept for readers that have not come to its end yet. 0, 0: it is on its way."""
-
-    copy_id: int
-    bytes: int
-    """That it takes on our account."""
 
 
 class FollowedEpoch:
@@ -112,16 +102,17 @@ class FollowedEpoch:
         """for these readers."""
         self._needs: deque[FileNeed] = deque()
         """Of the windows that have been planned, what is not brought yet, in order."""
-        self._kept: dict[int, _Kept] = {}
-        """By number of the file."""
+        self._kept: dict[int, int] = {}
+        """Files that are kept for readers who have not come to their ends yet, or are on their way,
+        by number: the bytes that they take."""
         self._lasts: list[tuple[int, int]] = []
         """Of all these, until which row they are needed, and which it is: a heap."""
         self._firsts: dict[int, int] = {}
         """Of those that are on their way, from which row on they are needed."""
-        self.copies: set[int] = set()
-        """Ids of the copies that are kept."""
+        self.there: set[int] = set()
+        """Inode numbers of those that are there."""
         self.kept_bytes = 0
-        """Of all these, with those on their way."""
+        """Of all files that are kept."""
 
     # --- readers ---
 
@@ -170,9 +161,8 @@ class FollowedEpoch:
 
     # --- what it is made of ---
 
-    async def load(self, engine: Engine, io: FileIO) -> list[int]:
-        """Learn what the dataset is made of. Copies that its files have, those first that the epoch
-        needs last. Raises FsError; Invalid for what is no index."""
+    async def load(self, engine: Engine, io: FileIO) -> None:
+        """Learn what the dataset is made of. Raises FsError; Invalid for what is no index."""
         self.is_loaded = True
         inode = await engine.view(_find_readable, self._directory, INDEX_NAME.encode(), self.asker)
         if inode.size > INDEX_MAX:
@@ -183,17 +173,14 @@ class FollowedEpoch:
         except DatasetError as error:
             raise Invalid(str(error)) from None
         epoch = await trio.to_thread.run_sync(_epoch_of, index, self._order)
-        copies = await self._look_up(engine, io, epoch)
+        await self._look_up(engine, io, epoch)
         sizes = [sum(index.sizes[file] for file in window) for window in epoch.windows]
         self._ends = list(accumulate(sizes))
         self._epoch = epoch
         self._plan_anew()
-        in_order = [copies[file] for window in epoch.windows for file in window if file in copies]
-        return in_order[::-1]
 
-    async def _look_up(self, engine: Engine, io: FileIO, epoch: Epoch) -> dict[int, int]:
-        """Which inodes the files have; by number of the file the copies that there are."""
-        copies = {}
+    async def _look_up(self, engine: Engine, io: FileIO, epoch: Epoch) -> None:
+        """Which inodes the files have."""
         paths = epoch.index.paths
         for first in range(0, len(paths), _AT_ONCE):
             some = paths[first : first + _AT_ONCE]
@@ -208,10 +195,7 @@ class FollowedEpoch:
                 except Stale as error:
                     self._inos[file] = 0
                     self._note(str(error))
-                if inode.copy is not None:
-                    copies[file] = inode.copy.id
             await trio.lowlevel.checkpoint()
-        return copies
 
     def _note(self, error: str) -> None:
         self.error = self.error or error
@@ -261,7 +245,8 @@ class FollowedEpoch:
         if self.kept_bytes + size > most:
             return None
         need = self._needs.popleft()
-        self._keep(need.file, _Kept(0, size))
+        self._kept[need.file] = size
+        self.kept_bytes += size
         self._firsts[need.file] = need.first
         heapq.heappush(self._lasts, (need.last, need.file))
         return need
@@ -293,50 +278,33 @@ class FollowedEpoch:
 
     # Meanwhile its readers may have come past it: then nothing is known of it any more.
 
-    def settle(self, need: FileNeed, copy_id: int = 0, is_ours: bool = False) -> bool:
-        """It has this copy; 0: it is left out. ``is_ours``: it was made for this epoch. Whether it
-        is still needed. Does not block; at any time."""
+    def settle(self, need: FileNeed, is_there: bool) -> None:
+        """It is there, or is left out. Does not block; at any time."""
         self._firsts.pop(need.file, None)
         if need.file not in self._kept:
-            return False
-        before = self._forget(need.file)
-        self._keep(need.file, _Kept(copy_id, before.bytes if is_ours else 0))
-        return True
+            return
+        if is_there:
+            self.there.add(self._inos[need.file])
+        else:
+            self.kept_bytes -= self._kept[need.file]
+            self._kept[need.file] = 0
 
     def leave_out(self, need: FileNeed, error: str) -> None:
         """It cannot be read ahead. Does not block; at any time."""
         self._note(error)
-        self.settle(need)
-
-    def put_back(self, need: FileNeed) -> None:
-        """It cannot be brought yet. Does not block; at any time."""
-        self._firsts.pop(need.file, None)
-        if need.file in self._kept:
-            self._forget(need.file)
-            self._lasts.remove((need.last, need.file))
-            heapq.heapify(self._lasts)
-            before = (it for it, other in enumerate(self._needs) if other.first > need.first)
-            self._needs.insert(next(before, len(self._needs)), need)
+        self.settle(need, False)
 
     def pop_used(self) -> list[int]:
-        """Copies that all readers have come past since this was last asked. Does not block."""
+        """Inode numbers of files that all readers have come past since this was last asked. Does
+        not block."""
         found = []
         while self._lasts and self._lasts[0][0] <= self.row:
-            copy_id = self._forget(heapq.heappop(self._lasts)[1]).copy_id
-            found += [copy_id] if copy_id else []
+            file = heapq.heappop(self._lasts)[1]
+            self.kept_bytes -= self._kept.pop(file)
+            if (ino := self._inos[file]) in self.there:
+                self.there.remove(ino)
+                found.append(ino)
         return found
-
-    def _keep(self, file: int, kept: _Kept) -> None:
-        self._kept[file] = kept
-        self.kept_bytes += kept.bytes
-        if kept.copy_id:
-            self.copies.add(kept.copy_id)
-
-    def _forget(self, file: int) -> _Kept:
-        kept = self._kept.pop(file)
-        self.kept_bytes -= kept.bytes
-        self.copies.discard(kept.copy_id)
-        return kept
 
     def tell(self, limit: int) -> dict[str, Any]:
         """For the hint."""
@@ -350,7 +318,7 @@ class FollowedEpoch:
             "world": self._world,
             "done_rows": self.row * order.shares,
             "rows": 0 if epoch is None else epoch.total_rows,
-            "kept_files": len(self.copies),
+            "kept_files": len(self.there),
             "kept_bytes": self.kept_bytes,
             "limit_bytes": self.room(limit),
             "waiting": self.is_late,
@@ -406,12 +374,10 @@ class Epochs:
         services: Services,
         io: FileIO,
         tier: BurstTier,
-        evictor: Evictor,
     ) -> None:
         self._engine = services.engine
         self._io = io
         self._tier = tier
-        self._evictor = evictor
         self._upkeep = services.upkeep
         self._options = services.options
         self._epochs: dict[_Key, FollowedEpoch] = {}
@@ -495,7 +461,7 @@ class Epochs:
         epochs = self._epochs.values()
         return {
             "epochs": len(epochs),
-            "kept_files": sum(len(epoch.copies) for epoch in epochs),
+            "kept_files": sum(len(epoch.there) for epoch in epochs),
             "kept_bytes": sum(epoch.kept_bytes for epoch in epochs),
             "brought_files": self._files,
             "waiting": sum(epoch.is_late for epoch in epochs),
@@ -503,15 +469,14 @@ class Epochs:
 
     def _limit(self) -> int:
         """Bytes for each."""
-        return self._tier.kept_ahead // max(1, len(self._epochs))
+        return self._tier.blocks.room * 3 // 4 // max(1, len(self._epochs))
 
     # --- in the background ---
 
     async def work(self) -> float:
         """Bring files as long as there are any; see Upkeep."""
         while (found := await self._next()) is not None:
-            if not await self._bring(*found):
-                return NEVER_S  # until there is room
+            await self._bring(*found)
         now_s = trio.current_time()
         due_s = [epoch.due_s(now_s, EXPIRES_S) for epoch in self._epochs.values()]
         return max(0.0, min(due_s, default=NEVER_S) - now_s)
@@ -530,7 +495,7 @@ class Epochs:
                     continue
                 if not epoch.is_loaded:
                     await self._load(epoch)
-                self._let_go(epoch)
+                await self._let_go(epoch)
                 need = await epoch.take(self._limit())
                 if need is not None:
                     if self._epochs.pop(key, None) is not None:
@@ -540,53 +505,39 @@ class Epochs:
 
     async def _load(self, epoch: FollowedEpoch) -> None:
         try:
-            for copy_id in await epoch.load(self._engine, self._io):
-                self._tier.touch(copy_id)  # what is needed last is evicted first
+            await epoch.load(self._engine, self._io)
         except FsError as error:
             epoch.error = str(error)
             _log.info("an epoch is not read ahead: %s", error)
 
-    def _let_go(self, epoch: FollowedEpoch) -> None:
-        used = epoch.pop_used()
-        if used:
-            self._io.inodes.hear_of_uses()  # these were before
-            for copy_id in used:
-                if not any(copy_id in each.copies for each in self._epochs.values()):
-                    self._tier.used_up(copy_id)
+    async def _let_go(self, epoch: FollowedEpoch) -> None:
+        for ino in epoch.pop_used():
+            if any(ino in each.there for each in self._epochs.values()):
+                continue
+            with suppress(NotFound):
+                inode = await self._engine.view(namespace.get_inode, ino)
+                if inode.objects is not None:  # of a container neighbours may be needed
+                    self._tier.blocks.want(inode.oid, 0, inode.size, False)
 
-    async def _bring(self, epoch: FollowedEpoch, need: FileNeed) -> bool:
-        """Have a file in the burst tier; False: there is no room for it as yet."""
+    async def _bring(self, epoch: FollowedEpoch, need: FileNeed) -> None:
+        """Have a file in the burst tier."""
         try:
             inode = await epoch.find(self._engine, self._io, need)
         except FsError as error:
             epoch.leave_out(need, str(error))
-            return True
-        if inode.copy is not None:
-            self._tier.touch(inode.copy.id)
-            epoch.settle(need, inode.copy.id)
-            return True
-        policy = inode.policy or DEFAULT_POLICY
-        if inode.layout is None or policy.tier == "capacity":
-            epoch.settle(need)
-            return True
-        if self._tier.admit_ahead(policy.tier, inode.space) is None:
-            epoch.put_back(need)
-            kept = set[int]().union(*(each.copies for each in self._epochs.values()))
-            await self._evictor.make_room_ahead(inode.space, kept)
-            return False
+            return
+        if inode.copy is not None or inode.layout is None:
+            epoch.settle(need, inode.copy is not None)
+            return
         self._upkeep.wake(Work.AHEAD)  # others may bring what comes after it
-        await self._io.stager.stage(inode.ino, ahead=True)
-        try:
-            copy = (await self._engine.view(namespace.get_inode, inode.ino)).copy
-        except NotFound:
-            copy = None
-        if copy is None:
-            epoch.settle(need)  # the stager says why
+        blocks = self._tier.blocks
+        was_there = (await self._engine.view(find_in_blocks, inode, blocks)).is_whole
+        is_there = await self._io.stager.warm(inode.ino)
+        self._files += is_there and not was_there
+        if is_there:
+            epoch.settle(need, True)
         else:
-            self._files += 1
-            if not epoch.settle(need, copy.id, is_ours=True):
-                self._tier.used_up(copy.id)
-        return True
+            epoch.leave_out(need, f"inode {inode.ino} has no room in blocks, or can be in none")
 
 
 def _require_index(tx: ReadTransaction, directory: int) -> None:

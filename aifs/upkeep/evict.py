@@ -5,7 +5,7 @@ A copy stays, though it is clean, if it is needed (files/needs.py).
 """
 
 import math
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import trio
@@ -62,16 +62,6 @@ class Evictor:
             self._io.inodes.hear_of_uses()
             done |= await self._evict_all(self._tier.victims(server, wanted))
         return done
-
-    async def make_room_ahead(self, size: int, kept: Container[int]) -> bool:
-        """Drop copies for one of ``size`` bytes that nobody waits for, if none of those ``kept``
-        has to go. Whether there will be room, once the dropped ones are deleted."""
-        lacking = self._tier.lacks_ahead(size)
-        if lacking is None:
-            return False
-        self._io.inodes.hear_of_uses()
-        victims = self._tier.victims(*lacking)
-        return not any(it in kept for it in victims) and await self._evict_all(victims)
 
     async def _evict_all(self, copy_ids: Sequence[int]) -> bool:
         """Whether any of them was dropped."""

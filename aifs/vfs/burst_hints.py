@@ -14,26 +14,18 @@ import trio
 
 from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import (
-    Busy,
-    Invalid,
-    NotFound,
-    NotPermitted,
-    NotSupported,
-    TimedOut,
-    Unavailable,
-)
+from aifs.core.errors import Busy, Invalid, NotFound, NotPermitted, NotSupported, TimedOut
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Ask, Hint, HintCall, bare
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
+from aifs.files.in_blocks import InBlocks, find_in_blocks
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
-from aifs.layout.interleaved import HEADER_BYTES
-from aifs.meta import chunks, forms, keys, shared
+from aifs.meta import forms, keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
 from aifs.meta.records import Inode, decode_burst
@@ -43,8 +35,8 @@ from aifs.vfs.attributes import Attributes
 
 STATES = ("dirty", "draining", "clean", "cached")
 """Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the
-capacity tier; and no data server is needed to read them. A directory has the first of these that a
-file below it has."""
+capacity tier; and no data server is needed to read them, but for the end of a container to which
+more may be appended. A directory has the first of these that a file below it has."""
 
 _STAYS = {
     "dirty": "its newest bytes are in the burst tier alone; drain it first",
@@ -62,20 +54,21 @@ _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
 class Place(NamedTuple):
     """An inode as it is in core, its directory cookie, since when it is undrained (0: it is
-    drained), and how many of its bytes are in blocks here.
+    drained), and what of it is in blocks here.
     """
 
     inode: Inode
     cookie: int
     since_ns: int
-    block_bytes: int
+    in_blocks: InBlocks
 
 
-def state_of(inode: Inode, file: OpenInode | None) -> str:
+def state_of(inode: Inode, file: OpenInode | None, is_in_blocks: bool = False) -> str:
     """One of STATES, for a regular file; ``file``: its in-core state, if it has one."""
     if inode.in_burst:
         return "draining" if file is not None and file.lease is not None else "dirty"
-    return "clean" if inode.copy is None and inode.layout is not None else "cached"
+    is_far = inode.copy is None and inode.layout is not None and not is_in_blocks
+    return "clean" if is_far else "cached"
 
 
 class BurstHints:
@@ -107,15 +100,17 @@ class BurstHints:
     async def state(self, ino: int) -> dict[str, Any]:
         """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state,
         and ``block_bytes``: how many of them are in blocks here; for a file also whether it has a
-        burst copy, is open, pinned, being staged, and whether eviction found the copy needed (see
-        Evictor). Files with several names below a directory count once."""
+        burst copy, needs neither data servers nor blocks (``local``), is open, pinned, being
+        staged, and whether eviction found the copy needed (see Evictor). Files with several names
+        below a directory count once."""
         inode = await self._attributes.getattr(ino)
         files, sizes, since_ns, block_bytes = Counter[str](), Counter[str](), 0, 0
         async for place in self._files_below(inode, self._tier.blocks):
-            name = state_of(place.inode, self._io.table.open.get(place.inode.ino))
+            file = self._io.table.open.get(place.inode.ino)
+            name = state_of(place.inode, file, place.in_blocks.is_whole)
             files[name] += 1
             sizes[name] += place.inode.size
-            block_bytes += place.block_bytes
+            block_bytes += place.in_blocks.here
             if place.since_ns:
                 since_ns = min(since_ns or place.since_ns, place.since_ns)
         answer: dict[str, Any] = {
@@ -127,6 +122,7 @@ class BurstHints:
         }
         if inode.is_file:
             answer["copy"] = inode.copy is not None
+            answer["local"] = inode.copy is not None or inode.layout is None
             answer["open"] = ino in self._io.table.programs_have_open()
             answer["pinned"] = _is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
@@ -229,7 +225,7 @@ class BurstHints:
     async def stage(self, ino: int) -> None:
         """Bring a file into the burst tier in the background. Raises Invalid, NotSupported."""
         inode = await self._file(ino)
-        if state_of(inode, None) == "clean":
+        if inode.copy is None and inode.layout is not None:
             if not self._tier.has_devices:
                 raise NotSupported("the store has no burst tier")
             self._stager.request(ino)
@@ -397,34 +393,13 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Pl
     copy = inode.copy if inode.in_burst else None
     record = None if copy is None else tx.get(keys.burst_copy(copy.id))
     since_ns = 0 if record is None else decode_burst(record).since_ns
-    return Place(inode, cookie, since_ns, bytes_in_blocks(tx, inode, blocks))
-
-
-def bytes_in_blocks(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> int:
-    """How many bytes of an inode are in blocks here: of a packed file in those of its containers,
-    and of a compressed chunk as many as of its stored bytes."""
-    if blocks.is_empty:
-        return 0
-    if inode.objects is not None:
-        return blocks.bytes_in(inode.oid, 0, inode.size)
-    found = at = 0
-    while inode.chunks is not None and at < inode.size:
-        try:
-            at, extents = chunks.get_extents(tx, inode.oid, inode.chunks.chunk, at)
-        except Unavailable:  # what is read there fails
-            break
-        for length, place, _ in extents:
-            if place is not None:
-                held = blocks.bytes_in(place.container, place.offset + HEADER_BYTES, place.stored)
-                found += length * held // place.stored
-            at += length
-    return found
+    return Place(inode, cookie, since_ns, find_in_blocks(tx, inode, blocks))
 
 
 def _bytes_here(place: Place) -> int:
     """How many bytes of a clean file go if the burst tier gives it up."""
     inode = place.inode
-    own = place.block_bytes if inode.objects is not None else 0
+    own = place.in_blocks.here if inode.objects is not None else 0
     return own + (inode.size if inode.copy is not None else 0)
 
 

@@ -256,7 +256,7 @@ class Filesystem:
             engine, io, whole_files, names, self._policies, publishing
         )
         self.starts = Starts(services, io, whole_files.put, names.unlink, files.recordings)
-        self.epochs = Epochs(services, io, tier, self.evictor)
+        self.epochs = Epochs(services, io, tier)
         self.clones = Clones(services, io, drain, doomed, files)
         self.quota_trees = QuotaTrees(services, io, self.attributes)
         self.trash_requests = TrashRequests(services, self.trash, names, self.quota_trees)

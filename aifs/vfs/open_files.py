@@ -122,8 +122,6 @@ class OpenFiles:
                 if taken or await self._engine.view(attribute_changes.has_capabilities, ino):
                     await self._kill_privileges(file)
                 self._closing.opened(ino)
-            else:
-                await self._io.stager.join(file)
             reads = not flags & os.O_WRONLY and not flags & os.O_NOATIME and not file.home
             if reads and self._accessed(file.inode):
                 file.unsaved = True

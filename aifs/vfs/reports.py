@@ -14,6 +14,7 @@ from aifs.data.servers import Servers
 from aifs.files import asks, rights
 from aifs.files.asks import ANY, DIRECTORY, Hint
 from aifs.files.file_io import FileIO
+from aifs.files.in_blocks import find_in_blocks
 from aifs.files.open_inode import OpenInode
 from aifs.files.rights import without_paths, without_reason
 from aifs.files.services import Services
@@ -78,7 +79,7 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             copy["path"] = store.servers[inode.copy.server].where((0, inode.copy.id))
     if inode.layout is not None:
         blocks = store.servers.blocks
-        info["block_bytes"] = await store.engine.view(burst_hints.bytes_in_blocks, inode, blocks)
+        info["block_bytes"] = (await store.engine.view(find_in_blocks, inode, blocks)).here
     if (layout := inode.objects) is not None:
         info["layout"] = {
             "kind": layout.kind,

@@ -246,6 +246,7 @@ async def test_state_of_a_large_tree_does_not_hold_up_others(fs: Filesystem) -> 
 
 
 @pytest.mark.engines
+@pytest.mark.store(modes.STRIPED | {"burst.blocks": "always"})
 async def test_evict_and_stage(fs: Filesystem) -> None:
     ino = await make(fs, ROOT, b"file")
     with pytest.raises(Busy):
@@ -266,9 +267,15 @@ async def test_evict_and_stage(fs: Filesystem) -> None:
     await put(fs, ino, "evict")
     assert await state(fs, ino) == "clean"
     assert "copy" not in await ask(fs, ino, "info")
+    await fs.tier.look()  # it is known how much room blocks have
     await put(fs, ino, "stage")
     await until_staged(fs, ino)
-    assert await state(fs, ino) == "cached"
+    told = await ask(fs, ino, "state")
+    assert (told["state"], told["copy"], told["block_bytes"]) == ("cached", False, SIZE)
+    await put(fs, ino, "tier", "pinned")
+    await put(fs, ino, "stage")
+    await until_staged(fs, ino)
+    assert (await ask(fs, ino, "state"))["copy"], "a copy stays, blocks may go"
     assert await read_file(fs, ino) == b"f" * SIZE
 
 

@@ -68,7 +68,7 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
 def stage_nothing(fs) -> None:
     """As when there is no room."""
 
-    async def refuse(ino: int, followed: bool = False, must: bool = False) -> bool:
+    async def refuse(ino: int, must: bool = False) -> bool:
         return False
 
     fs.stager.stage = refuse

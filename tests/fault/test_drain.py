@@ -433,12 +433,12 @@ async def test_what_changes_while_it_is_staged_is_not(fs: Filesystem, change) ->
     assert await read_file(fs, ino) == expected
 
 
-async def test_a_file_that_is_read_is_staged_by_its_policy(fs: Filesystem) -> None:
+async def test_a_pinned_file_gets_a_copy_when_it_is_read(fs: Filesystem) -> None:
     data = random.Random(6).randbytes(300_000)
     ino, _ = await write_file(fs, b"f", data)
     await drained(fs, ino)
     await fs.evictor.evict(ino)
-    await fs.setxattr(ino, b"user.aifs.tier", b"burst")
+    await fs.setxattr(ino, b"user.aifs.tier", b"pinned")
     assert await read_file(fs, ino) == data
     assert fs.stager.is_staging(ino)
     while fs.stager.is_staging(ino):

@@ -56,7 +56,7 @@ ORIGINS: list[Origin] = [
 @pytest.mark.parametrize("target", [None, Copy(0x8000, 31), NewObjects(7, 71, PLAIN)], ids=str)
 @pytest.mark.parametrize("origin", ORIGINS, ids=lambda origin: type(origin).__name__)
 def test_it_can_be_pickled(origin, target):
-    making = Making(origin, target, 1234, sparse=True, followed=True, spare=1)
+    making = Making(origin, target, 1234, sparse=True, spare=1)
     assert pickle.loads(pickle.dumps(making)) == making
 
 

@@ -363,21 +363,6 @@ async def test_it_has_the_processor_when_nobody_needs_it(
             pass
 
 
-@pytest.mark.sweep
-@pytest.mark.skipif(not pool_module.may_leave_idle(), reason="needs CAP_SYS_NICE")
-async def test_one_that_nobody_waits_for_starts_when_the_processor_is_free(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "may_leave_idle", lambda: True)
-    async with served(directory) as fs:
-        assert not fs.drain.movers.warm(), "it is on its way"
-        await until(lambda: fs.pool.status()["running"] == 1)
-        (pid,) = mover_pids()
-        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
-        assert await fs.drain.movers.carry_out(work.pid, None) == pid
-        assert fs.drain.movers.warm()
-
-
 # --- they are killed in the middle ---
 
 

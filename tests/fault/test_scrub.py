@@ -19,7 +19,7 @@ from aifs.core.errors import Unavailable
 from aifs.data.objects.columns import Columns
 from aifs.files.types import Caller
 from aifs.layout.striped import Striped
-from aifs.meta import chunks, keys, namespace
+from aifs.meta import chunks, keys
 from aifs.meta.kv import Transaction
 from aifs.meta.records import Inode
 from aifs.upkeep import scrub as scrub_module
@@ -144,12 +144,7 @@ def files() -> Files:
 
 async def staged(fs: Filesystem, ino: int) -> None:
     """The file has a copy in the burst tier."""
-    await fs.setxattr(ino, b"user.aifs.stage", b"")
-    with trio.fail_after(60):
-        while (
-            await fs.store.engine.view(namespace.get_inode, ino)
-        ).copy is None or fs.stager.is_staging(ino):
-            await trio.sleep(0.01)
+    assert await fs.stager.stage(ino)
 
 
 async def scrub(fs: Filesystem, repair: bool = True) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Staging: what is copied from servers is checked, and costs no second read of what a program reads
-anyway.
-"""
+"""Staging: what is copied from servers is checked; what is brought into blocks is read once."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -13,8 +11,9 @@ import trio
 from aifs.data.checking.checks import Untold
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
+from tests.support import modes
 from tests.support.data_servers import hooked
-from tests.support.stores import OWNER, moved_out, opened, read_file, write_file
+from tests.support.stores import OWNER, ask, moved_out, opened, read_file, write_file
 from tests.support.stores import fs as fs
 
 SIZE = (9 << 20) + 4321
@@ -48,11 +47,12 @@ def flip(directory: Path) -> None:
 
 
 async def by_reading(fs: Filesystem, ino: int) -> None:
-    await fs.setxattr(ino, b"user.aifs.tier", b"burst")
+    await fs.setxattr(ino, b"user.aifs.tier", b"pinned")
     await read_file(fs, ino)
 
 
 async def by_asking(fs: Filesystem, ino: int) -> None:
+    await fs.setxattr(ino, b"user.aifs.tier", b"pinned")
     fs.stager.request(ino)
 
 
@@ -64,15 +64,20 @@ WAYS = {"read": by_reading, "asked": by_asking, "now": by_opening}
 
 
 @pytest.mark.sweep
+@pytest.mark.store(modes.STRIPED | {"burst.blocks": "always"})
 @pytest.mark.parametrize("tier", ["", "burst", "pinned"])
-async def test_reading_stages_a_file_only_if_a_hint_wants_it_in_the_burst_tier(fs, tier):
+async def test_a_hint_says_whether_reading_brings_all_of_a_file(fs: Filesystem, tier: str) -> None:
     ino = await write_file(fs, b"file", os.urandom(SIZE))
     await moved_out(fs, ino)
+    await fs.tier.look()
     if tier:
         await fs.setxattr(ino, b"user.aifs.tier", tier.encode())
-    await read_file(fs, ino)
+    handle = (await fs.open(ino, os.O_RDONLY)).handle
+    await fs.read(handle, 0, 4096)
+    await fs.release(handle)
     await idle(fs)
-    assert ((await fs.getattr(ino)).copy is not None) == bool(tier)
+    state = await ask(fs, ino, "state")
+    assert (state["copy"], state["state"]) == (tier == "pinned", "cached" if tier else "clean")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,9 +147,11 @@ async def test_a_cold_file_is_read_once_from_its_servers(
     data = os.urandom(size)
     with hooked():  # each read is a request to a server, then
         settings = KINDS[kind] | {"data.verify": verify, "data.hedge": "off"}
+        settings |= {"burst.blocks": "always"}
         async with opened(directory, settings) as fs:
             ino = await write_file(fs, b"file", data)
             await moved_out(fs, ino)
+            await fs.tier.look()
             await fs.setxattr(ino, b"user.aifs.tier", b"burst")
             servers = fs.store.servers
             before = sum(server.read_bytes for server in servers.capacity())
@@ -153,7 +160,7 @@ async def test_a_cold_file_is_read_once_from_its_servers(
                 assert await fs.read(handle, at, REQUEST) == data[at : at + REQUEST]
             await fs.release(handle)
             await idle(fs)
-            assert (await fs.getattr(ino)).copy is not None
+            assert await fs.stager.warm(ino)
             from_servers = sum(server.read_bytes for server in servers.capacity()) - before
             assert from_servers <= 1.01 * size
             assert await read_file(fs, ino) == data

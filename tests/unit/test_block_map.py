@@ -138,6 +138,25 @@ def test_segments_that_others_read_stay() -> None:
     assert [source for source in range(1, 31) if source in made.sources] == [*range(1, 11)]
 
 
+def test_what_is_wanted_stays_until_nobody_wants_it() -> None:
+    made = filled(100 * BLOCK, *range(1, 101), blocks=1)
+    for source in range(1, 101):  # more than a scan would have
+        made.want(source, 0, BLOCK, source > 20)
+    for source in range(101, 181):
+        made.put(source, 0, checksum(source, 0))
+        while made.excess:
+            made.evict()
+    assert len(made.sources.keys() & {*range(21, 101)}) == 80
+    for source in range(21, 101):
+        made.want(source, 0, BLOCK, False)
+    for source in range(181, 301):
+        made.put(source, 0, checksum(source, 0))
+        made.want(source, 0, BLOCK, True)
+        while made.excess:
+            made.evict()
+    assert not made.sources.keys() & {*range(21, 81)}
+
+
 def test_a_part_of_a_long_source_is_used() -> None:
     made = BlockMap(BLOCK)
     made.limit = 100 * BLOCKS * BLOCK

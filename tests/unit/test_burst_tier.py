@@ -398,12 +398,7 @@ async def test_the_evictor_is_woken(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda tier: tier.admit(""), lambda tier: tier.admit_ahead("", 1)],
-    ids=["file", "ahead"],
-)
-async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_copy_is_made(make) -> None:
+async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_copy_is_made() -> None:
     server = FakeServer(0, 1000 * MIB)
     upkeep, looks = Upkeep(), []
     tier = make_tier(server, upkeep=upkeep)
@@ -416,7 +411,7 @@ async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_copy_is
         nursery.start_soon(upkeep.run, {Work.LOOK_AT_BURST: Job(look)})
         await trio.testing.wait_all_tasks_blocked()
         assert len(looks) == 1 and looks[0] > 1
-        make(tier)
+        tier.admit("")
         await trio.testing.wait_all_tasks_blocked()
         assert len(looks) == 2
         nursery.cancel_scope.cancel()

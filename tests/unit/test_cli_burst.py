@@ -82,6 +82,7 @@ class Played:
             "files": counts,
             "block_bytes": sum(self.own_blocks[item] + self.blocks[item] for item in files),
             "copy": state != "clean",
+            "local": state != "clean" and not self.blocks[path],
             "open": path in self.opened,
             "pinned": path in self.pinned,
             "staging": path in self.staging,
@@ -96,7 +97,7 @@ class Played:
             self.tiers[os.path.relpath(path, self.root)] = value
         elif path in self.foreign:
             raise PermissionError(errno.EPERM, "Operation not permitted", path)
-        elif name == "stage" and state == "clean":
+        elif name == "stage":
             self.staging.append(path)
             self.most_staging = max(self.most_staging, len(self.staging))
         elif name == "evict":
@@ -132,6 +133,7 @@ class Played:
             if os.path.getsize(path) <= self.room:
                 self.room -= os.path.getsize(path)
                 self.states[path] = "cached"
+                del self.blocks[path]
         waiting = [
             path
             for path, state in self.states.items()
@@ -276,7 +278,8 @@ def test_warm_says_what_was_refused(capsys, mount: Played) -> None:
     code, out, err = run(capsys, "warm", mount.root / "tree")
     assert (code, out) == (1, "staged 1 file, 1.00 MiB; there already: 0\n")
     assert sorted(err.splitlines()) == [
-        "aifs: 1 file not staged: no room in the burst tier, or changed meanwhile",
+        "aifs: 1 file not staged: no room in the burst tier, changed, written to in place, or on "
+        "data servers that are as near",
         "aifs: 1 file not staged: only the owner and root may",
     ]
 
@@ -389,6 +392,7 @@ def test_evict_waits_a_moment_for_a_close(capsys, mount: Played, monkeypatch) ->
 def test_pin_sets_the_tier_of_all_and_stages(capsys, mount: Played, monkeypatch) -> None:
     mount.file("tree/deep/a", "clean")
     mount.file("tree/b", "cached")
+    mount.blocks[str(mount.file("tree/c", "cached"))] = MIB
 
     def getxattr(path: str, name: str) -> bytes:
         assert name == "user.aifs.tier"
@@ -396,8 +400,9 @@ def test_pin_sets_the_tier_of_all_and_stages(capsys, mount: Played, monkeypatch)
 
     monkeypatch.setattr(os, "getxattr", getxattr)
     code, out, _ = run(capsys, "pin", mount.root / "tree")
-    assert (code, out) == (0, "pinned; staged 1 file, 1.00 MiB; there already: 1\n")
-    assert mount.tiers == dict.fromkeys(("tree", "tree/b", "tree/deep", "tree/deep/a"), "pinned")
+    assert (code, out) == (0, "pinned; staged 2 files, 2.00 MiB; there already: 1\n")
+    names = "tree", "tree/b", "tree/c", "tree/deep", "tree/deep/a"
+    assert mount.tiers == dict.fromkeys(names, "pinned")
     assert run(capsys, "unpin", mount.root / "tree") == (0, "", "")
     assert set(mount.tiers.values()) == {"default"}
 

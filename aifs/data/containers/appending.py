@@ -92,7 +92,7 @@ class Tools(Protocol):
     def reading(self, table: Containers) -> AbstractContextManager[ContainerFiles]:
         """These containers, to be read."""
 
-    def opened(self, origin: InObjects, followed: bool) -> AbstractContextManager[Source]:
+    def opened(self, origin: InObjects) -> AbstractContextManager[Source]:
         """The bytes of a file, to be read, and compared with their checksums."""
 
 
@@ -152,7 +152,7 @@ class _Objects(ExitStack):
     def of(self, origin: InObjects) -> Source:
         source = self._sources.get(origin.oid)
         if source is None:
-            opened = self._tools.opened(origin, False)
+            opened = self._tools.opened(origin)
             source = self._sources[origin.oid] = self.enter_context(opened)
         return source
 

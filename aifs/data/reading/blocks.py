@@ -44,6 +44,17 @@ class Blocks(Protocol):
         """Keep the whole blocks among these bytes of it, and its last ones; bytes from ``end`` on
         may change. Does not block."""
 
+    async def filled(self) -> None:
+        """What was to be kept until now is here on return, unless there is no room."""
+
+    def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
+        """A range of it is read soon, and stays here before what nobody has read again; or nobody
+        needs it soon. Does not block."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that blocks may take here."""
+
     def file_of(self, source: int, offset: int, length: int) -> tuple[Any, int] | None:
         """The burst directory, and a descriptor that is not the caller's, of the file that has this
         range at the same offset, all of it checked; None: it is not here, or not open. So it stays
@@ -108,6 +119,7 @@ class NoBlocks:
     """Where none are kept. See Blocks."""
 
     block = segment = 1
+    room = 0
     is_empty = True
     corrections = 0
 
@@ -127,6 +139,12 @@ class NoBlocks:
         return False
 
     def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
+        pass
+
+    async def filled(self) -> None:
+        pass
+
+    def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
         pass
 
     def file_of(self, source: int, offset: int, length: int) -> None:
