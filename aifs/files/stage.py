@@ -27,7 +27,7 @@ from aifs.files.open_inodes import OpenInodes
 from aifs.files.services import Services
 from aifs.files.transitions import Flip, Transitions
 from aifs.layout.hint import DEFAULT_POLICY
-from aifs.meta import chunks, namespace
+from aifs.meta import chunks
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 
@@ -68,8 +68,8 @@ class Stager:
         """Processes that carry stagings out."""
         self._running: dict[tuple[int, bool], trio.Event] = {}
         """By inode, and whether it gets a copy, what is set when that has ended."""
-        self._waiting: dict[int, None] = {}
-        """Inodes to be staged in the background, in order."""
+        self._waiting: dict[int, bool] = {}
+        """Inodes to be staged in the background, in order, and whether they get a copy."""
         self._wrong: set[int] = set()
         """Oids of files that turned out to have wrong bytes on the servers: not tried again each
         time that they are read.
@@ -225,11 +225,10 @@ class Stager:
         is_running = (ino, True) in self._running or (ino, False) in self._running
         return is_running or ino in self._waiting
 
-    def request(self, ino: int) -> None:
+    def request(self, inode: Inode) -> None:
         """Bring the file into the burst tier soon: a copy of it if it is pinned, else blocks."""
-        if ino not in self._waiting:
-            self._waiting[ino] = None
-            self._upkeep.wake(Work.STAGE)
+        self._waiting[inode.ino] = inode.policy is not None and inode.policy.tier == "pinned"
+        self._upkeep.wake(Work.STAGE)
 
     def read(self, inode: Inode) -> None:
         """Somebody begins to read a file that has no copy, nor a dirty mark: if its policy wants it
@@ -244,19 +243,14 @@ class Stager:
             if inode.objects is None or blocks.held(inode.oid, 0, size) == size:
                 return
         if self._tier.has_devices:
-            self.request(inode.ino)
+            self.request(inode)
 
     async def work(self) -> float:
         """Stage what is requested; each request has asked for a worker of its own."""
         while self._waiting:
-            ino = next(iter(self._waiting))
+            ino, is_copied = next(iter(self._waiting.items()))
             del self._waiting[ino]
-            try:
-                policy = (await self._engine.view(namespace.get_inode, ino)).policy
-            except NotFound:
-                continue
-            is_pinned = policy is not None and policy.tier == "pinned"
-            await (self.stage(ino) if is_pinned else self.warm(ino))
+            await (self.stage(ino) if is_copied else self.warm(ino))
         return NEVER_S
 
     def status(self) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class BurstHints:
         if inode.copy is None and inode.layout is not None:
             if not self._tier.has_devices:
                 raise NotSupported("the store has no burst tier")
-            self._stager.request(ino)
+            self._stager.request(inode)
 
     async def evict(self, ino: int) -> None:
         """Give up the clean copy of a file, on whichever host it is. Raises Invalid; Busy if it is

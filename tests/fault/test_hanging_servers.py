@@ -337,7 +337,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
             await until(lambda: fs.rebuild.status()["left_objects"])
             await fs.rebuild.news()
             for ino in contents:
-                fs.stager.request(ino)
+                fs.stager.request(await fs.getattr(ino))
             await until(
                 lambda: (
                     not fs.stager.status()["active_files"]

@@ -53,7 +53,7 @@ async def by_reading(fs: Filesystem, ino: int) -> None:
 
 async def by_asking(fs: Filesystem, ino: int) -> None:
     await fs.setxattr(ino, b"user.aifs.tier", b"pinned")
-    fs.stager.request(ino)
+    fs.stager.request(await fs.getattr(ino))
 
 
 async def by_opening(fs: Filesystem, ino: int) -> None:
