@@ -348,6 +348,8 @@ def _open_backing(path: str, access: int) -> int:
     os.close(
         os.open(path, access | os.O_NONBLOCK)
     )  # EWOULDBLOCK: the filesystem has kept its lease
+    if path.startswith("/proc/") and os.path.exists(name := os.readlink(path)):
+        path = name  # a test's hook knows the file by that
     return files.open_file(path, write=access != os.O_RDONLY)
 
 
