@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import trio
 
+from aifs.burst import block_cache
 from aifs.burst.copy import BurstCopy
 from aifs.core import faults
 from aifs.core.errors import Busy, Unavailable
@@ -571,3 +572,25 @@ async def test_a_file_that_is_passed_through_is_cloned(
             reader = await kernel.open(inos[name], os.O_RDONLY)
             assert await all_of(kernel, reader) == expected[name]
             await kernel.release(reader)
+
+
+async def test_of_many_that_stay_only_as_many_go_as_are_needed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that programs use are passed over, and not asked for again before all others."""
+    monkeypatch.setattr(block_cache, "_ASKED", 2)
+    async with mounted(directory) as kernel:
+        inos = [await make(kernel, b"%d" % number) for number in range(6)]
+        oids = [(await kernel.getattr(ino)).oid for ino in inos]
+        with await mapped_of(kernel, inos[0]), await mapped_of(kernel, inos[1]):
+            for ino in inos[2:]:
+                (await mapped_of(kernel, ino)).close()
+            [device] = kernel.blocks.devices.values()
+            monkeypatch.setattr(type(device), "wanted", 1)
+            left = []
+            for _ in range(4):
+                device.asks_at_s = 0
+                kernel.upkeep.wake(Work.BLOCKS)
+                await kernel.upkeep.have_done(Work.BLOCKS)
+                left.append([oids.index(oid) for oid in device.map.held_sources])
+        assert left == [[2, 3, 4, 5, 0, 1], [3, 4, 5, 0, 1], [4, 5, 0, 1], [5, 0, 1]]
