@@ -124,7 +124,7 @@ class BurstCopy:
         return self._leased
 
     async def is_used(self) -> bool:
-        """Whether somebody else has the copy open or mapped, be it for reading."""
+        """Whether a program has the copy open or mapped, also for reading alone."""
         return is_used(await self.ensure_open())
 
     @property
@@ -431,8 +431,8 @@ def take_read_lease(fd: int) -> bool:
 
 
 def is_used(fd: int) -> bool:
-    """Whether a file is open or mapped, be it for reading, by anything but ``fd``; False where that
-    cannot be told.
+    """Whether a file is open or mapped, also for reading alone, except by ``fd``. False where the
+    system does not say.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)

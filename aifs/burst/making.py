@@ -180,8 +180,8 @@ class MakingTools:
 async def carry_out(
     making: Making | ColumnMaking, tools: MakingTools, cancelled: Callable[[], bool] = never
 ) -> Made | None:
-    """Make the target. None if ``cancelled`` has become true meanwhile, be it for a moment, which
-    is asked between pieces: then, and where this raises, part of the target may have been made.
+    """Make the target. None if ``cancelled`` was true meanwhile, even for a moment; it is asked
+    between pieces: then, and where this raises, part of the target may have been made.
 
     Raises NoSpace, QuotaExceeded, Unavailable; Untold for bytes that are not those that were
     stored; TargetFails where a column cannot be written.

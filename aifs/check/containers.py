@@ -139,7 +139,7 @@ class ContainerRecords:
         """Lists are met record by record: each goes on where the last one has ended."""
         walk = self._walk_of(inode)
         if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
-            wrong = self._lacking(f"the list lacks what is between bytes {walk.offset} and {start}")
+            wrong = self._lacking(f"nothing in the list covers bytes {walk.offset} to {start}")
         walk.number, walk.offset = (
             first + len(extents),
             start + sum(extent.length for extent in extents),

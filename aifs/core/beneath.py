@@ -96,7 +96,7 @@ def make_symlink(target: str, name: str, parent: int) -> None:
 
 
 def make_link(source: str, source_parent: int, name: str, parent: int) -> None:
-    """``name`` is one more name of what ``source`` is, be it a symlink."""
+    """Make ``name`` one more name of what ``source`` is, also of a symlink itself."""
     _before("link", name)
     os.link(source, name, src_dir_fd=source_parent, dst_dir_fd=parent, follow_symlinks=False)
     _after("link", name)

@@ -347,8 +347,8 @@ class BurstIO:
         """Bytes, size and name are on stable storage when this returns. Raises NoSpace,
         Unavailable. The gate must not be held.
 
-        The dirty mark goes if it is proved that nobody has written meanwhile, be it through a
-        mapping.
+        The dirty mark goes if it is proved that nobody has written meanwhile, not through a
+        mapping either.
         """
         copy, changes = file.own_copy, file.changes
         await copy.ensure_open()

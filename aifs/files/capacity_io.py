@@ -257,7 +257,8 @@ class CapacityIO:
         candidates = [c for c in candidates if c.id not in beside] or candidates
         columns = redundancy.columns(policy.count or self._count, len(candidates))
         if len(candidates) < columns:
-            # Columns on those that do not work are made elsewhere once they are known to lack.
+            # Columns on those that do not work are made elsewhere once they are known to be
+            # missing.
             known = {candidate.id for candidate in candidates}
             others = [server.id for server in self._servers.of_class(storage_class)]
             idle = [

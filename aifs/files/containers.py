@@ -153,7 +153,7 @@ class Containers:
         any) of a class ("": those for new files) that are in use, and whose objects can grow.
 
         Stays the same as long as the servers do: else ever more containers would be begun. Where
-        too few work, the others get columns that will lack, to be rebuilt elsewhere. Raises
+        too few work, the others get columns that will be missing, to be rebuilt elsewhere. Raises
         Unavailable if even so there are too few, NotSupported if there is no such server.
         """
         candidates = tuple(

@@ -74,9 +74,9 @@ class Gate:
 
 
 class Lease:
-    """The proof that nobody has written to the burst copy of a file, be it through a mapping, since
-    this was made; it is ``OpenInode.lease`` as long as it holds. A drain that is under way has one,
-    and a sync.
+    """The proof that nobody has written to the burst copy of a file, not through a mapping either,
+    since this was made; it is ``OpenInode.lease`` as long as it holds. A drain that is under way
+    has one, and a sync.
     """
 
     def __init__(self, copy: BurstCopy) -> None:

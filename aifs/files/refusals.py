@@ -31,7 +31,8 @@ class Refusals:
     def __init__(self) -> None:
         self._of: dict[int, dict[int, dict[str, Any]]] = {}
         self._logged: dict[int, tuple[float, int]] = {}
-        """By user, since when his lines of the log are counted, and how many there were."""
+        """By user, since when lines of the log for that user are counted, and how many there
+        were."""
 
     @contextmanager
     def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:

@@ -101,5 +101,5 @@ def without_reason(part: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
     name a file on a server, which can be anybody's."""
     for key in _REASONS & part.keys():
         if part[key] and not sees_all(caller):
-            part[key] = "root is told why"
+            part[key] = "only root may see why"
     return part

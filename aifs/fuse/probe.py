@@ -104,7 +104,7 @@ def judge(facts: Facts, config: Config, in_use: Mapping[str, Any]) -> list[Docto
             "CAP_SYS_ADMIN",
             facts.admin,
             passthrough,
-            f"this process {'has' if facts.admin else 'lacks'} it",
+            f"this process {'has' if facts.admin else 'does not have'} it",
             bridge.NO_CAPABILITY,
             "which passthrough needs",
         ),

@@ -111,7 +111,7 @@ def take(
 
 
 def release(tx: Transaction, counts: Mapping[bytes, int]) -> list[Location]:
-    """Take away references, by digest; the places that are dead from now on. Records that lack are
+    """Take away references, by digest; the places that are dead from now on. Missing records are
     passed over, since what names them goes: fsck names them. Raises Unavailable for a damaged one.
     """
     dead = []

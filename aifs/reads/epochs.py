@@ -4,9 +4,9 @@ nothing for EXPIRES_S reads no more.
 
 A file is brought by reading it, as its readers would, so that its bytes are in blocks
 (``Stager.warm``). What is decided here is which file, and when. Nobody is ever worse off for it
-than if the reader had read the files by himself:
+than if the reader had read the files itself:
 
-- he may read each of them, by its mode and those of the directories above, at that time;
+- the reader may read each of them, by its mode and those of the directories above, at that time;
 - blocks take what nothing else takes, and give way before a writer waits;
 - what is kept for readers that have not come to it is bounded: all epochs together have three
   quarters of the room of blocks, each an equal part of it, and no more than it asks for. Of what

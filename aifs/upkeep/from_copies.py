@@ -309,7 +309,9 @@ class FromCopies:
         trust = ""
         if judgement is Judgement.UNTOLD:
             trust = ", which is trusted: there are no checksums"
-        message = "inode %d: the data servers lack bytes of it; restored from its burst copy%s"
+        message = (
+            "inode %d: bytes of it are missing on the data servers; restored from its burst copy%s"
+        )
         _log.info(message, inode.ino, trust)
         with suppress(FsError):  # else its dirty mark stays, and write-back says what is wrong
             await self._io.sync(file)

@@ -60,8 +60,8 @@ class FileSubject:
 
     @property
     def is_busy(self) -> bool:
-        """Whether programs may change it in place unseen, or read it where it lies now, be it by
-        mappings of theirs that have come since ``self`` was made."""
+        """Whether programs may change it in place unseen, or read it where it lies now, also by
+        mappings that have come since ``self`` was made."""
         file = self.file
         may_be_mapped = file.copy is None and file.kept != 0
         return file.marked or file.on_object or file.on_source or may_be_mapped

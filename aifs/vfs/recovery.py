@@ -537,7 +537,7 @@ class _Sources:
             mover = Mover(servers.budget, Limiter(0), "none")
             self._movers = Movers(MakingTools(servers, mover))
             _log.warning(
-                "the machine was started anew, and data servers lack bytes of files with burst "
+                "the machine was started anew, and data servers miss bytes of files with burst "
                 "copies that were never synced: these are read and compared with checksums now"
             )
         judgement = await judge_copy(engine, self._movers, inode)

@@ -399,7 +399,7 @@ def test_others_than_root_are_told_no_paths_of_what_is_wrong() -> None:
     }
     told = rights.without_paths(failed, OTHER)["failed"]
     assert [one["path"] for one in told] == ["inode 7", "container 9"]
-    assert {one["reason"] for one in told} == {"root is told why"}
+    assert {one["reason"] for one in told} == {"only root may see why"}
 
 
 # --- set-id bits ----------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ async def test_a_host_that_has_what_nobody_can_put_back_does_not_go_on(
         return done
 
     monkeypatch.setattr(replicated, "reopen", others_go_on)
-    with pytest.raises(Unavailable, match="lacks changes that this host has"):
+    with pytest.raises(Unavailable, match="changes that this host has are missing"):
         await a.transact(put, b"other", b"1")
     cluster.kill("a")
     caplog.clear()

@@ -213,7 +213,7 @@ async def test_users_are_not_told_how_a_server_fails(fs, monkeypatch):
     reason = "write /srv/disk/objects/1234: Input/output error"
     monkeypatch.setattr(DataServer, "last_error", reason)
     monkeypatch.setattr(Drain, "obstacle", reason)
-    for caller, said in ((ROOT, reason), (OTHER, "root is told why")):
+    for caller, said in ((ROOT, reason), (OTHER, "only root may see why")):
         status = await fs.status.tell(caller)
         assert {server["last_error"] for server in status["servers"]} == {said}
         assert status["drain"]["last_error"] == ""

@@ -543,7 +543,7 @@ def test_copies_stay_while_servers_that_files_need_are_away(files: Files, policy
         status = json.loads(await fs.getxattr(keys.ROOT_INO, b"user.aifs.status"))
         assert status["evict"]["needed_files"] == len(kept)
         for ino in kept:
-            with pytest.raises(Busy, match="the data servers lack bytes of it"):
+            with pytest.raises(Busy, match="bytes of it are missing on the data servers"):
                 await fs.setxattr(ino, b"user.aifs.evict", b"")
             assert json.loads(await fs.getxattr(ino, b"user.aifs.state"))["needed"]
         await files.compare(fs)

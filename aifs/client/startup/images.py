@@ -301,7 +301,7 @@ class ImageArchive:
         try:
             return self.open(layer.path)
         except FileNotFoundError:
-            raise ImageRefused(f"the archive lacks {layer.path}") from None
+            raise ImageRefused(f"{layer.path} is missing in the archive") from None
 
     def _listed(self, index: bytes) -> list[ArchivedImage]:
         """The images of an OCI index, and of those that it lists."""
@@ -354,7 +354,7 @@ class ImageArchive:
         try:
             return self._read(path)
         except FileNotFoundError:
-            raise ImageRefused(f"the archive lacks {path}") from None
+            raise ImageRefused(f"{path} is missing in the archive") from None
 
     def _read(self, path: str) -> bytes:
         with self.open(path) as file:
@@ -396,7 +396,7 @@ def _parse(document: bytes) -> Any:
 def _get(document: Any, key: str, kind: type[T]) -> T:
     value = document.get(key) if isinstance(document, dict) else None
     if not isinstance(value, kind):
-        raise ImageRefused(f"lacks a {key} where there must be one")
+        raise ImageRefused(f"a {key} is missing where there must be one")
     return value
 
 

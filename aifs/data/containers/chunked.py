@@ -66,8 +66,8 @@ class ChunkedObjects:
         """The extents that were looked up last, and those before them: reads may go to and fro."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; what lacks
-        is never zeros.
+        """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; missing
+        bytes are never zeros.
         """
         buffer = self._containers.servers.buffers.take(length)
         waiting = []

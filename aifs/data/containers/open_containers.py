@@ -172,8 +172,8 @@ class _Plain(OpenContainer):
 
 
 class _Protected(OpenContainer):
-    """Replicas, or columns with parity. Coded ones are written by whole rows; what lacks of the
-    last one is zeros.
+    """Replicas, or columns with parity. Coded ones are written by whole rows; the last
+    one is filled up with zeros.
     """
 
     def __init__(

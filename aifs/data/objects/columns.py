@@ -204,7 +204,7 @@ class Columns:
 
         Neither the column itself nor those of the mask ``unread`` are read; those whose servers are
         slow only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable,
-        which names what lacks.
+        which names what is missing.
         """
         layout = self.layout
         length = min(length, layout.object_length(column, size) - offset)
@@ -217,7 +217,7 @@ class Columns:
         if not layout.is_protected or len(usable) < needed:
             raise Unavailable(
                 f"inode {self.key[0]}, object {self.key[1]}: column {column} (data server "
-                f"{layout.servers[column]}) cannot be told: {len(usable)} of {needed} other "
+                f"{layout.servers[column]}) cannot be recovered: {len(usable)} of {needed} other "
                 "columns are left"
             )
         held = {
@@ -325,7 +325,7 @@ class Columns:
         fd, server = self.descriptor_now(column), self.server(column)
         length = 0 if fd is None else server.stat(self.key, fd).length
         end = self.layout.object_length(column, size)
-        if strict:  # what lacks is no hole
+        if strict:  # what is missing is no hole
             self.require(column, length, end, size)
         return find_data(server, self.key, fd, self.layout, column, offset, min(end, length))
 

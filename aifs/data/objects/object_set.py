@@ -275,7 +275,7 @@ class ObjectSet:
         return [(columns.server(c), -1 if fd is None else fd) for c, fd in enumerate(found)]
 
     def _short(self, column: int) -> None:
-        """An object lacks bytes that it must have."""
+        """An object is shorter than it must be."""
         recovery = self._recovery
         if recovery is not None and not recovery.unread >> column & 1:
             recovery.unread |= 1 << column

@@ -100,7 +100,7 @@ class Hedges:
         return answers
 
     def _find(self, column: int, offset: int, length: int) -> Sequence[Block]:
-        """The blocks that hold a range of a column; none if one of them lacks."""
+        """The blocks that hold a range of a column; none if one of them is missing."""
         source, end, block = self._source(column), offset + length, self._block
         numbers = range(offset // block, -(-end // block))
         blocks = [

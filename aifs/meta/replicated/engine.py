@@ -76,7 +76,7 @@ each change would cost all hosts more than the change.
 ASK_AGAIN_S = 0.1
 """Between two questions to a host that has a directory and does not answer."""
 
-_OLD = "the database lacks changes that this host has; was it restored from an old copy?"
+_OLD = "changes that this host has are missing in the database; was it restored from an old copy?"
 
 _NUMBER_GAP = 1 << 24
 """More than the rows of others that are applied while one commit is under way: what it makes is

@@ -107,7 +107,7 @@ class VirtualMemory:
         self.taken = 0
         """Bytes, of all."""
         self._open = Counter[tuple[int, int]]()
-        """By user and number of the file, how often he has it open."""
+        """By user and number of the file, how often the user has it open."""
         self._of_user = Counter[int]()
         """Bytes that a user has open."""
         self._turns: dict[int, trio.CapacityLimiter] = {}
@@ -145,14 +145,15 @@ class VirtualMemory:
         self._budget.release(size)
 
     def open(self, uid: int, ino: int, size: int) -> None:
-        """A user opens a file of so many bytes. Raises OutOfMemory if he has too much open; root
-        never has."""
+        """A user opens a file of so many bytes. Raises OutOfMemory if the user has too much
+        open; root never has."""
         most = int(self._budget.total * _OF_USER)
         if not self._open[uid, ino]:
             if uid and self._of_user[uid] + size > most:
                 raise OutOfMemory(
                     f"virtual files that a user has open may take {most:,} bytes of memory (1/4 of "
-                    f"memory.budget), and his take {self._of_user[uid]:,}: this one takes {size:,}"
+                    f"memory.budget), and those of this user take {self._of_user[uid]:,}: this one "
+                    f"takes {size:,}"
                 )
             self._of_user[uid] += size
         self._open[uid, ino] += 1
