@@ -42,8 +42,8 @@ _STAYS = {
     "dirty": "its newest bytes are in the burst tier alone; drain it first",
     "pinned": "it is pinned to the burst tier; unpin it first",
     "open": "programs have it open or mapped, or did a moment ago",
-    "needed": "bytes of it are missing on the data servers, or these do not answer: the copy may be "
-    "the only one",
+    "needed": "bytes of it are missing on the data servers, or these do not answer: the copy may "
+    "be the only one",
 }
 """Why a copy is not given up."""
 
