@@ -113,6 +113,7 @@ class LayoutConfig(_Section):
     kind: Annotated[str, choice(*LAYOUT_KINDS)]
     pack_below: Annotated[int | None, PACK_BELOW]
     """None: as the stripe unit says."""
+    stripe_above: Annotated[int, size(0, 1 << 40)]
     container_size: Annotated[int, size(16 << 20, 1 << 40, 4 << 20)]
     compact_above: Annotated[float, fraction(0.05, 1)]
     compress: Annotated[int, COMPRESS]

@@ -83,8 +83,6 @@ class BurstIO:
         """
         inode = file.inode
         if file.on_object:  # programs read that, so it stays the file, and is changed
-            if file.copy is not None:
-                await self._drop_copy(file)
             return True
         if inode.in_burst:
             if not file.marked:
@@ -112,7 +110,8 @@ class BurstIO:
         mapped so: these are the file from now on, so all see what changes. Nothing is done of
         others. The gate is held alone. Raises Busy, NoSpace, Unavailable."""
         inode = file.inode
-        if not (file.on_source or (file.copy is None and await self.is_used(file))):
+        is_used = self._tier.blocks.is_used
+        if not (file.on_source or (file.copy is None and await is_used(file.own_source))):
             return
         copy = await self._tier.take_source(inode.oid)
         try:
@@ -125,10 +124,6 @@ class BurstIO:
             if file.copy is not copy:
                 self._tier.discard(copy)
             raise
-
-    async def is_used(self, file: OpenInode) -> bool:
-        """Whether programs have its blocks open, or mapped. Raises Unavailable."""
-        return await self._tier.blocks.is_used(file.own_source)
 
     async def leave_capacity(self, file: OpenInode) -> None:
         """A clean file whose copy is known to be right is that copy alone from now on, durably. The

@@ -68,6 +68,7 @@ class CapacityIO:
         self._unit = config.layout.unit
         self._default = Redundancy(config.layout.replicas, *config.layout.ec)
         self._count = config.layout.count
+        self._stripe_above = config.layout.stripe_above
         self._inline_limit = config.layout.inline_limit
         self._engine = engine
         self._servers = servers
@@ -249,7 +250,7 @@ class CapacityIO:
         """Where new objects of the file go, protected as its policy asks. If not even counting
         servers that do not work there are enough for that, unprotected. ``beside``: servers that
         have no room, so they come after all others. A ``storage_class`` must have a candidate; its
-        servers count, whatever the policy allows."""
+        servers count, whatever the policy allows. The file has its size."""
         policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
         candidates = (
             self._servers.candidates(storage_class) if storage_class else self._candidates(inode)
@@ -268,7 +269,7 @@ class CapacityIO:
             ]
             candidates = sorted((*candidates, *idle[: columns - len(candidates)]))
         if not redundancy.is_protected or len(candidates) < columns:
-            return self._spread(inode, candidates)
+            return self._spread(inode, candidates, inode.size)
         servers = spread(ALGORITHM, inode.ino, candidates, columns, redundancy.replicas)
         return Striped(
             redundancy.unit(policy.unit or self._unit),
@@ -281,9 +282,14 @@ class CapacityIO:
         """Where objects of the file go that are changed in place."""
         return self._spread(inode, self._changeable(inode))
 
-    def _spread(self, inode: Inode, candidates: Sequence[Candidate]) -> Striped:
+    def _spread(
+        self, inode: Inode, candidates: Sequence[Candidate], size: int | None = None
+    ) -> Striped:
+        """``size``: that the file has, unless it is going to grow there."""
         policy = inode.policy or DEFAULT_POLICY
-        columns = min(policy.count or self._count or len(candidates), len(candidates))
+        is_one = size is not None and size <= self._stripe_above
+        count = policy.count or self._count or (1 if is_one else len(candidates))
+        columns = min(count, len(candidates))
         return Striped(policy.unit or self._unit, spread(ALGORITHM, inode.ino, candidates, columns))
 
     def _changeable(self, inode: Inode) -> Sequence[Candidate]:

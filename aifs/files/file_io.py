@@ -364,9 +364,12 @@ class FileIO:
             await self.capacity.prepare(file, end)
 
     async def _take_source(self, file: OpenInode) -> None:
-        """See BurstIO.take_source."""
-        self.table.handles.drop_kept(file)
+        """What programs use by themselves is the file from now on: its blocks become its copy (see
+        BurstIO.take_source), or its one object stays."""
+        handles = self.table.handles
+        handles.drop_kept(file)
         await self.burst.take_source(file)
+        await handles.keep_object(file)
 
     async def _bring(self, file: OpenInode, end: int) -> bool:
         """See Stager.bring; waits for room if there has to be some. Returns whether the file can
@@ -424,7 +427,7 @@ class FileIO:
             await self._take_source(file)
             if not await self.burst.enter(file, 0):
                 return False
-            if file.on_object:
+            if file.on_object and file.backing:
                 # Mappings are written to without our knowing.
                 self.capacity.perhaps_mapped.setdefault(file.inode.ino, 0)
                 await self.capacity.look(file)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import trio
 
+from aifs.burst.copy import is_used
 from aifs.core import files
 from aifs.core.errors import BadHandle, Busy, FsError
 from aifs.core.log import logger
@@ -68,6 +69,8 @@ class Handles:
         self._access_due_ns = access_due_ns
         self._lends = True
         """The kernel is there."""
+        self._is_watched = False
+        """A watcher wants to know what is read of files that have no burst copy."""
         self._lent_sizes: dict[int, int] = {}
         """By inode number, of those that are lent and of which the kernel keeps pages."""
         self._accessed: dict[int, int] = {}
@@ -152,7 +155,7 @@ class Handles:
             file.uncached
             or is_elsewhere
             or appends
-            or (opened.writable and (file.on_object or file.on_source))
+            or (opened.writable and file.backing != 0 and (file.on_object or file.on_source))
         )
         file.cached |= not (file.backing or opened.direct)
         return Opened(handle, file.backing, opened.direct)
@@ -167,7 +170,9 @@ class Handles:
         if file.inode.flags & APPEND_ONLY:
             return None  # a program may take O_APPEND back
         place, copy = self._place(file, flags), file.copy
-        if place is None or place[0] in self._refused or (self._is_shared and copy is None):
+        if place is None or place[0] in self._refused:
+            return None
+        if copy is None and (self._is_shared or self._is_watched):
             return None
         if flags & os.O_ACCMODE != os.O_RDONLY and not self._quotas.may_pass_through(file):
             return None  # the daemon refuses what is too much
@@ -187,7 +192,7 @@ class Handles:
         if place is None:
             return
         is_own = file.copy is None and not on_object
-        fd, passthrough = await self._backing(file), self.kernel.passthrough
+        fd, passthrough = await self._backing(file, on_object), self.kernel.passthrough
         if fd is None:
             return
         try:
@@ -255,7 +260,7 @@ class Handles:
         # A change has to reach those who have it passed through: not what clones share.
         if objects is None or file.inode.named:
             return None
-        if len(objects.servers) == 1:
+        if len(objects.servers) == 1 and (file.on_object or not _is_kept_near(file)):
             return objects.servers[0], oid
         if file.opening:  # a program that is going to write
             return None
@@ -283,19 +288,18 @@ class Handles:
         objects = file.inode.objects
         if objects is None:
             return False
-        if len(objects.servers) == 1:
-            return file.marked
-        is_own = not (self._is_shared or file.inode.named)
-        return is_own and isinstance(file.objects, ObjectSet) and file.objects.is_kept_near
+        if _is_kept_near(file):
+            return not (self._is_shared or file.inode.named)
+        return len(objects.servers) == 1 and file.marked
 
-    async def _backing(self, file: OpenInode) -> int | None:
+    async def _backing(self, file: OpenInode, on_object: bool) -> int | None:
         """The descriptor to pass a file through to; None if that does not work, or is not what it
         should be."""
-        objects, inode = file.inode.objects, file.inode
+        inode = file.inode
         try:
             if file.copy is not None:
                 return await file.copy.backing()
-            if objects is not None and len(objects.servers) > 1:
+            if not on_object:
                 return await self._blocks.backing(inode.oid, inode.size)
             return None if file.objects is None else await file.objects.backing(inode.size)
         except FsError as error:
@@ -303,6 +307,26 @@ class Handles:
                 raise
             _log.info("inode %d is not passed through: %s", inode.ino, error)
             return None
+
+    async def is_used(self, file: OpenInode) -> bool:
+        """Whether programs use local bytes of a clean file by themselves, open or mapped: its
+        blocks, or its one object. Raises Unavailable."""
+        return await self._blocks.is_used(file.own_source) or await self._is_object_used(file)
+
+    async def keep_object(self, file: OpenInode) -> None:
+        """The file is going to change: if programs have its one object mapped, it stays that. The
+        gate is held alone."""
+        file.on_object = file.on_object or await self._is_object_used(file)
+
+    async def _is_object_used(self, file: OpenInode) -> bool:
+        objects = file.inode.objects
+        is_one = objects is not None and len(objects.servers) == 1 and file.own_source
+        if not is_one or file.copy is not None or self._is_shared:
+            return False
+        if self.kernel.passthrough is None:
+            return False
+        fd = await self._backing(file, on_object=True)
+        return fd is not None and is_used(fd)
 
     # --- inodes that are lent ---
 
@@ -464,6 +488,7 @@ class Handles:
         """Whether opens for reading that are answered without us are noted from now on, each anew;
         those of files of more than WATCHED_BYTES are asked for. Does not block.
         """
+        self._is_watched = is_watched
         if self.kernel.passthrough is not None:
             self.kernel.passthrough.watch_opens(is_watched)
 
@@ -590,6 +615,11 @@ class Handles:
             file.kept, file.backing, file.on_object = file.backing, 0, False
             file.cached = file.uncached = False
         return opened
+
+
+def _is_kept_near(file: OpenInode) -> bool:
+    """Whether programs are to read it by way of its blocks."""
+    return isinstance(file.objects, ObjectSet) and file.objects.is_kept_near
 
 
 def _is_object(file: OpenInode, place: tuple[int, int] | None) -> bool:

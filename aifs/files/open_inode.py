@@ -218,7 +218,8 @@ class OpenInode:
         copy, the one object, or the one with all blocks. 0 while they are not, and then none of
         them is."""
         self.on_object = False
-        """They are passed through to the one object of a striped file, which it has to stay."""
+        """Programs use the one object of a striped file by themselves, which it has to stay: users
+        are passed through to it, or have left a mapping."""
         self.source_backing = 0
         """The last backing id that passes through to all blocks of the objects."""
         self.uncached = False

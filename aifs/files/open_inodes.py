@@ -227,6 +227,10 @@ class OpenInodes:
         """See Handles."""
         self._handles.drop_kept(file)
 
+    async def is_used(self, file: OpenInode) -> bool:
+        """See Handles."""
+        return await self._handles.is_used(file)
+
     async def _leave_home(self, file: OpenInode) -> None:
         home, number = file.joined, file.joined_as
         file.joined = file.joined_as = 0

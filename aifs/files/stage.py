@@ -137,8 +137,8 @@ class Stager:
         inode, objects, changes = file.inode, file.inode.objects, file.changes
         if file.copy is not None or file.on_object:
             return
-        if await self._tier.blocks.is_used(file.own_source):
-            return  # what programs use becomes the copy (BurstIO.take_source)
+        if await self._inodes.is_used(file):
+            return  # what programs use becomes the copy, or stays (FileIO._take_source)
         is_protected = objects is not None and objects.is_protected  # or it would not be any more
         if inode.layout is None or not (must or is_protected or inode.size <= self.for_write):
             return
@@ -178,10 +178,10 @@ class Stager:
             return False
         inode, objects, changes = file.inode, file.objects, file.changes
         policy = inode.policy or DEFAULT_POLICY
-        if objects is None or file.marked or file.on_source:
+        if objects is None or file.marked or file.on_source or file.on_object:
             return False
         self._inodes.drop_kept(file)
-        if await self._tier.blocks.is_used(file.own_source):
+        if await self._inodes.is_used(file):
             return False  # a mapping would not see what is written to the copy
         device = self._tier.admit(policy.tier, inode.space, must)
         if device is None:
@@ -192,7 +192,7 @@ class Stager:
                 file.changes == changes
                 and file.objects is objects
                 and file.copy is None
-                and not (file.marked or file.on_source or file.kept)  # it may be mapped
+                and not (file.marked or file.on_source or file.on_object or file.kept)  # or mapped
                 and inode.nlink > 0
             )
 

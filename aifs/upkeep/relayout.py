@@ -99,7 +99,7 @@ class Relayout:
         Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
         """
         file, inode = subject.file, subject.file.inode
-        if await self._io.burst.is_used(file):
+        if await self._io.table.handles.is_used(file):
             return False  # a mapping would not see what is changed later
         target = NewObjects(inode.ino, await self._ids.take(), layout)
 
@@ -142,7 +142,7 @@ class Compressing:
         Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
         """
         inode = subject.file.inode
-        if await self._io.burst.is_used(subject.file):
+        if await self._io.table.handles.is_used(subject.file):
             return False  # as above
         origin, oid = await self._io.capacity.describe(inode), await self._ids.take()
         if not subject.is_unchanged():

@@ -26,7 +26,11 @@ from aifs.vfs import Filesystem, SetAttr
 from tests.support import engines, modes
 from tests.support.stores import drained, moved_out, numbers, opened, put, read_file, write_file
 
-SHAPE = modes.WAITING | {"layout.unit": "4KiB", "layout.inline_limit": "0"}
+SHAPE = modes.WAITING | {
+    "layout.unit": "4KiB",
+    "layout.inline_limit": "0",
+    "layout.stripe_above": "0",
+}
 TEXT = b"0123456789" * 1000
 
 

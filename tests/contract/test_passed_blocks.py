@@ -40,6 +40,7 @@ SETTINGS = modes.STRIPED | {
 }
 KINDS = {
     "plain": {},
+    "one object": {"layout.count": "0", "layout.stripe_above": "1MiB"},
     "mirrored": {"layout.count": "2", "layout.replicas": "2"},
     "coded": {"layout.ec": "2+1"},
     "verified": {"data.verify": "read"},

@@ -147,36 +147,66 @@ async def test_an_object_that_is_not_what_the_record_says_is_read_by_the_daemon(
     path.write_bytes(content)
 
 
-async def test_staging_gives_no_second_place_to_read_from(kernel: Kernel) -> None:
+async def test_files_up_to_a_size_are_one_object_and_larger_ones_are_striped(
+    directory: Path,
+) -> None:
+    size = 20 << 10
+    async with mounted(
+        directory, {"layout.unit": "4KiB", "layout.stripe_above": "20KiB"}
+    ) as kernel:
+        small = await make(kernel, b"small", CONTENT[:size])
+        large = await make(kernel, b"large", CONTENT[: size + 1])
+        directory_ino = (await kernel.mkdir(ROOT, b"d", 0o755, ME)).ino
+        await kernel.setxattr(directory_ino, b"user.aifs.tier", b"capacity", caller=ME)
+        handle, growing = await kernel.create(directory_ino, b"f", 0o644, os.O_RDWR, ME)
+        await kernel.write(handle, 0, CONTENT[:size])
+        await kernel.release(handle)
+        await kernel.setxattr(ROOT, b"user.aifs.layout", b"count=2", caller=ME)
+        asked = await make(kernel, b"asked", CONTENT[:size])
+        await kernel.setxattr(ROOT, b"user.aifs.layout", b"replicas=2", caller=ME)
+        mirrored = await make(kernel, b"mirrored", CONTENT[:size])
+        columns = {}
+        for ino in (small, large, asked, mirrored, growing.ino):
+            objects = (await kernel.getattr(ino)).objects
+            assert objects is not None
+            columns[ino] = len(objects.servers)
+        assert list(columns.values()) == [1, 4, 2, 4, 4]
+
+
+async def test_a_file_whose_object_programs_use_is_not_staged(kernel: Kernel) -> None:
     ino = await make(kernel)
-    first = await kernel.open(ino, os.O_RDONLY)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert is_on_object(kernel, ino) and not await kernel.stager.stage(ino)
+    mapped = os.open(kernel.backed[0], os.O_RDONLY)
+    await kernel.release(reader)
+    assert not await kernel.stager.stage(ino)
+    os.close(mapped)
     assert await kernel.stager.stage(ino)
-    second = await kernel.open(
-        ino, os.O_RDONLY
-    )  # the test's kernel checks that it is passed through to the same
-    assert is_on_object(kernel, ino) and kernel.io.table.open[ino].copy is not None
-    await kernel.release(first)
-    await kernel.release(second)
-    first = await kernel.open(ino, os.O_RDONLY)
+    reader = await kernel.open(ino, os.O_RDONLY)
     assert kernel.io.table.open[ino].backing and not is_on_object(kernel, ino)
-    await kernel.release(first)
+    await kernel.release(reader)
 
 
 @pytest.mark.parametrize("change", ["open", "truncate", "empty"])
-async def test_a_copy_that_was_staged_goes_when_the_object_is_to_change(kernel, change):
+async def test_what_is_mapped_and_closed_sees_changes(kernel: Kernel, change: str) -> None:
     ino = await make(kernel)
     reader = await kernel.open(ino, os.O_RDONLY)
-    assert await kernel.stager.stage(ino)
-    if change == "open":
-        writer = await kernel.open(ino, os.O_RDWR)
-        await kernel.write(writer, 0, b"new")
-        await kernel.release(writer)
-        expected = b"new" + CONTENT[3:]
-    else:
-        expected = CONTENT[: 10 if change == "truncate" else 0]
-        await kernel.setattr(ino, SetAttr(size=len(expected)), ME)
-    assert kernel.io.table.open[ino].copy is None
-    assert await all_of(kernel, reader) == expected
+    mapped = os.open(kernel.backed[0], os.O_RDONLY)
+    await kernel.release(reader)
+    if change != "open":
+        await kernel.setattr(ino, SetAttr(size=10 if change == "truncate" else 0), ME)
+    before = os.pread(mapped, len(CONTENT), 0)
+    assert before == {"open": CONTENT, "truncate": CONTENT[:10], "empty": b""}[change]
+    writer = await kernel.open(ino, os.O_RDWR)
+    await kernel.write(writer, 0, b"new")
+    if change != "empty":
+        assert os.pread(mapped, len(CONTENT), 0) == b"new" + before[3:]
+    os.close(mapped)
+    await kernel.fsync(writer)
+    assert await all_of(kernel, writer) == b"new" + before[3:]
+    await kernel.release(writer)
+    reader = await kernel.open(ino, os.O_RDONLY)
+    assert await all_of(kernel, reader) == b"new" + before[3:]
     await kernel.release(reader)
 
 

@@ -366,7 +366,7 @@ async def test_a_crash_leaves_the_old_form_or_the_new_one(directory, point):
         assert await fs.evictor.evict(ino)
         assert await read_file(fs, ino) == data
         await fs.collector.drain()
-        assert not await numbers(fs, b"g") and len(objects_in(fs)) == 4
+        assert not await numbers(fs, b"g") and len(objects_in(fs)) == 1
 
 
 # --- stage and evict ------------------------------------------------------------------------------

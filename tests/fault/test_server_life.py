@@ -50,7 +50,7 @@ SETTINGS = modes.STRIPED | {
 }
 KINDS = {
     "plain": {"layout.count": 2},
-    "wide": {},
+    "wide": {"layout.stripe_above": 0},
     "replicas": {"layout.replicas": 2, "layout.count": 2},
     "coded": {"layout.ec": "2+1"},
     "containers": {"layout.kind": "interleaved"},

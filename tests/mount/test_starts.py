@@ -17,7 +17,7 @@ from tests.support.hosts import Cluster, many_hosts, until
 from tests.support.mounts import ROOT, TIMEOUT_S, Mounted, aifs
 from tests.support.postgres import Postgres
 
-SLOW = ("burst.drain_delay=1h",)
+SLOW = ("burst.drain_delay=1h", "layout.stripe_above=0")
 LARGE = 8
 
 

@@ -26,8 +26,8 @@ WAITING = ON | {"burst.drain_delay": "1h"}
 """Nothing is drained but what is asked for."""
 
 BY_DAEMON = {"burst.passthrough": "false"}
-STRIPED = {"layout.kind": "striped", "layout.pack_below": "0"}
-"""Small files get objects of their own, too."""
+STRIPED = {"layout.kind": "striped", "layout.pack_below": "0", "layout.stripe_above": "0"}
+"""Small files get objects of their own, too, on all servers."""
 
 INTERLEAVED = {"layout.kind": "interleaved", "layout.compact_above": "0.05"}
 REPLICAS = {"layout.replicas": "2"}
