@@ -161,10 +161,7 @@ async def test_a_staged_file_and_one_that_is_laid_out_anew(kernel: Kernel) -> No
     ino = await make(kernel)
     reader = await kernel.open(ino, os.O_RDONLY)
     assert await placed(kernel, reader, CONTENT)
-    await kernel.setxattr(ino, b"user.aifs.stage", b"", caller=ME)
-    with trio.fail_after(10):
-        while kernel.io.table.open[ino].copy is None:
-            await trio.sleep(0.001)
+    assert await kernel.stager.stage(ino)
     assert not await placed(kernel, reader, CONTENT)
     await kernel.release(reader)
     while not await kernel.evictor.evict(ino):
