@@ -1,10 +1,7 @@
 """What virtual files and directories are called, and their inode numbers, which no inode on record
 can have."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from aifs.core.errors import NotFound, ReadOnly
+from aifs.core.errors import ReadOnly
 from aifs.core.names import VIRTUAL
 
 FIRST = 1 << 62
@@ -24,17 +21,11 @@ def require_on_record(ino: int) -> None:
         raise ReadOnly("it is virtual")
 
 
-@contextmanager
-def unchanged(parent: int, name: bytes) -> Iterator[None]:
-    """A name is to be taken away inside, which NotFound says is not on record. Raises ReadOnly
-    instead if it is virtual."""
-    try:
-        yield
-    except NotFound:
-        if name == VIRTUAL:
-            raise ReadOnly("it is virtual") from None
-        require_on_record(parent)
-        raise
+def require_missing(parent: int, name: bytes) -> None:
+    """Of a name to be taken away that is not on record. Raises ReadOnly if it is virtual."""
+    if name == VIRTUAL:
+        raise ReadOnly("it is virtual")
+    require_on_record(parent)
 
 
 def directory_of(ino: int) -> int:

@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from aifs.core import clock, faults
+from aifs.core.errors import NotFound
 from aifs.core.json_text import parse_object
 from aifs.files import permissions, rights, virtual
 from aifs.files.asks import DIRECTORY, Ask, Hint, HintCall
@@ -142,8 +143,11 @@ class Publishing:
         virtual.require_on_record(new_parent)
         self._looked_up.changed_here(parent, new_parent)
         while True:
-            with virtual.unchanged(parent, name):
+            try:
                 moving = await self._engine.view(namespace.get_dentry, parent, name)
+            except NotFound:
+                virtual.require_missing(parent, name)
+                raise
             known: Mapping[Name, int] = {}
             if moving.type == _DIRECTORY:
                 known = await self._looked_up.of((parent, name), (new_parent, new_name))

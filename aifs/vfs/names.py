@@ -214,16 +214,19 @@ class Names:
         """The name goes to the trash, if there is one for it, and somebody removes it, the
         ``caller``."""
         self._looked_up.changed_here(parent)
-        with virtual.unchanged(parent, name):
-            now, by = clock.kernel_ns(), self._rules.remover(caller)
+        now, by = clock.kernel_ns(), self._rules.remover(caller)
+        try:
             self.unlinked(await self._engine.transact(namespace.unlink, parent, name, now, by))
+        except NotFound:
+            virtual.require_missing(parent, name)
+            raise
         await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
         """As ``unlink``. With several hosts it raises Stale where another one has changed the name
         just before, upon which the kernel looks it up anew, once."""
         self._looked_up.changed_here(parent)
-        with virtual.unchanged(parent, name):
+        try:
             known = await self._looked_up.of((parent, name))
             now, by = clock.kernel_ns(), self._rules.remover(caller)
             self.unlinked(
@@ -231,6 +234,9 @@ class Names:
                     if_looked_up, known, namespace.rmdir, parent, name, now, by
                 )
             )
+        except NotFound:
+            virtual.require_missing(parent, name)
+            raise
         await self._engine.shown()
 
     async def remove_tree(
