@@ -176,7 +176,7 @@ class LoadPlan(NamedTuple):
     loader: str
     """The function that reads it: one of those above."""
     way: str
-    """Of ``gather_plan``: each rank reads by itself, or hosts share the reading."""
+    """Each rank reads by itself, or hosts share the reading, as ``plan`` decides."""
     sizes: dict[str, int]
     """Of the files, by their paths."""
     ranks: list[RankReads]

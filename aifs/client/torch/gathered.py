@@ -2,9 +2,9 @@
 from storage, and from rank to rank across hosts.
 
 On one host all read from the mount, which fetches bytes that are not in the page cache once. Of
-several hosts, one rank each takes part in an exchange (``gather_plan``): it passes on the bytes
-that it reads, a piece at a time, and reads the next one meanwhile. The other ranks of its host map
-its memory."""
+several hosts, one rank each takes part in an exchange (``gather_files.plan``): it passes on the
+bytes that it reads, a piece at a time, and reads the next one meanwhile. The other ranks of its
+host map its memory."""
 
 import mmap
 import os
