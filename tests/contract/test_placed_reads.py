@@ -304,7 +304,7 @@ async def test_packed_files_that_are_lent_ahead_are_changed_and_removed(director
         assert await all_of(kernel, reader) == content_of(2)[:3]
         await kernel.release(reader)
         reader = await kernel.open(inos[3], os.O_RDONLY)
-        await kernel.setxattr(inos[3], b"user.aifs.stage", b"", caller=ME)
+        assert await kernel.stager.stage(inos[3])
         assert await all_of(kernel, reader) == content_of(3)
         await kernel.release(reader)
 

@@ -297,6 +297,7 @@ def test_draining_evicting_and_staging_while_it_is_open(store: Mounted, path: Pa
     assert path.read_bytes() == CONTENT
     until_closed(store)
     with path.open("rb", buffering=0) as file:
+        os.setxattr(path, "user.aifs.tier", b"pinned")
         os.setxattr(path, "user.aifs.stage", b"")
         while not state(path)["copy"]:
             pass
