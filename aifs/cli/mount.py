@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from aifs.core import log
 from aifs.core.errors import AifsError, MountError, UserError
 
 if TYPE_CHECKING:
+    from aifs.core.config import Config
     from aifs.fuse.options import MountOptions
 
 _logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
     is_flag=True,
     help="Take the store over from a host that is known to be dead.",
 )
+@click.option("--kept", hidden=True, help="Descriptors of a mount to go on with.")
 @click.option("-s", "--sloppy", is_flag=True, help="Ignore unknown mount options.")
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
@@ -104,6 +107,7 @@ def mount_command(
     fake: bool,
     force: bool,
     sloppy: bool,
+    kept: str | None,
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
@@ -130,15 +134,21 @@ def mount_command(
             _remount(mountpoint, mount_options)
         return
     loaded = config.load(source, overrides)
+    if kept:
+        _go_on(loaded, mountpoint, mount_options, kept, foreground)
+        return
     find_metadata(loaded)
     path = _prepare(mountpoint)
     if fake:
         return
+    again = [sys.executable, "-m", "aifs.cli.main", "mount", loaded.source, path]
+    again += [word for option in options for word in ("-o", option)]
+    again += [*["--foreground"] * foreground, *["--sloppy"] * sloppy, "--kept"]
 
     def work(on_ready: Callable[[], None]) -> None:
         from aifs.fuse.session import serve
 
-        serve(loaded, path, mount_options, on_ready, force)
+        serve(loaded, path, mount_options, on_ready, force, again=again)
 
     if foreground:
         log.setup(None, loaded.log.level)
@@ -147,6 +157,29 @@ def mount_command(
         run_in_background(work, loaded.log.file, loaded.log.level)
         register(loaded.source, path)
         _name_missing_servers(path)
+
+
+def _go_on(
+    loaded: "Config", mountpoint: str, options: "MountOptions", kept: str, foreground: bool
+) -> None:
+    """Serve the mount of a daemon that has died. ``kept``: descriptors of the mount and of what is
+    kept, from the keeper."""
+    log.setup(None if foreground else loaded.log.file, loaded.log.level)
+    os.umask(0o022)
+    try:
+        from aifs.fuse.kept import KeptMount
+        from aifs.fuse.session import serve
+
+        device, table = map(int, kept.split(":"))
+        for fd in (device, table):
+            os.set_inheritable(fd, False)
+        serve(loaded, mountpoint, options, lambda: None, kept=KeptMount(table, device))
+    except (AifsError, OSError, ImportError) as error:
+        _logger.error("the daemon stops: %s", describe_error(error))
+        raise
+    except BaseException:
+        _logger.critical("the daemon stops", exc_info=True)
+        raise
 
 
 def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -> None:

@@ -163,6 +163,7 @@ class KernelConfig(_Section):
     max_background: Annotated[int, integer(1, 1024)]
     slow_request_s: Annotated[float, duration(0, 86400)] = Field(alias="slow_request")
     bridge: Annotated[str, choice("auto", "off", "require")]
+    restarts: Annotated[int, integer(0, 1000)]
 
 
 class MetricsConfig(_Section):

@@ -65,7 +65,7 @@ Cause = str | Callable[[], str]
 class Activity:
     """Used from one trio thread. Made for each request: it does nothing unless there are waits."""
 
-    __slots__ = ("_mark_ns", "_spent_ns", "_waits", "args", "began_ns", "describe")
+    __slots__ = ("_mark_ns", "_spent_ns", "_waits", "args", "began_ns", "describe", "unique")
 
     def __init__(self, describe: Callable[..., Request | None], args: tuple, began_ns: int) -> None:
         """``describe(*args)`` says what it is, when somebody asks; None: it is not shown.
@@ -75,6 +75,8 @@ class Activity:
         """None: it is over. Tasks that it has started may still run, and are no part of it any
         more."""
         self.began_ns = began_ns
+        self.unique = 0
+        """The kernel's number of the request, where somebody wants to know it; 0: it has none."""
         self._waits: list[waits_for] | None = None  # those that have not ended, the newest last
 
     def enter(self, wait: "waits_for") -> None:
@@ -127,6 +129,12 @@ _current: ContextVar[Activity | None] = ContextVar("activity", default=None)
 begin = _current.set
 """From now on the current task works for this activity, until it begins another one. The end of the
 activity takes its ``args`` away, which may be large."""
+
+
+def current_unique() -> int:
+    """The kernel's number of the request that the current task works for; 0: none is known."""
+    activity = _current.get()
+    return 0 if activity is None or activity.args is None else activity.unique
 
 
 Ended = Callable[[Activity, int], None]

@@ -15,6 +15,7 @@ from aifs.core.start_record import BLOCK
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.reading.blocks import Blocks
 from aifs.data.server import name_of
+from aifs.files.kept import KeptHandle
 from aifs.files.kernel import Kernel
 from aifs.files.open_inode import OpenInode
 from aifs.files.places import Places
@@ -58,6 +59,7 @@ class Handles:
         Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
         one may replace without our being asked, are not passed through."""
         self.kernel = kernel
+        self._kept = kernel.kept
         self.places = places
         """Those of files that are in core, or lent, and of no others."""
         self._blocks = blocks
@@ -158,6 +160,7 @@ class Handles:
             or (opened.writable and file.backing != 0 and (file.on_object or file.on_source))
         )
         file.cached |= not (file.backing or opened.direct)
+        self._kept.add(KeptHandle(handle, file.inode.ino, flags, 1, file.backing, opened.direct))
         return Opened(handle, file.backing, opened.direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
@@ -200,6 +203,7 @@ class Handles:
                 return
             file.backing, file.on_object = passthrough.attach(fd), on_object
             self._places[file.backing] = place
+            self._kept.attach(file.backing, place)
             file.source_backing = file.backing if is_own else 0
             if file.on_source:
                 self._sources[place[1]] = file.inode.ino
@@ -230,6 +234,7 @@ class Handles:
         if backing and self.kernel.passthrough is not None:
             place = self._places.pop(backing)
             self.kernel.passthrough.detach(backing)
+            self._kept.detach(backing)
             if self._sources.pop(place[1], None) is not None:
                 self._blocks.lend(place[1], False)
 
@@ -263,6 +268,8 @@ class Handles:
         if len(objects.servers) == 1 and (file.on_object or not _is_kept_near(file)):
             return objects.servers[0], oid
         if file.opening:  # a program that is going to write
+            return None
+        if self._kept.is_on:  # nothing keeps blocks in place from one daemon to the next
             return None
         server = self._blocks.place_of(oid, file.inode.size)
         return None if server is None else (server, oid)
@@ -404,13 +411,19 @@ class Handles:
     def take_back(self, file: OpenInode) -> None:
         """The file is in core from now on: if it was lent, its handles are ours. Does not block."""
         inode, passthrough = file.inode, self.kernel.passthrough
-        lent = None if passthrough is None else passthrough.take_back(inode.ino)
-        if lent is not None:
+        lent = None if passthrough is None else passthrough.find_lent(inode.ino)
+        if lent is not None and passthrough is not None:
+            opens = lent.opens - self._unseen.pop(inode.ino, 0)
+            if opens:  # somebody knows of them at each moment
+                number = LENT | inode.ino
+                self._kept.know(
+                    KeptHandle(number, inode.ino, os.O_RDONLY, opens, lent.backing, False)
+                )
+            passthrough.take_back(inode.ino)
             self._note(lent)
             file.was_opened = True
             is_source = lent.backing and self._places[lent.backing][1] in self._sources
             file.source_backing = lent.backing if is_source else 0
-            opens = lent.opens - self._unseen.pop(inode.ino, 0)
             if not opens:
                 file.kept = lent.backing
             else:
@@ -597,9 +610,43 @@ class Handles:
             raise BadHandle("opened for reading only")
         return opened.file
 
+    # --- after the death of another daemon ---
+
+    def take_over(self, backings: Mapping[int, tuple[int, int]]) -> None:
+        """The kernel knows these backing ids, and the local files behind them."""
+        self._places.update(backings)
+
+    def give_back(self, backing: int) -> None:
+        """No program has a handle with this one of them."""
+        del self._places[backing]
+        self._kept.give_back(backing)
+
+    def take_over_handle(self, file: OpenInode, kept: KeptHandle) -> None:
+        """Programs have this handle of a file, whose in-core state the caller has acquired for
+        it. Does not block."""
+        place = self._places.get(kept.backing)
+        if place is not None:
+            file.backing, file.on_object = kept.backing, _is_object(file, place)
+        opened = FileHandle(file, kept.flags, kept.opens)
+        opened.direct = kept.direct
+        self._handles[kept.handle] = opened
+        file.was_opened = True
+        file.handles += kept.opens - 1
+        file.users += kept.opens
+        file.writers += opened.writable
+        file.mappers += opened.maps
+        file.uncached |= kept.direct
+        file.cached |= not (kept.backing or kept.direct)
+        self.writers += opened.writable
+        if opened.writable and file.backing:
+            self._quotas.watch(file)
+        if kept.handle < LENT:
+            self._next = max(self._next, (kept.handle & HANDLE_MAX) % HANDLE_MAX + 1)
+        self._kept.know(kept)
+
     def remove(self, handle: int) -> FileHandle:
         """The last descriptor of ``handle`` is closed; giving the in-core state back is left to the
-        caller.
+        caller, which calls ``removed`` then.
         """
         opened = self[handle]
         opened.opens -= 1
@@ -615,6 +662,11 @@ class Handles:
             file.kept, file.backing, file.on_object = file.backing, 0, False
             file.cached = file.uncached = False
         return opened
+
+    def removed(self, handle: int) -> None:
+        """All that the close of a handle is about has been done. Does not block."""
+        opened = self._handles.get(handle)
+        self._kept.set_opens(handle, 0 if opened is None else opened.opens)
 
 
 def _is_kept_near(file: OpenInode) -> bool:

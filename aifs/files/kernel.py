@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from aifs.files.kept import KeptState
 from aifs.files.types import Passthrough
 
 
@@ -12,9 +13,11 @@ class Kernel:
     """There is none: nobody keeps anything, and nothing is passed through. The edge has one that
     tells the real kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptState | None = None) -> None:
         self.passthrough: Passthrough | None = None
         """Present if the kernel can read and write local files by itself."""
+        self.kept = kept or KeptState()
+        """What outlives this process."""
         self.unkept: Counter[tuple[int, bytes]] = Counter()
         """Names of which it is not to keep what they lead to, each counted as often as somebody
         wants that."""

@@ -18,7 +18,7 @@ from aifs.core.errors import FsError, NameTooLong, Stale
 from aifs.core.names import NAME_MAX
 from aifs.files.kernel import Kernel
 from aifs.meta import keys
-from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction
+from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction, answers
 from aifs.meta.records import decode_dentry
 
 Name = tuple[int, bytes]
@@ -162,10 +162,12 @@ def _note(times: dict[Any, float], key: Hashable, kept_s: float) -> None:
         del times[oldest]
 
 
+@answers
 def if_looked_up(
     tx: Transaction, names: Mapping[Name, int], function: Callable[..., Result], *args: Any
 ) -> Result:
-    """The transaction function, if these names lead to these inodes. Raises Stale."""
+    """The transaction function, if these names lead to these inodes: RMDIR and RENAME. Raises
+    Stale."""
     if _find(tx, names) != names:
         raise Stale("another host has changed the name just before")
     return function(tx, *args)

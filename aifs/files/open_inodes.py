@@ -120,6 +120,10 @@ class OpenInodes:
         self._transitions.find_copy(file, changer)
         return file
 
+    def wake(self) -> None:
+        """There may be something to write back, though nothing is opened."""
+        self._note_open()
+
     def _note_open(self) -> None:
         """A file is about to be opened: work that sleeps while none is looks after it."""
         if self.is_resting:

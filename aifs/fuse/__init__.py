@@ -17,7 +17,7 @@ extension: Any = None
 
 extension_error = ""
 
-_INTERFACE = 6
+_INTERFACE = 7
 """Of bridge.c; both numbers go up when the functions between the two change."""
 
 _flags = sys.getdlopenflags()

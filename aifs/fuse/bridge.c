@@ -22,6 +22,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -45,9 +46,14 @@ struct custom_io {
 
 #define LONG_READ ((size_t)64 << 10) /* others have the interpreter while so much is copied */
 
+#define KEPT_BYTES (offsetof(struct opens, lent) + sizeof(bridge.opens.lent))
+
 static struct bridge bridge = {.state.device = -1};
 static PyObject *on_request; /* NULL: switched off */
 static size_t handed_over;   /* requests that Python has not yet answered */
+static int taken_fd = -1;    /* the device of a mount that another daemon has begun; -1: the mount begins here */
+static bool is_kept;         /* by keep() */
+static uint64_t replayed;    /* the unique number of its INIT, while libfuse has not answered that */
 
 /* --- messages --- */
 
@@ -126,6 +132,17 @@ static ssize_t read_request(int fd, void *buffer, size_t capacity, uint64_t unti
     return size;
 }
 
+/* The INIT of a mount that another daemon has begun, as libfuse has to have it, too; 0: it has got it, or gets its own. */
+static ssize_t replay_init(void *buffer, size_t capacity)
+{
+    const struct kept *kept = &bridge.opens.kept;
+    if (taken_fd < 0 || bridge.state.offered != 0 || kept->init_size > capacity)
+        return 0;
+    memcpy(buffer, kept->init, kept->init_size);
+    replayed = ((struct fuse_in_header *)buffer)->unique;
+    return kept->init_size;
+}
+
 /*
  * libfuse's read(): the next request that is for libfuse; EINTR, which makes pyfuse3 come again, if there is none.
  *
@@ -136,7 +153,13 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
 {
     uint64_t end_ns = 0, until_ns = 0;
     PyThreadState *released = NULL;
-    ssize_t size, passed = -1;
+    ssize_t size, passed = replay_init(buffer, capacity);
+    struct answer init;
+    if (passed > 0) {
+        examine_request(&bridge, buffer, (size_t)passed, 0, true, &init);
+        return passed;
+    }
+    passed = -1;
     for (;;) {
         size = read_request(fd, buffer, capacity, until_ns);
         if (size < 0) {
@@ -203,6 +226,10 @@ static ssize_t bridge_writev(int fd, struct iovec *parts, int count, void *userd
         edit_reply(&bridge, header, body, size);
     if (header->unique != 0)
         note_reply(&bridge, header, body, size);
+    if (replayed != 0 && header->unique == replayed) { /* the kernel has had it */
+        replayed = 0;
+        return header->len;
+    }
     return writev(fd, parts, count);
 }
 
@@ -239,8 +266,10 @@ __attribute__((visibility("default"))) int fuse_session_mount(struct fuse_sessio
         library = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     int (*mount)(struct fuse_session *, const char *) = library ? dlsym(library, "fuse_session_mount") : NULL;
     int failed = -1;
+    char taken[32];
+    snprintf(taken, sizeof taken, "/dev/fd/%d", taken_fd); /* libfuse's name for what is mounted already */
     if (mount != NULL && mount != fuse_session_mount)
-        failed = mount(session, mountpoint);
+        failed = mount(session, taken_fd < 0 ? mountpoint : taken);
     if (!failed && on_request != NULL)
         take_over(library, session);
     if (library != NULL)
@@ -261,10 +290,35 @@ static PyObject *configure(PyObject *self, PyObject *callable)
 {
     for (struct placed *file = bridge.places.placed; file < bridge.places.placed + PLACED_SETS * PLACED_WAYS; file++)
         free(file->places);
+    if (is_kept)
+        mmap(&bridge.opens, KEPT_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    is_kept = false;
     memset(&bridge, 0, sizeof bridge);
     bridge.state.device = -1;
     handed_over = 0;
+    taken_fd = -1;
+    replayed = 0;
     Py_XSETREF(on_request, callable == Py_None ? NULL : Py_NewRef(callable));
+    Py_RETURN_NONE;
+}
+
+/*
+ * keep(table, device): what the next daemon has to know of the next mount is in the first KEPT_BYTES of the file
+ * `table` from now on. device: that of a mount that another daemon has begun, which is gone on with; -1: there is none.
+ */
+static PyObject *keep(PyObject *self, PyObject *args)
+{
+    int table;
+    if (!PyArg_ParseTuple(args, "ii", &table, &taken_fd))
+        return NULL;
+    if (mmap(&bridge.opens, KEPT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, table, 0) == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    is_kept = true;
+    if (taken_fd >= 0) {
+        bridge.earlier = bridge.opens.kept.counted;
+        bridge.state.granted = bridge.opens.kept.granted; /* until INIT has been replayed */
+        memset(bridge.state.acls, 0xff, sizeof bridge.state.acls); /* nobody knows them any more */
+    }
     Py_RETURN_NONE;
 }
 
@@ -456,13 +510,14 @@ static PyObject *open_lent_method(PyObject *self, PyObject *args)
 {
     unsigned long long ino;
     unsigned int flags, uid;
+    const uint64_t unique = 0; /* the answer comes later; see Kept */
     if (!PyArg_ParseTuple(args, "KII", &ino, &flags, &uid))
         return NULL;
     const struct fuse_open_in in = {.flags = flags};
     struct answer answer = {0};
     uint32_t last_uid = bridge.state.uid;
     bridge.state.uid = uid;
-    bool is_open = opens_lent(&bridge, ino, &in, clock_ns(CLOCK_REALTIME), &answer);
+    bool is_open = opens_lent(&bridge, ino, &in, clock_ns(CLOCK_REALTIME), unique, &answer);
     bridge.state.uid = last_uid;
     if (answer.accessed != NULL) {
         note_access(&bridge.opens, answer.accessed, kernel_ns());
@@ -566,6 +621,7 @@ static PyObject *read_units(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
+    {"keep", keep, METH_VARARGS, NULL},
     {"reply", reply, METH_VARARGS, NULL},
     {"listing", listing, METH_VARARGS, NULL},
     {"note_entries", note_entries, METH_O, NULL},
@@ -604,7 +660,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 6) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 7) < 0)
         Py_CLEAR(made);
     return made;
 }

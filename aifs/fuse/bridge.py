@@ -22,6 +22,7 @@ from aifs.core.errors import MountError
 from aifs.core.log import logger
 from aifs.files.types import Lent, ReadPlace
 from aifs.fuse import extension, extension_error
+from aifs.fuse.kept import KeptMount
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.listing import Listing
 from aifs.meta.memtable import Writes
@@ -48,6 +49,7 @@ NO_OPENDIR_SUPPORT = 1 << 24  # the kernel opens directories by itself, and cach
 EXPLICIT_INVAL_DATA = 1 << 25  # a new mtime leaves cached pages alone: nobody else changes files
 HANDLE_KILLPRIV_V2 = 1 << 28  # no GETXATTR before each write; vfs clears the set-id bits
 PASSTHROUGH = 1 << 37
+HAS_RESEND = 1 << 39
 
 WANTED = (
     DONT_MASK
@@ -148,6 +150,7 @@ class BridgeState(ctypes.Structure):
         ("uid", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),
         ("nodeid", ctypes.c_uint64),
+        ("unique", ctypes.c_uint64),
         ("offered", ctypes.c_uint64),
         ("granted", ctypes.c_uint64),
         ("counts", (ctypes.c_uint64 * 2) * _OPCODES),
@@ -231,6 +234,27 @@ class Bridge:
         request.
         """
         return self.in_use and bool(self._state.granted & PASSTHROUGH) and may_pass_through()
+
+    def keep(self, kept: KeptMount) -> None:
+        """What the next daemon has to know of the next mount is put where it outlives this one. If
+        that is another daemon's mount, it is gone on with."""
+        kept.begin(self.unique)
+        extension.keep(kept.table, kept.device if kept.is_taken else -1)
+
+    @property
+    def device(self) -> int:
+        """The mount's descriptor; -1: the bridge is not in use."""
+        return self._state.device
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether the kernel sends requests again that a daemon has not answered; known when the
+        mount has answered a request."""
+        return self.in_use and bool(self._state.offered & HAS_RESEND)
+
+    def unique(self) -> int:
+        """The kernel's number of the request read last. Ask before anything is awaited."""
+        return self._state.unique
 
     def check(self) -> None:
         """After mounting: raise MountError if a bridge that is required is not in use."""

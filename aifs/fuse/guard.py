@@ -1,5 +1,5 @@
-"""A process that ends the mount's connection when the daemon has died. Touches fusectl and one
-child process.
+"""A process that ends the mount's connection when the daemon has died, or, as its keeper, goes on
+with it. Touches fusectl and one child process.
 
 Killing a process ends its connection, unless one of its threads waits in the kernel meanwhile, as
 those that send invalidations may: for a lock that a program holds until it gets an answer from the
@@ -7,13 +7,18 @@ process that was killed. The guard has no descriptor of the connection, so nothi
 ending that, nor is it in the way of anything.
 """
 
+import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from aifs.core import connections, mountinfo
+from aifs.fuse.kept import KeptMount
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +34,40 @@ os.write(fd, b"1")
 """
 
 
+@dataclass(slots=True)
+class KeeperOrders:
+    """How a mount is kept."""
+
+    kept: KeptMount
+    again: Sequence[str]
+    """The command that starts the next daemon; behind it come the descriptors of the mount and of
+    what is kept, with a colon between."""
+    tries: int
+    """How many daemons in a row may die before they serve."""
+    log: str
+    """The log file; "": standard error."""
+
+
 class Guard:
     """Guards the mount at ``mountpoint`` from ``with`` on; at its end the connection is aborted in
     any case.
 
-    Made by the main thread, when the mount has been made.
+    Made by the main thread, when the mount has been made. ``keeping``: by the keeper, which starts
+    the next daemon. The mount of another daemon has one already.
     """
 
-    def __init__(self, mountpoint: str) -> None:
+    def __init__(self, mountpoint: str, keeping: KeeperOrders | None = None) -> None:
         self._fd: int | None = None
         self.process: subprocess.Popen | None = None
         try:
             mount = mountinfo.mounted_at(mountpoint)
             if mount is not None:
                 self._fd = connections.open_abort(mount.device)
-                self.process = _start(self._fd)
+                if keeping is None:
+                    program = ["-c", _PROGRAM, str(self._fd), str(os.getpid())]
+                    self.process = _start(program, [self._fd], subprocess.DEVNULL)
+                elif not keeping.kept.is_taken:
+                    _start_keeper(keeping, self._fd, mount.device)
         except OSError as error:  # of a user who may have no more processes, too
             log.info(
                 "if this process is killed, programs may have to wait for aifs mount: %s", error
@@ -66,13 +90,30 @@ class Guard:
             self.process.wait()
 
 
-def _start(fd: int) -> subprocess.Popen:
+def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
+    """It ends by itself when the mount has ended."""
+    kept = keeping.kept
+    told = {
+        "device": kept.device,
+        "table": kept.table,
+        "abort": abort,
+        "pid": os.getpid(),
+        "number": f"{os.major(device)}:{os.minor(device)}",
+        "tries": keeping.tries,
+        "command": list(keeping.again),
+        "log": keeping.log,
+    }
+    program = [str(Path(__file__).with_name("keeper.py")), json.dumps(told)]
+    _start(program, [kept.device, kept.table, abort], None)
+
+
+def _start(program: list[str], fds: list[int], errors: int | None) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(fd), str(os.getpid())],
+        [sys.executable, "-I", "-S", *program],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         cwd="/",
-        pass_fds=[fd],
+        pass_fds=fds,
         start_new_session=True,  # an interrupt from the terminal is for the daemon
     )

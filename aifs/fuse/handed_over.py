@@ -21,6 +21,7 @@ from aifs.files.lock_table import LAST, Lock
 from aifs.files.types import WRITABLE, Caller
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.fuse.bridge import PREFERRED_IO, listing_reply
+from aifs.fuse.kept import KeptMount
 from aifs.fuse.operations import LAST_DOT, answers
 from aifs.fuse.requests import Scheduler
 from aifs.meta.keys import entry_numbers
@@ -151,6 +152,8 @@ class HandedOver:
         """By unique number; None: not to be interrupted."""
         self._reply = reply
         self._nursery: trio.Nursery | None = None
+        self.kept: KeptMount | None = None
+        """As of Operations; None, as nothing that comes here is recorded as done."""
         self._handlers: dict[int, Handler] = {
             STATFS: self.statfs,
             IOCTL: self.ioctl,

@@ -17,8 +17,10 @@ from typing import Any
 import pyfuse3
 import trio
 
+from aifs.files.kept import KeptState
 from aifs.files.kernel import Kernel
 from aifs.fuse.bridge import UNKNOWN, Bridge, KeptName, MissingPart
+from aifs.fuse.kept import KeptMount
 from aifs.meta import keys
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,8 @@ class KernelCache(Kernel):
     """Invalidations that may wait run in a nursery while requests are read (``serving``); there is
     nothing to invalidate before and afterwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kept: KeptState | None = None) -> None:
+        super().__init__(kept)
         self._nursery: trio.Nursery | None = None
         self._bridge: Bridge | None = None
         self._missing: list[MissingPart] = []
@@ -85,6 +87,7 @@ class KernelCache(Kernel):
             return {}
         return {
             **self._bridge.status(),
+            **({"kept": self.kept.status()} if isinstance(self.kept, KeptMount) else {}),
             "missing": [each._asdict() for each in self._missing],
         }
 

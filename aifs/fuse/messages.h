@@ -133,6 +133,7 @@ struct state {
     bool appends;         /* it is a WRITE of a file that is open with O_APPEND */
     uint32_t uid, pid;
     uint64_t nodeid;
+    uint64_t unique;
 
     uint64_t offered, granted;   /* flags of INIT; 0 before */
     uint64_t counts[OPCODES][2]; /* of all requests, and of those that were answered here */
@@ -153,6 +154,7 @@ struct bridge {
     size_t expected_count;
     struct directories directories;
     struct opens opens;
+    struct counted earlier; /* by the daemon that had the mount before, if there was one */
     struct entries entries; /* where there are no other hosts */
     struct places places;
     struct part parts[PARTS_MAX]; /* of the answer to the request examined last */
@@ -320,17 +322,32 @@ static inline bool was_written(const struct fuse_flush_in *in)
     return (in->fh & (LENT_HANDLE | WRITABLE_HANDLE)) == WRITABLE_HANDLE;
 }
 
+#define RESENT (UINT64_C(1) << 63) /* of the unique number of a request that an earlier daemon has got, too */
+
+/* Whether an earlier daemon has counted this request about an inode that is lent; its answer may have been lost. */
+static inline bool was_counted(const struct bridge *bridge, const struct fuse_in_header *header, struct answer *answer)
+{
+    const struct counted *counted = &bridge->earlier;
+    if (!(header->unique & RESENT) || counted->unique == 0 || (header->unique ^ counted->unique) & ~RESENT)
+        return false;
+    if (header->opcode == FUSE_OPEN) {
+        answer->open = (struct open_out){LENT_HANDLE | header->nodeid, counted->open_flags, counted->backing};
+        answer->size = sizeof answer->open;
+    }
+    return true;
+}
+
 /* Whether an OPEN is answered here: for reading, of an inode that is lent. What was not locked before is closed without
  * a FLUSH, for which close(2) would wait: a lock that is taken by it ends with its RELEASE. */
 static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct fuse_open_in *in, uint64_t now_ns,
-                              struct answer *answer)
+                              uint64_t unique, struct answer *answer)
 {
     const struct opener by = {bridge->state.uid, !(in->flags & OPEN_NOATIME), in->flags & OPEN_AHEAD};
     if (passes_on(bridge) || (in->flags & (O_ACCMODE | O_TRUNC)) != O_RDONLY || in->open_flags != 0)
         return false;
     if (is_in(bridge->locked, ino))
         return false;
-    struct lent *lent = open_lent(&bridge->opens, ino, now_ns, by);
+    struct lent *lent = open_lent(&bridge->opens, ino, now_ns, by, unique);
     if (lent == NULL)
         return false;
     answer->open = (struct open_out){
@@ -338,6 +355,7 @@ static inline bool opens_lent(struct bridge *bridge, uint64_t ino, const struct 
         .open_flags = FOPEN_NOFLUSH | (lent->backing ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE),
         .backing_id = lent->backing,
     };
+    bridge->opens.kept.counted.open_flags = answer->open.open_flags;
     answer->size = sizeof answer->open;
     answer->accessed = lent->accessed_ns == now_ns ? lent : NULL;
     return true;
@@ -408,6 +426,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     state->nodeid = header->nodeid;
     state->uid = header->uid;
     state->pid = header->pid;
+    state->unique = header->unique;
     if (header->opcode >= OPCODES)
         return PASS;
     state->counts[header->opcode][0]++;
@@ -427,6 +446,11 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     switch (header->opcode) {
     case FUSE_INIT: {
         const struct fuse_init_in *in = body;
+        struct kept *kept = &bridge->opens.kept;
+        if (size >= sizeof *in && header->len <= sizeof kept->init) {
+            memcpy(kept->init, message, header->len);
+            kept->init_size = header->len;
+        }
         if (size >= sizeof *in) {
             state->offered = in->flags | (in->flags & FUSE_INIT_EXT ? (uint64_t)in->flags2 << 32 : 0);
             expect_reply(bridge, header);
@@ -487,13 +511,16 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         uint64_t handle;
         if (is_in(bridge->locked, header->nodeid))
             return HAND_OVER;
+        if (was_counted(bridge, header, answer))
+            return ANSWER;
         memcpy(&handle, body, sizeof handle);
-        return close_lent(&bridge->opens, handle) ? ANSWER : PASS;
+        return close_lent(&bridge->opens, handle, header->unique) ? ANSWER : PASS;
     }
     case FUSE_READ:
         return reads_placed(bridge, header->nodeid, body, answer) ? ANSWER : PASS;
     case FUSE_OPEN:
-        if (opens_lent(bridge, header->nodeid, body, now_ns, answer))
+        if (was_counted(bridge, header, answer) ||
+            opens_lent(bridge, header->nodeid, body, now_ns, header->unique, answer))
             return ANSWER;
         break;
     case FUSE_TMPFILE: /* as a CREATE, which libfuse knows, of the name "/" that it comes with and no file can have */
@@ -600,6 +627,7 @@ static inline void edit_reply(struct bridge *bridge, const struct fuse_out_heade
     uint64_t plain = 0; /* an inode that has no security.capability */
     if (request.opcode == FUSE_INIT && header->error == 0 && size >= sizeof(struct fuse_init_out)) {
         edit_init(&bridge->state, body);
+        bridge->opens.kept.granted = bridge->state.granted;
     } else if (request.opcode == FUSE_OPEN && header->error == 0 && size >= sizeof(struct open_out)) {
         edit_open(&bridge->state, request.nodeid, body);
     } else if (request.opcode == FUSE_CREATE && header->error == 0 && size >= sizeof(struct create_out)) {

@@ -39,12 +39,38 @@ struct noted { /* a program has opened it to read */
 };
 static_assert(sizeof(struct noted) == 16, "layout"); /* _NOTED of aifs/fuse/bridge.py */
 
+/* The last request about an inode that is lent which was answered here. If the daemon is killed before the kernel has
+ * the answer, it sends the request again, to the next daemon: that must not count it once more. */
+struct counted {
+    uint64_t unique; /* written last; 0: there is none */
+    uint64_t ino;
+    uint32_t opens; /* of the inode, with it */
+    int32_t backing;
+    uint32_t open_flags, rest; /* of an OPEN, as its reply has them */
+};
+static_assert(sizeof(struct counted) == 32, "layout");
+
+#define KEPT_PAGE 4096
+
+/* What a daemon that follows a killed one has to know: keep() of bridge.c puts it into memory that outlives both. */
+struct kept {
+    uint64_t granted;   /* flags of INIT */
+    uint32_t init_size; /* 0: it has not come yet */
+    char init[252];     /* the request */
+    struct counted counted;
+    char rest[KEPT_PAGE - 8 - 256 - sizeof(struct counted)];
+};
+static_assert(sizeof(struct kept) == KEPT_PAGE, "layout"); /* aifs/fuse/kept.py */
+
 struct opens {
+    struct {
+        struct kept kept;
+        struct lent lent[LENT_SETS * LENT_WAYS];
+    } __attribute__((aligned(KEPT_PAGE)));
     uint32_t hand;
     bool watched;
     size_t noted_count;
     struct noted noted[NOTED_MAX];
-    struct lent lent[LENT_SETS * LENT_WAYS];
     struct fuse_attr attributes[LENT_SETS * LENT_WAYS]; /* of these; ino 0: they are not known */
 };
 
@@ -79,6 +105,7 @@ static inline struct lent lend(struct opens *opens, struct lent new)
 {
     struct lent *set = lent_set(opens, new.ino), *best = NULL;
     opens->hand++;
+    opens->kept.counted.unique = 0; /* it has been answered long ago, and its inode may be counted anew */
     for (unsigned i = 0; i < LENT_WAYS; i++) {
         struct lent *place = set + (opens->hand + i) % LENT_WAYS;
         if (place->ino == new.ino && place->backing != new.backing)
@@ -158,15 +185,28 @@ static inline void watch_opens(struct opens *opens, bool on)
         lent->noted = false;
 }
 
-/* The inode, with one more handle; NULL: the filesystem has to be asked. */
-static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, struct opener by)
+/* The inode has so many handles now. A kill at any moment leaves both this count and the request, or neither. */
+static inline void count_opens(struct opens *opens, struct lent *lent, uint32_t count, uint64_t unique)
+{
+    struct counted *counted = &opens->kept.counted;
+    __atomic_store_n(&counted->unique, 0, __ATOMIC_SEQ_CST);
+    counted->ino = lent->ino;
+    counted->opens = count;
+    counted->backing = lent->backing;
+    __atomic_store_n(&counted->unique, unique, __ATOMIC_SEQ_CST);
+    lent->opens = count;
+}
+
+/* The inode, with one more handle; NULL: the filesystem has to be asked. `unique`: of the request. */
+static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t now_ns, struct opener by,
+                                     uint64_t unique)
 {
     struct lent *found = find_lent(opens, ino);
     if (found == NULL || found->recalled || found->opens == UINT32_MAX)
         return NULL;
     if (opens->watched && !note_open(opens, found, by))
         return NULL;
-    found->opens++;
+    count_opens(opens, found, found->opens + 1, unique);
     found->used = true;
     if (by.counts && now_ns >= found->due_ns) {
         found->accessed_ns = now_ns;
@@ -176,12 +216,12 @@ static inline struct lent *open_lent(struct opens *opens, uint64_t ino, uint64_t
 }
 
 /* Whether the handle that is closed was one of an inode that is lent, and not wanted back. */
-static inline bool close_lent(struct opens *opens, uint64_t handle)
+static inline bool close_lent(struct opens *opens, uint64_t handle, uint64_t unique)
 {
     struct lent *found = handle & LENT_HANDLE ? find_lent(opens, handle & ~LENT_HANDLE) : NULL;
     if (found == NULL || found->recalled || found->opens == 0)
         return false;
-    found->opens--;
+    count_opens(opens, found, found->opens - 1, unique);
     return true;
 }
 
@@ -193,6 +233,7 @@ static inline struct lent take_back(struct opens *opens, uint64_t ino, bool idle
         return was;
     found->recalled = true;
     was = *found;
+    opens->kept.counted.unique = 0; /* as in lend() */
     if (!idle || was.opens == 0)
         memset(found, 0, sizeof *found);
     return was;

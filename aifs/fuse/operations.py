@@ -29,9 +29,11 @@ from aifs.core import waiting
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, NotFound
 from aifs.core.waiting import Activity
-from aifs.files.types import Opened, SetAttr
+from aifs.files.kept import Done
+from aifs.files.types import LENT, LENT_HERE, Opened, SetAttr
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.fuse.bridge import HANDLE_BITS, PREFERRED_IO
+from aifs.fuse.kept import RESENT, KeptMount
 from aifs.fuse.requests import Scheduler
 from aifs.meta import acl
 from aifs.meta.records import Inode
@@ -75,10 +77,17 @@ def answers(handler: Handler) -> Handler:
         begin_ns = clock_ns()
         told = args if names_caller else (self.last_request(), *args)  # before anything is awaited
         activity = Activity(describe, told, begin_ns)
+        again = None
+        if self.kept is not None:
+            activity.unique = unique = self.kept.unique()
+            again = self.kept.done(unique) if unique & RESENT else None
         begin(activity)
         number, missing, moved = errno.EINTR, 0, 0  # unless it ends in another way
         try:
-            answered = await handler(self, *args)
+            if again is None:
+                answered = await handler(self, *args)
+            else:
+                answered = await self.answer_again(operation, handler, args, again)
             number = 0
             if moves_bytes or noted.is_on:
                 missing, moved = outcome(operation, answered)
@@ -206,6 +215,9 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self._flags = os.O_SYNC if synchronous else 0
         self._fs = fs
+        kept = fs.kernel.kept
+        self.kept = kept if isinstance(kept, KeptMount) else None
+        """What outlives this daemon, if anything does."""
         self._kernel = kernel
         self._scheduler = scheduler
         self._kill_privileges = kill_privileges
@@ -216,6 +228,43 @@ class Operations(pyfuse3.Operations):
         self._negative.entry_timeout = kernel.negative_timeout_s
         self._unkept = EntryAttributes()
         self._unkept.entry_timeout = 0
+
+    async def answer_again(self, operation: str, handler: Any, args: Any, done: Done) -> Any:
+        """The answer to a request that an earlier daemon has done, and the kernel has sent again
+        because it has not got that daemon's answer."""
+        assert self.kept is not None
+        match operation, args:
+            case (("unlink" | "rmdir" | "removexattr"), _):
+                return None
+            case "rename", _:
+                await self._fs.store.engine.barrier()
+                return None
+            case (("mknod" | "mkdir" | "symlink"), (parent, name, *_, ctx)):
+                return self._entry(await self._fs.lookup(parent, name, ctx), parent, name)
+            case "link", (_, parent, name, ctx):
+                return self._entry(await self._fs.lookup(parent, name, ctx), parent, name)
+            case "open", _ if self._fs.handles.has(done.handle):
+                return file_info(self._opened(done.handle))
+            case "create", (parent, name, _, flags, ctx):
+                opened = self._fs.handles.find(done.handle)
+                if opened is not None:
+                    inode = self._fs.io.inodes.attributes(opened.file)
+                    return file_info(self._opened(done.handle)), self._entry(inode, parent, name)
+                if name != NAMELESS:
+                    inode = await self._fs.lookup(parent, name, ctx)
+                    flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+                    reopened = await self._fs.open(inode.ino, flags | self._flags, False, ctx)
+                    return file_info(reopened), self._entry(inode, parent, name)
+            case "release", (handle,) if self.kept.was_closed(self.kept.unique(), handle):
+                return None
+        return await handler(self, *args)
+
+    def _opened(self, handle: int) -> Opened:
+        """A handle that programs are to get."""
+        kept = self._fs.handles[handle]
+        if handle >= LENT:
+            return Opened(LENT_HERE)
+        return Opened(handle, kept.file.backing, kept.direct)
 
     def _blank(self) -> EntryAttributes:
         entry = EntryAttributes()

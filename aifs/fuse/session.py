@@ -12,15 +12,16 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pyfuse3
 import trio
 
-from aifs.core import files, loop_share
+from aifs.core import files, loop_share, mountinfo
 from aifs.core.config import Config, KernelConfig
 from aifs.core.errors import AccessDenied, MountError
 from aifs.core.log import dump_stacks
@@ -30,8 +31,9 @@ from aifs.files.rights import sees_all
 from aifs.files.types import Caller
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
-from aifs.fuse.guard import Guard
+from aifs.fuse.guard import Guard, KeeperOrders
 from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.kept import Head, KeptMount
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
 from aifs.fuse.options import MountOptions
@@ -82,6 +84,8 @@ def serve(
     on_ready: Callable[[], None],
     force: bool = False,
     has_locks: bool = False,
+    kept: KeptMount | None = None,
+    again: Sequence[str] = (),
 ) -> None:
     """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT
     arrives.
@@ -89,15 +93,30 @@ def serve(
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
     everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
     nothing was mounted, or another host has taken the store over. ``force``: the owner of the store
-    is dead. ``has_locks``: see ``open_filesystem``.
+    is dead. ``has_locks``: see ``open_filesystem``. ``kept``: go on with the mount of a daemon that
+    has died. ``again``: see ``KeeperOrders``.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        trio.run(_serve, config, mountpoint, options, on_ready, force, has_locks)
+        keeping = _keeping(config, has_locks, kept, again)
+        trio.run(_serve, config, mountpoint, options, on_ready, force, has_locks, keeping)
     except BaseException as error:  # noqa: BLE001 (raised again, out of its group)
         raise first_error(error) from error.__cause__
+
+
+def _keeping(
+    config: Config, has_locks: bool, kept: KeptMount | None, again: Sequence[str]
+) -> KeeperOrders | None:
+    """How the mount is kept; None: it ends with this process."""
+    if kept is None:
+        may_be = again and config.kernel.bridge != "off" and not (config.is_cluster or has_locks)
+        if not may_be or not config.kernel.restarts:
+            return None
+        kept = KeptMount()
+    log_file = "" if "--foreground" in again else config.log.file
+    return KeeperOrders(kept, again, config.kernel.restarts, log_file)
 
 
 async def _serve(
@@ -107,9 +126,10 @@ async def _serve(
     on_ready: Callable[[], None],
     force: bool,
     has_locks: bool,
+    keeping: KeeperOrders | None,
 ) -> None:
     scheduler = requests.install()
-    kernel = KernelCache()
+    kernel = KernelCache(None if keeping is None else keeping.kept)
     async with open_filesystem(
         config,
         options.read_only,
@@ -123,6 +143,8 @@ async def _serve(
         kept = kept_for(config.kernel, fs.store.peers.is_shared)
         handed_over = HandedOver(fs, scheduler, reply, kept)
         bridge = Bridge(kept, handed_over.take, scheduler.busy_polls, fs.has_locks)
+        if keeping is not None:
+            bridge.keep(keeping.kept)
         fs.store.engine.listen(bridge.note_records)
         fs.store.engine.tell_sure(bridge.be_sure_until)
         synchronous = "sync" in options.fuse_options
@@ -136,7 +158,10 @@ async def _serve(
             bridge.appends,
             synchronous,
         )
-        with _mounted(operations, bridge, mountpoint, mount_arguments(config, options)):
+        arguments = mount_arguments(config, options)
+        with _mounted(operations, bridge, mountpoint, arguments, keeping):
+            if keeping is not None and keeping.kept.is_taken and bridge.passes_through:
+                kernel.pass_through(bridge)
             async with trio.open_nursery() as nursery:
                 handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
@@ -152,9 +177,12 @@ async def _serve(
                     config.kernel.read_ahead,
                     config.burst.passthrough,
                     on_ready,
+                    keeping,
                 )
                 gc.freeze()
                 fs.store.ownership.require()
+                if keeping is not None and keeping.kept.is_taken:
+                    keeping.kept.ask_again()
                 with kernel.serving(nursery):
                     await _read_requests()
                 nursery.cancel_scope.cancel()
@@ -228,19 +256,49 @@ def _escaped(value: str) -> str:
 
 @contextmanager
 def _mounted(
-    operations: Operations, bridge: Bridge, mountpoint: str, fuse_options: set[str]
+    operations: Operations,
+    bridge: Bridge,
+    mountpoint: str,
+    fuse_options: set[str],
+    keeping: KeeperOrders | None,
 ) -> Iterator[None]:
     try:
         pyfuse3.init(operations, mountpoint, fuse_options)
     except RuntimeError as error:  # libfuse tells the reason on stderr alone
         raise MountError(f"cannot mount on {mountpoint}: {error}") from None
-    with Guard(mountpoint):
+    kept = None if keeping is None or not bridge.in_use else keeping.kept
+    if kept is not None and not kept.is_taken:
+        kept.mounted(bridge.device)
+    with Guard(mountpoint, keeping if kept is not None else None):
         try:
             bridge.check()
             yield
+        except BaseException:
+            if kept is not None and kept.head(Head.SERVED):
+                log.critical("the daemon ends, and the mount waits for the next one", exc_info=True)
+                logging.shutdown()
+                os._exit(1)  # in order it would close what programs have open
+            raise
         finally:
+            if kept is not None:
+                kept.end()
             bridge.disconnect()
+            if kept is not None and kept.is_taken:
+                _unmount(mountpoint)
             pyfuse3.close(unmount=True)
+
+
+def _unmount(mountpoint: str) -> None:
+    """As libfuse does with what it has mounted itself. Blocks for a moment."""
+    mount = mountinfo.mounted_at(mountpoint)
+    if mount is None or mount.fstype != mountinfo.FSTYPE:
+        return
+    command = ["umount", "--internal-only", "--lazy", "--no-canonicalize", mountpoint]
+    if os.geteuid() != 0:
+        command = ["fusermount3", "-u", "-z", "--", mountpoint]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        log.warning("%s stays mounted: %s", mountpoint, done.stderr.strip())
 
 
 async def _announce(
@@ -250,6 +308,7 @@ async def _announce(
     read_ahead: int,
     passthrough: bool,
     on_ready: Callable[[], None],
+    keeping: KeeperOrders | None,
 ) -> None:
     """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say
     that it serves.
@@ -277,8 +336,21 @@ async def _announce(
             MissingPart("passthrough", "burst.passthrough is false", SPEED_COST, "set it to true")
         )
     kernel.announce(bridge, missing)
+    if keeping is not None:
+        _keep(keeping.kept, bridge)
+        await fs.names.forget_unknown()
     log.info("serving %s", fs.options.mountpoint)
     on_ready()
+
+
+def _keep(kept: KeptMount, bridge: Bridge) -> None:
+    """The mount has answered: from now on it outlives this process, if it can."""
+    if bridge.can_be_kept:
+        kept.serves()
+    else:
+        log.warning(
+            "the mount ends with this process: what else needs the bridge and a kernel of 6.9"
+        )
 
 
 def _refused(fs: Filesystem) -> list[MissingPart]:
@@ -304,6 +376,7 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
 
 def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
     """Blocks until the mount answers: run in a worker thread, or it waits for itself."""
+    os.statvfs(mountpoint)  # the kernel always asks; of a mount that it knows it may know the rest
     device = os.stat(mountpoint).st_dev
     try:
         with open(

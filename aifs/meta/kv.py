@@ -82,6 +82,14 @@ def grows(function: Function) -> Function:
     return function
 
 
+def answers(function: Function) -> Function:
+    """Mark a transaction function that does all that a request of a program is about: one that is
+    repeated must not do it once more, if this has been committed.
+    """
+    function.answers = True  # type: ignore[attr-defined]
+    return function
+
+
 def patched(value: bytes | None, offset: int, part: bytes) -> bytes:
     """The value after ``Transaction.patch``."""
     end = offset + len(part)
@@ -271,6 +279,12 @@ class Engine(ABC):
         """What has been written to the journal of this host since the store was opened:
         ``transactions``, ``bytes``, ``syncs``."""
         return {}
+
+    def tell_commits(self, tell: Callable[[int], None]) -> None:
+        """From now on ``tell`` is called before the transaction of a function that is marked with
+        ``answers`` is recorded, with its number; with 0 if it is not recorded after all. Never
+        where there are several hosts."""
+        return
 
     @abstractmethod
     def listen(self, tap: Tap) -> None:

@@ -94,6 +94,8 @@ class LmdbEngine(Engine):
         self._frozen_at_s = 0.0
         """When it was frozen, by trio's clock."""
         self._first_seq = first_seq
+        self._commits: Callable[[int], None] | None = None
+        """See ``tell_commits``."""
         self._taps: list[Tap] = []
         """The listeners for all changes."""
         self._operations = 0
@@ -166,6 +168,9 @@ class LmdbEngine(Engine):
             "syncs": self._syncs,
         }
 
+    def tell_commits(self, tell: Callable[[int], None]) -> None:
+        self._commits = tell
+
     def listen(self, tap: Tap) -> None:
         self._taps.append(tap)
 
@@ -177,8 +182,17 @@ class LmdbEngine(Engine):
         self._count_operation()
         transaction = LeveledTransaction(self._memtable, self._frozen, self.database, self.seq + 1)
         result = function(transaction, *args)
-        if transaction.writes:
+        if not transaction.writes:
+            return result
+        if self._commits is None or not getattr(function, "answers", False):
             self.apply(transaction.writes)
+            return result
+        self._commits(self.seq + 1)
+        try:
+            self.apply(transaction.writes)
+        except BaseException:
+            self._commits(0)
+            raise
         return result
 
     def apply(self, writes: Writes) -> None:

@@ -28,7 +28,7 @@ from aifs.core.names import NAME_MAX, VIRTUAL, is_name
 from aifs.layout.striped import Striped
 from aifs.meta import acl, chunks, keys, quotas, shared, trash
 from aifs.meta.degraded import drop_degraded
-from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, answers, grows
 from aifs.meta.records import (
     IMMUTABLE,
     INHERITS_PROJECT,
@@ -196,6 +196,7 @@ def _require_directory(inode: Inode) -> Inode:
 # --- making names ---------------------------------------------------------------------------------
 
 
+@answers
 @grows
 def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int = 0) -> Inode:
     """Give the new ``inode`` its first name; its number is also the cookie of that name.
@@ -271,6 +272,7 @@ def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: in
     return new
 
 
+@answers
 @grows
 def link(
     tx: Transaction,
@@ -312,6 +314,7 @@ def link(
 # --- removing names -------------------------------------------------------------------------------
 
 
+@answers
 def unlink(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | None = None) -> Inode:
     """Remove a name that is not a directory's; the last one goes to the trash, if there is one for
     it, else it leaves an orphan. Returns the inode as it is now.
@@ -327,6 +330,7 @@ def unlink(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | No
     return _lose_name(tx, inode, parent, name, now, by)
 
 
+@answers
 def rmdir(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | None = None) -> Inode:
     """As ``unlink``, of an empty directory. Raises NotADirectory, NotEmpty, NotFound."""
     dentry = get_dentry(tx, parent, name)

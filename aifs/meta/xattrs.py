@@ -10,7 +10,7 @@ from aifs.core.errors import (
     ResultTooLarge,
 )
 from aifs.meta import keys
-from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, answers, grows
 from aifs.meta.namespace import get_inode, put_inode
 from aifs.meta.records import Inode
 
@@ -60,6 +60,7 @@ def put(tx: Transaction, ino: int, name: bytes, value: bytes, flags: int, now: i
     return _touch(tx, ino, now)
 
 
+@answers
 def remove(tx: Transaction, ino: int, name: bytes, now: int) -> Inode:
     """removexattr(2); returns the inode as it is now. Raises as get."""
     get_inode(tx, ino).require_unguarded()

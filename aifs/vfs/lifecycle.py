@@ -17,6 +17,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.services import ServeOptions
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.going_on import go_on
 from aifs.vfs.recovery import load_copies, recover, take_over
 
 _log = logger(__name__)
@@ -117,7 +118,11 @@ async def _load(fs: Filesystem) -> None:
         await fs.backup.load(fs.options.read_only)
     # The records themselves, before anybody reads them: files that were changed when the daemon
     # died get their sizes, and what nobody refers to is queued for deletion.
-    await recover(fs.store, fs.tier, fs.collector, fs.recovered)
+    kept = fs.kernel.kept
+    kept.settle(fs.store.engine.found_seq)
+    if kept.is_on:
+        fs.store.engine.tell_commits(kept.commits)
+    still = await recover(fs.store, fs.tier, fs.collector, fs.recovered, kept.is_taken)
     await fs.containers.recover()
     await fs.trash_rules.load(fs.options.read_only)
     await _load_work(fs)
@@ -127,6 +132,8 @@ async def _load(fs: Filesystem) -> None:
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)
     await fs.group_life.load(undrained)
+    if kept.is_taken:
+        await go_on(fs, still)
 
 
 async def _load_work(fs: Filesystem, again: bool = False) -> None:

@@ -4,7 +4,7 @@
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from aifs.burst.tier import BurstTier
@@ -290,6 +290,18 @@ class Names:
             self._io.table.orphans.discard(ino)
             self._nameless.discard(ino)
             self._io.table.forget(ino)
+
+    def keep(self, orphans: Collection[int]) -> None:
+        """Another daemon had the mount before: the kernel may know these inodes, which have no
+        name."""
+        self._io.table.orphans.update(orphans)
+        self._nameless.update(orphans)  # it lets nobody name those that must not be
+
+    async def forget_unknown(self) -> None:
+        """Those of them that the kernel does not know are forgotten."""
+        for ino in list(self._io.table.orphans):
+            if not self._io.table.is_open(ino) and not await self._kernel.is_known(ino):
+                self.forget([ino])
 
     def forget_all(self) -> None:
         """The kernel has gone, and has dropped all inodes."""

@@ -191,6 +191,7 @@ class OpenFiles:
                 await self._io.fsync(file)
             except BaseException:
                 self._handles.remove(opened.handle)
+                self._handles.removed(opened.handle)
                 raise
         return opened
 
@@ -220,11 +221,15 @@ class OpenFiles:
             self._io.table.close_unseen(handle - LENT)  # nobody closes it once more
             raise
         opened = self._handles.remove(handle)
-        if opened.shared and not opened.file.is_joined:
-            await self._io.show(opened.file, _is_new(opened))
-        await self._io.inodes.release(opened.file)
-        self._correct_attributes(opened.file)
-        await self._closed(opened.file, opened.writable)
+        self._kernel.kept.closing(handle, opened.opens)
+        try:
+            if opened.shared and not opened.file.is_joined:
+                await self._io.show(opened.file, _is_new(opened))
+            await self._io.inodes.release(opened.file)
+            self._correct_attributes(opened.file)
+            await self._closed(opened.file, opened.writable)
+        finally:
+            self._handles.removed(handle)
 
     async def _take_back(self, handle: int) -> None:
         """If this is a handle of an inode that is lent, and not in core, it gets there."""

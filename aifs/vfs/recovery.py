@@ -76,15 +76,28 @@ class Recovered:
         )
 
 
+class StillOpen(NamedTuple):
+    """What recovery has left to who goes on with the mount of a daemon that has died."""
+
+    dirty: list[int]
+    """Files with dirty marks, which programs may have open or mapped."""
+    orphans: list[int]
+    """Inodes without a name, which the kernel may know."""
+
+
 async def recover(
-    store: Store, tier: BurstTier, collector: Collector, recovered: Recovered
-) -> None:
+    store: Store,
+    tier: BurstTier,
+    collector: Collector,
+    recovered: Recovered,
+    is_mounted: bool = False,
+) -> StillOpen:
     """Bring the store into order, and count what has been dealt with; what only needs deleting is
     left to the collector.
 
     A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so
     does a server that is absent the record of what is to be looked for there. Moved objects are the
-    rebuild's to delete.
+    rebuild's to delete. ``is_mounted``: the kernel has the mount still, and programs their files.
     """
     recovered.transactions = store.engine.recovered
     abandoned = await store.engine.view(_read_unfinished)
@@ -98,6 +111,9 @@ async def recover(
         len(orphans),
         len(garbage),
     )
+    still = StillOpen(dirty, orphans) if is_mounted else StillOpen([], [])
+    if is_mounted:
+        dirty, orphans = [], []
     for ino in orphans:
         collector.add_orphan(ino)
     for oid in garbage:
@@ -114,6 +130,7 @@ async def recover(
         what = "%d files, such as inode %d, could not be settled, the next mount will try again: %s"
         _log.warning(what, len(unsettled), ino, error)
     recovered.unknown_objects = await delete_unknown_objects(store)
+    return still
 
 
 def _read_unfinished(tx: ReadTransaction) -> list[int]:

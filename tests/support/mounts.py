@@ -135,6 +135,11 @@ class Mounted:
         self.pid = json.loads(os.getxattr(self.path, "user.aifs.status"))["pid"]
         self._ended = os.pidfd_open(self.pid)
 
+    def follow(self) -> None:
+        """The daemon has died, and the mount has another one, which serves."""
+        self.wait_for_end()
+        self.adopt()
+
     def unmount(self) -> None:
         """umount(8); returns when the daemon has ended."""
         for _ in range(_TRIES):

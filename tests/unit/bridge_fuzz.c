@@ -204,7 +204,7 @@ static void one_use(struct opens *opens)
         bool is_new = opens->watched && !by.ahead && !(known->noted && known->noted_by == by.uid);
         size_t before = opens->noted_count;
         bool asks = opens->watched && (known->asks || (is_new && before == NOTED_MAX));
-        const struct lent *found = open_lent(opens, ino, now, by);
+        const struct lent *found = open_lent(opens, ino, now, by, 2);
         must_be((found != NULL) == (known->ino != 0 && !known->recalled && !asks));
         must_be(opens->noted_count == before + (found != NULL && is_new));
         if (opens->noted_count != before) {
@@ -218,10 +218,10 @@ static void one_use(struct opens *opens)
     }
     case 5:
         if (known->opens != 0) {
-            must_be(close_lent(opens, LENT_HANDLE | ino) == !known->recalled);
+            must_be(close_lent(opens, LENT_HANDLE | ino, 4) == !known->recalled);
             known->opens -= !known->recalled;
         } else {
-            must_be(!close_lent(opens, LENT_HANDLE | ino) && !close_lent(opens, ino));
+            must_be(!close_lent(opens, LENT_HANDLE | ino, 4) && !close_lent(opens, ino, 4));
         }
         break;
     default: {
@@ -559,11 +559,17 @@ static void some_places(struct places *all, uint64_t ino)
     put_places(all, ino, place.end, &place, 1);
 }
 
+/* Zeros, from the beginning of a page on, which is a multiple of pages. */
+static void *pages(size_t size)
+{
+    return memset(aligned_alloc(KEPT_PAGE, size), 0, size);
+}
+
 int main(int count, char **arguments)
 {
     long rounds = count > 1 ? atol(arguments[1]) : 100000;
     seed = (count > 2 ? strtoull(arguments[2], NULL, 10) : 1) | 1;
-    struct bridge *bridge = calloc(1, sizeof *bridge);
+    struct bridge *bridge = pages(sizeof *bridge);
     bridge->state.ioctl_type = 0xaf;
     for (long i = 0; i < rounds; i++) {
         if (below(20000) == 0) {
@@ -581,7 +587,7 @@ int main(int count, char **arguments)
             abort();
         one_entry(bridge);
     }
-    struct opens *opens = calloc(1, sizeof *opens);
+    struct opens *opens = pages(sizeof *opens);
     for (long i = 0; i < rounds; i++)
         one_use(opens);
     free(opens);
@@ -591,7 +597,7 @@ int main(int count, char **arguments)
     for (unsigned i = 0; i < PLACED; i++)
         take_places(places, crowd(i));
     free(places);
-    struct bridge *empty = calloc(1, sizeof *empty);
+    struct bridge *empty = pages(sizeof *empty);
     for (long i = 0; i < rounds; i++)
         one_name(empty);
     free(empty);

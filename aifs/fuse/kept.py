@@ -1,0 +1,317 @@
+"""What outlives a daemon, so that the next one can go on with its mount: a file in memory that the
+keeper has (``keeper.py``), which all daemons of the mount have mapped. Touches that file and the
+mount's descriptor.
+
+    offset      bytes
+    0           4096        struct kept of opens.h: INIT, and what the bridge has counted last
+    4096        786432      struct lent of opens.h, for each inode that is lent
+    HEAD        4096        64 words: see Head
+    DONE        524288      a ring of slots, by the kernel's number of a request: done requests
+    SLOTS       ...         slots for handles and backing ids, each where there was room
+
+A word has 8 bytes, in the order of the machine; a slot has four. The first word of a slot is
+written last, and says that it is in use: a kill at any moment leaves all of a slot, or nothing.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+
+from aifs.core.errors import MountError
+from aifs.core.log import logger
+from aifs.core.waiting import current_unique
+from aifs.files.kept import Done, KeptHandle, KeptState
+from aifs.files.types import LENT
+
+_log = logger(__name__)
+
+FORMAT = 1
+"""A daemon goes on with a mount only if it has this format of the file."""
+
+_WORD, _SLOT, _PAGE = 8, 4, 4096
+_KEPT = struct.Struct("=QI252xQQIi")  # granted, size of INIT; unique, ino, opens, backing
+_LENT = struct.Struct("=Q24xIi8x")  # ino, opens, backing
+_LENT_AT, _LENT_COUNT = _PAGE, 16384
+HEAD_AT = _LENT_AT + _LENT_COUNT * _LENT.size
+_DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
+_SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
+_SLOTS_MAX = 1 << 22
+_BYTES = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
+
+RESENT = 1 << 63
+"""Of the number of a request that was sent to an earlier daemon, too."""
+
+_BACKING = 1 << 62
+"""Of the first word of a slot that is a backing id's. No handle has it."""
+
+_DIRECT = 1 << 32
+_BACKING_CLOSE = 0x4004E502
+_RESEND = struct.Struct("=IiQ").pack(16, 7, 0)  # FUSE_NOTIFY_RESEND
+
+
+class Head(IntEnum):
+    """The words of the head; the keeper reads and writes those up to DEATH."""
+
+    FORMAT = 0
+    SERVED = 1
+    """How many daemons have served."""
+    ENDED = 2
+    """1: the mount has ended in order, and nothing follows."""
+    RESTARTS = 3
+    """How many daemons have been started since the mount was made."""
+    DEATH = 4
+    """How the last one ended: a status of waitpid(2)."""
+    USED = 5
+    """Slots that have ever been in use."""
+    MOUNTED = 6
+    """When the mount was made, in seconds since the epoch."""
+
+
+class KeptMount(KeptState):
+    """Of one mount. ``device``: its descriptor, if another daemon has begun it, else -1."""
+
+    is_on = True
+
+    def __init__(self, table: int | None = None, device: int = -1) -> None:
+        """``table``: the file of another daemon; None: there is none. Raises MountError for one of
+        another version."""
+        self.device = device
+        """The mount's descriptor; -1: it is not mounted yet."""
+        self._unique: Callable[[], int] = lambda: 0
+        """The kernel's number of the request read last."""
+        self.is_taken = table is not None
+        """See KeptState."""
+        self.table = os.memfd_create("aifs-kept", os.MFD_CLOEXEC) if table is None else table
+        """A descriptor of the file."""
+        if table is None:
+            os.truncate(self.table, _BYTES)
+        self._map = mmap.mmap(self.table, _BYTES)
+        """Its bytes."""
+        self._words = memoryview(self._map).cast("Q")
+        """The same as words."""
+        self._slots: dict[int, int] = {}
+        """By first word, where the slot is."""
+        self._free: list[int] = []
+        """Slots that were in use."""
+        self._handles: list[KeptHandle] = []
+        """Those that another daemon has left."""
+        self._backings: dict[int, tuple[int, int]] = {}
+        """The same of backing ids."""
+        self._opens: dict[int, int] = {}
+        """By handle, how many open files had it when the mount was taken over."""
+        if table is None:
+            self._put_head(Head.FORMAT, FORMAT)
+            self._put_head(Head.MOUNTED, int(time.time()))
+        elif self.head(Head.FORMAT) != FORMAT:
+            raise MountError(
+                f"the mount was begun by a daemon with format {self.head(Head.FORMAT)} of what is "
+                f"kept; this AIFS goes on with format {FORMAT} alone"
+            )
+        else:
+            self._load()
+
+    def head(self, word: Head) -> int:
+        return self._words[HEAD_AT // _WORD + word]
+
+    def _put_head(self, word: Head, value: int) -> None:
+        self._words[HEAD_AT // _WORD + word] = value
+
+    def begin(self, unique: Callable[[], int]) -> None:
+        """The bridge is about to mount; ``unique()`` is the kernel's number of the request read
+        last."""
+        self._unique = unique
+
+    def mounted(self, device: int) -> None:
+        """This is the mount's descriptor."""
+        self.device = device
+
+    def unique(self) -> int:
+        """The kernel's number of the request read last. Ask before anything is awaited."""
+        return self._unique()
+
+    # --- slots ---
+
+    def _put(self, key: int, *rest: int) -> None:
+        place = self._slots.get(key)
+        if place is None:
+            if self._free:
+                place = self._free.pop()
+            else:
+                place = self.head(Head.USED)
+                if place == _SLOTS_MAX:
+                    return  # a program that has it open gets EBADF after a restart
+                self._put_head(Head.USED, place + 1)
+            self._slots[key] = place
+        self._fill(_SLOTS_AT // _WORD + place * _SLOT, key, *rest)
+
+    def _fill(self, at: int, key: int, *rest: int) -> None:
+        words = self._words
+        words[at] = 0
+        for word in rest:
+            at += 1
+            words[at] = word
+        words[at - len(rest)] = key
+
+    def _erase(self, key: int) -> None:
+        place = self._slots.pop(key, None)
+        if place is not None:
+            self._words[_SLOTS_AT // _WORD + place * _SLOT] = 0
+            self._free.append(place)
+
+    # --- what happens ---
+
+    def add(self, handle: KeptHandle) -> None:
+        unique = current_unique()
+        if unique:  # first: without the handle nothing has been done
+            self._put_done(unique, self._done_seq(unique), handle.handle, handle.opens)
+        self.know(handle)
+
+    def know(self, handle: KeptHandle) -> None:
+        flags = handle.flags & 0xFFFFFFFF | handle.opens << 32
+        self._put(handle.handle, handle.ino, flags, handle.backing | _DIRECT * handle.direct)
+
+    def set_opens(self, handle: int, opens: int) -> None:
+        place = self._slots.get(handle)
+        if not opens:
+            self._erase(handle)
+        elif place is not None:
+            at = _SLOTS_AT // _WORD + place * _SLOT + 2
+            self._words[at] = self._words[at] & 0xFFFFFFFF | opens << 32
+
+    def attach(self, backing: int, place: tuple[int, int]) -> None:
+        self._put(_BACKING | backing, *place, 0)
+
+    def detach(self, backing: int) -> None:
+        self._erase(_BACKING | backing)
+
+    def closing(self, handle: int, opens: int) -> None:
+        if unique := current_unique():
+            self._put_done(unique, 0, handle, opens)
+
+    def commits(self, seq: int) -> None:
+        if not (unique := current_unique()):
+            return
+        if seq:
+            self._put_done(unique, seq, 0, 0)
+        else:
+            self._words[self._done_at(unique)] = 0
+
+    # --- requests that have been done ---
+
+    def _done_at(self, unique: int) -> int:
+        return _DONE_AT // _WORD + (unique >> 1) % _DONE_COUNT * _SLOT
+
+    def _put_done(self, unique: int, seq: int, handle: int, opens: int) -> None:
+        unique &= ~RESENT
+        at, words = self._done_at(unique), self._words
+        if words[at] == unique:  # it stays done
+            words[at + 1], words[at + 2], words[at + 3] = seq, handle, opens
+        else:
+            self._fill(at, unique, seq, handle, opens)
+
+    def _done_seq(self, unique: int) -> int:
+        at = self._done_at(unique)
+        return self._words[at + 1] if self._words[at] == unique & ~RESENT else 0
+
+    def done(self, unique: int) -> Done | None:
+        """What has been done of a request that the kernel has sent again; None: nothing."""
+        at = self._done_at(unique)
+        if not unique & RESENT or self._words[at] != unique & ~RESENT:
+            return None
+        return Done(self._words[at + 2], self._words[at + 3])
+
+    def was_closed(self, unique: int, handle: int) -> bool:
+        """Whether a RELEASE that the kernel has sent again has been done."""
+        done = self.done(unique)
+        return done is not None and self._opens.get(handle, 0) == done.opens
+
+    def settle(self, seq: int) -> None:
+        words = self._words
+        for at in range(_DONE_AT // _WORD, _SLOTS_AT // _WORD, _SLOT):
+            if words[at] and words[at + 1] > seq:
+                words[at] = 0
+
+    # --- taking over ---
+
+    def _load(self) -> None:
+        words = self._words
+        for place in range(self.head(Head.USED)):
+            key, one, two, three = words[(at := _SLOTS_AT // _WORD + place * _SLOT) : at + _SLOT]
+            if not key:
+                self._free.append(place)
+                continue
+            self._slots[key] = place
+            if key & _BACKING and not key & LENT:
+                self._backings[key & ~_BACKING] = one, two
+            else:
+                direct = bool(three & _DIRECT)
+                self._handles.append(
+                    KeptHandle(key, one, two & 0xFFFFFFFF, two >> 32, three & ~_DIRECT, direct)
+                )
+        self._load_lent()
+        self._opens = {each.handle: each.opens for each in self._handles}
+
+    def _load_lent(self) -> None:
+        """Inodes that were lent are lent no more: their handles are as others."""
+        _, _, unique, counted_ino, counted, _ = _KEPT.unpack_from(self._map)
+        known = {each.handle for each in self._handles}
+        lent = self._map[_LENT_AT:HEAD_AT]
+        for ino, opens, backing in _LENT.iter_unpack(lent):
+            if unique and ino == counted_ino:
+                opens = counted  # it was about to be written
+            if ino and opens and LENT | ino not in known:
+                handle = KeptHandle(LENT | ino, ino, os.O_RDONLY, opens, backing, False)
+                self._handles.append(handle)
+                self.know(handle)
+        self._map[_LENT_AT:HEAD_AT] = bytes(len(lent))
+
+    @property
+    def handles(self) -> Sequence[KeptHandle]:
+        return self._handles
+
+    @property
+    def backings(self) -> Mapping[int, tuple[int, int]]:
+        return self._backings
+
+    def give_back(self, backing: int) -> None:
+        try:
+            fcntl.ioctl(self.device, _BACKING_CLOSE, struct.pack("=I", backing))
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                _log.warning("the kernel keeps a backing file: %s", error)
+        self.detach(backing)
+
+    # --- the life of the mount ---
+
+    def ask_again(self) -> None:
+        """Have the kernel send the requests again that an earlier daemon has not answered. Raises
+        OSError."""
+        os.write(self.device, _RESEND)
+
+    def serves(self) -> None:
+        """From now on another daemon can go on with the mount."""
+        self._put_head(Head.SERVED, self.head(Head.SERVED) + 1)
+
+    def end(self) -> None:
+        """The mount ends in order."""
+        self._put_head(Head.ENDED, 1)
+
+    def status(self) -> dict[str, object]:
+        """For ``aifs status``."""
+        return {
+            "mounted_s": self.head(Head.MOUNTED),
+            "restarts": self.head(Head.RESTARTS),
+            "last_death": describe_death(self.head(Head.DEATH)) if self.is_taken else "",
+        }
+
+
+def describe_death(status: int) -> str:
+    """A status of waitpid(2) in words."""
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    return f"exit {os.WEXITSTATUS(status)}"

@@ -1,0 +1,287 @@
+"""A mount outlives its daemon: programs wait, and see no error; nothing is done twice."""
+
+import errno
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aifs.core import mountinfo
+from aifs.store.owner import read_owner
+from tests.support.mounts import TIMEOUT_S, Mounted, mounted_store
+from tests.support.outcomes import exchange
+
+KEPT = "kernel.restarts=5"
+
+
+def daemon_of(store: Mounted) -> int:
+    owner = read_owner(str(store.source / "meta"))
+    return 0 if owner is None else owner.pid
+
+
+def kill(store: Mounted) -> None:
+    """kill -9 of the daemon, and wait for the next one to serve."""
+    store.kill_only()
+    store.adopt()
+
+
+def _name(fd: int, path: Path) -> None:
+    """linkat(2) of a file without a name."""
+    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+
+
+def keepers(store: Mounted) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.endswith(b"/keeper.py") for word in words) and os.fsencode(
+            json.dumps(str(store.path))
+        ) in b" ".join(words):
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture
+def kept(scratch: Path) -> Iterator[Mounted]:
+    with mounted_store(scratch, (KEPT,)) as store:
+        yield store
+
+
+def test_programs_go_on_with_their_files(kept: Mounted) -> None:
+    top = kept.path
+    (top / "read").write_bytes(b"r" * 100_000)
+    (top / "small").write_bytes(b"s")
+    reading, small = os.open(top / "read", os.O_RDONLY), os.open(top / "small", os.O_RDONLY)
+    writing = os.open(top / "written", os.O_CREAT | os.O_RDWR)
+    os.write(writing, b"a" * 5000)
+    appending = os.open(top / "appended", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.write(appending, b"one")
+    gone = os.open(top / "gone", os.O_CREAT | os.O_RDWR)
+    os.write(gone, b"g" * 70_000)
+    os.unlink(top / "gone")
+    nameless = os.open(top, os.O_TMPFILE | os.O_RDWR)
+    os.write(nameless, b"n")
+    mapped = os.open(top / "mapped", os.O_CREAT | os.O_RDWR)
+    os.ftruncate(mapped, 8192)
+    mapping = mmap.mmap(mapped, 8192)
+    os.close(mapped)
+    mapping[0:2] = b"m1"
+    (top / "removed").mkdir()
+    inside = os.open(top / "removed", os.O_RDONLY)
+    os.rmdir(top / "removed")
+    for number in range(3):
+        kill(kept)
+        assert os.pread(reading, 1 << 20, 0) == b"r" * 100_000
+        assert os.pread(small, 10, 0) == b"s"
+        os.pwrite(writing, b"b", 4990 + number)
+        os.write(appending, b"+")
+        assert os.pread(gone, 1 << 20, 0) == b"g" * 70_000
+        os.pwrite(gone, b"g", 70_000 - number - 1)
+        assert os.pread(nameless, 10, 0) == b"n"
+        mapping[4096 + number] = ord("M")
+        assert os.listdir(inside) == []
+        assert os.fstat(gone).st_nlink == 0
+    _name(nameless, top / "named")
+    mapping.flush()
+    mapping.close()
+    for fd in (reading, small, writing, appending, gone, nameless, inside):
+        os.close(fd)
+    assert (top / "written").read_bytes() == b"a" * 4990 + b"bbb" + b"a" * 7
+    assert (top / "appended").read_bytes() == b"one+++"
+    assert (top / "named").read_bytes() == b"n"
+    found = (top / "mapped").read_bytes()
+    assert found[:2] == b"m1" and found[4096:4099] == b"MMM" and len(found) == 8192
+
+
+def test_what_it_says_of_itself(kept: Mounted) -> None:
+    kill(kept)
+    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["bridge"]["kept"]
+    assert told["restarts"] == 1 and told["last_death"] == "signal 9"
+    assert [pid for pid in keepers(kept) if pid] and len(keepers(kept)) == 1
+
+
+def _create(top: Path) -> None:
+    fd = os.open(top / "new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o640)
+    os.write(fd, b"new")
+    os.close(fd)
+    assert (top / "new").read_bytes() == b"new" and (top / "new").stat().st_mode & 0o777 == 0o640
+
+
+def _tmpfile(top: Path) -> None:
+    fd = os.open(top, os.O_TMPFILE | os.O_RDWR)
+    os.write(fd, b"new")
+    _name(fd, top / "new")
+    os.close(fd)
+    assert (top / "new").read_bytes() == b"new"
+
+
+def _open(top: Path, flags: int) -> None:
+    fd = os.open(top / "old", flags)
+    assert os.pread(fd, 10, 0) == (b"" if flags & os.O_TRUNC else b"old")
+    os.close(fd)
+
+
+def _exchanged(top: Path) -> None:
+    exchange(top / "old", top / "other")
+    assert (top / "old").read_bytes() == b"other" and (top / "other").read_bytes() == b"old"
+
+
+def _linked(top: Path) -> None:
+    os.link(top / "old", top / "new")
+    assert (top / "old").stat().st_nlink == 2
+
+
+def _renamed(top: Path) -> None:
+    os.rename(top / "old", top / "other")
+    assert (top / "other").read_bytes() == b"old" and not (top / "old").exists()
+
+
+def _set(top: Path) -> None:
+    os.chmod(top / "old", 0o604)
+    os.truncate(top / "old", 1)
+    assert (top / "old").read_bytes() == b"o" and (top / "old").stat().st_mode & 0o777 == 0o604
+
+
+def _write(top: Path) -> None:
+    with open(top / "old", "ab", buffering=0) as file:
+        assert file.write(b"er") == 2
+    assert (top / "old").read_bytes() == b"older"
+
+
+def _removed_attribute(top: Path) -> None:
+    os.removexattr(top / "old", "user.a")
+    assert os.listxattr(top / "old") == []
+
+
+def _directory(top: Path) -> None:
+    (top / "new").mkdir()
+    assert top.stat().st_nlink == 4
+
+
+def _removed_directory(top: Path) -> None:
+    (top / "directory").rmdir()
+    assert top.stat().st_nlink == 2
+
+
+def _read(top: Path) -> None:
+    assert (top / "old").read_bytes() == b"old"
+
+
+REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "create": ("create", _create),
+    "tmpfile": ("create", _tmpfile),
+    "mkdir": ("mkdir", _directory),
+    "mknod": ("mknod", lambda top: os.mkfifo(top / "new")),
+    "symlink": ("symlink", lambda top: os.symlink("x", top / "new")),
+    "link": ("link", _linked),
+    "unlink": ("unlink", lambda top: os.unlink(top / "old")),
+    "rmdir": ("rmdir", _removed_directory),
+    "rename": ("rename", _renamed),
+    "exchange": ("rename", _exchanged),
+    "setattr": ("setattr", _set),
+    "setxattr": ("setxattr", lambda top: os.setxattr(top / "old", "user.b", b"1")),
+    "removexattr": ("removexattr", _removed_attribute),
+    "open to read": ("open", lambda top: _open(top, os.O_RDONLY)),
+    "open to write": ("open", lambda top: _open(top, os.O_RDWR)),
+    "open to truncate": ("open", lambda top: _open(top, os.O_RDWR | os.O_TRUNC)),
+    "write": ("write", _write),
+    "release": ("release", _write),
+    "read": ("read", _read),
+    "getattr": ("getattr", lambda top: _set(top)),
+    "lookup": ("lookup", lambda top: (top / "nothing").exists() and None),
+    "readdir": ("readdir", lambda top: os.listdir(top) and None),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_done_once(
+    name: str, when: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation, program = REQUESTS[name]
+    now = scratch / "now"
+    monkeypatch.setenv("KILL_AT", f"{when}:{operation}:{now}")
+    options = (KEPT, "burst.passthrough=false") if name in ("write", "read") else (KEPT,)
+    with mounted_store(scratch, options, mount=False) as store:
+        store.module = "tests.support.killed_mount"
+        store.mount()
+        top = store.path / "top"
+        top.mkdir()
+        (top / "old").write_bytes(b"old")
+        os.setxattr(top / "old", "user.a", b"1")
+        (top / "other").write_bytes(b"other")
+        (top / "directory").mkdir()
+        if name == "setattr":
+            os.stat(top / "old")
+        now.touch()
+        program(top)
+        first = store.pid
+        assert name in ("readdir", "lookup", "read", "open to read") or daemon_of(store) != first
+        if daemon_of(store) != first:
+            store.follow()
+
+
+def test_it_ends_when_no_daemon_serves(scratch: Path) -> None:
+    with mounted_store(scratch, ("kernel.restarts=2",)) as store:
+        store.expected += [r"the mount ends", r"the daemon stops"]
+        settings = store.source / "aifs.yaml"
+        right = settings.read_text()
+        settings.write_text("no: {such: section}\n")
+        file = os.open(store.path, os.O_RDONLY)
+        store.kill_only()
+        with pytest.raises(OSError) as raised:
+            os.statvfs(file)
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+        os.close(file)
+        settings.write_text(right)
+        subprocess.run(["umount", "-l", store.path], check=True, timeout=TIMEOUT_S)
+        store.mount()
+
+
+def test_without_its_keeper_it_goes_on_and_ends_with_the_daemon(kept: Mounted) -> None:
+    (keeper,) = keepers(kept)
+    os.kill(keeper, signal.SIGKILL)
+    (kept.path / "a").write_bytes(b"a")
+    assert (kept.path / "a").read_bytes() == b"a"
+    kept.kill_only()
+    with pytest.raises(OSError) as raised:
+        os.statvfs(kept.path)
+    assert raised.value.errno == errno.ENOTCONN
+    subprocess.run(["umount", "-l", kept.path], check=True, timeout=TIMEOUT_S)
+    kept.mount()
+    assert (kept.path / "a").read_bytes() == b"a"
+
+
+def test_a_signal_ends_it_in_order(kept: Mounted) -> None:
+    kill(kept)
+    (kept.path / "a").write_bytes(b"a")
+    kept.signal(signal.SIGTERM)
+    kept.wait_for_end()
+    assert mountinfo.mounted_at(str(kept.path)) is None
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while keepers(kept) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not keepers(kept)
+
+
+@pytest.mark.long
+def test_programs_in_a_storm_of_kills(kept: Mounted, scratch: Path) -> None:
+    stop = scratch / "stop"
+    command = [sys.executable, "-m", "tests.support.outcomes", str(kept.path)]
+    programs = [subprocess.Popen([*command, str(seed), str(stop)]) for seed in range(3)]
+    for _ in range(100):
+        kill(kept)
+        assert all(program.poll() is None for program in programs)
+    stop.touch()
+    assert [program.wait(TIMEOUT_S) for program in programs] == [0, 0, 0]

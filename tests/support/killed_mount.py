@@ -1,0 +1,41 @@
+"""The command ``aifs``, whose mounts die by SIGKILL at a request of a kind: before it is done, or
+when it has been done and the kernel has no answer yet.
+
+KILL_AT=before|after:OPERATION:FILE python -m tests.support.killed_mount mount SOURCE MOUNTPOINT
+
+Nothing happens before FILE exists. The daemons that go on with the mount do not die.
+"""
+
+import functools
+import os
+import signal
+import sys
+from typing import Any
+
+from aifs.cli.main import main
+from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.operations import Operations
+
+
+def _dying(handler: Any, when: str, file: str) -> Any:
+    def die() -> None:
+        if os.path.exists(file):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @functools.wraps(handler)
+    async def handle(*args: Any) -> Any:
+        if when == "before":
+            die()
+        try:
+            return await handler(*args)
+        finally:
+            die()
+
+    return handle
+
+
+if __name__ == "__main__":
+    when, operation, file = os.environ["KILL_AT"].split(":")
+    kind: Any = Operations if hasattr(Operations, operation) else HandedOver
+    setattr(kind, operation, _dying(getattr(kind, operation), when, file))
+    sys.exit(main())
