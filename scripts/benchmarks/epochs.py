@@ -2,7 +2,7 @@
 the burst tier: epochs whose files are read ahead beside epochs that say nothing of themselves, the
 second epoch, and directories of small files.
 
-All read the same rows, in turns in each round. Before a cold epoch no copy is in the burst tier,
+All read the same rows, in turns in each round. Before a cold epoch nothing is in the burst tier,
 and the kernel and, by a new mount, the daemon have forgotten all.
 """
 
@@ -37,7 +37,9 @@ def epoch_rows(base: Path, extent: Extent, rounds: int) -> list[Row]:
     size = extent.mib << 20
     seconds: dict[_Kind, list[float]] = defaultdict(list)
     for name, capacity in (("half", 2 * size), ("twice", size // 2)):
-        with DelayedAifs(f"data-{name}", base, f"burst.capacity={capacity}") as far:
+        # Its servers are as near as the burst tier; blocks of containers are not evicted.
+        far_away = "burst.blocks=always", "layout.kind=striped", "layout.pack_below=0"
+        with DelayedAifs(f"data-{name}", base, f"burst.capacity={capacity}", *far_away) as far:
             _write(far.path / "rows", extent.mib)
             far.rest()
             window = 0 if name == "half" else size // 8
