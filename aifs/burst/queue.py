@@ -41,8 +41,7 @@ class _Drained(NamedTuple):
     pause_s: float
     """How long after that the next one may begin."""
     times: int
-    """How many drains it has followed, each soon after the one before; at most _GROWN_MAX. Drains
-    in vain do not count; -1: it was one, and the first."""
+    """How many drains it has followed, each soon after the one before; at most _GROWN_MAX."""
 
 
 class Rank(IntEnum):
@@ -317,25 +316,22 @@ class Queue:
 
     # --- files that change again and again ---
 
-    def wrote(self, ino: int, seconds: float, now: float, is_drained: bool) -> None:
-        """A drain of the file has ended, before ``done`` or ``again``. Its bytes are worth
-        ``seconds`` of the rate that drains can have; unless ``is_drained`` that was in vain, since
-        the file has been changed meanwhile.
+    def wrote(self, ino: int, seconds: float, now: float) -> None:
+        """A drain of the file has ended, before ``done`` or ``again``, perhaps in vain, since the
+        file has been changed meanwhile. Its bytes are worth ``seconds`` of the rate that drains can
+        have.
 
         The next one may begin after 20 times as many seconds, so drains of one file cost at most a
         twentieth of that rate. Where drains go on to follow each other, that grows to 80, 320 and
         1,280 times as many; it is below the deadline always.
         """
         entry, last = self._entries[ino], self._drains.pop(ino, None)
-        times = -1
+        times = 0
         if last is not None and entry.since - last.ended < self._deadline_s:
-            times = last.times
-        if is_drained:
-            times = min(times + 1, _GROWN_MAX)
+            times = min(last.times + 1, _GROWN_MAX)
         if _COST * seconds * _GROWTH**_GROWN_MAX <= self.delay_s:
             return  # it never waits for that
-        growth = _GROWTH**times if is_drained else 1
-        pause_s = min(_COST * seconds * growth, _PAUSED_MAX * self._deadline_s)
+        pause_s = min(_COST * seconds * _GROWTH**times, _PAUSED_MAX * self._deadline_s)
         self._drains[ino] = _Drained(now, pause_s, times)
         if len(self._drains) > _DRAINS_KEPT:
             self._drains.popitem(last=False)

@@ -407,11 +407,11 @@ class Drain:
             if outcome is DrainOutcome.DRAINED:
                 self._drained_files += 1
                 self._drained_bytes += draining.size
-                self._queue.wrote(ino, self._cost_s(draining), now, is_drained=True)
+                self._queue.wrote(ino, self._cost_s(draining), now)
             if self._queue.done(ino, now):
                 self._tell(ino)
         else:
-            self._queue.wrote(ino, self._cost_s(draining), now, is_drained=False)
+            self._queue.wrote(ino, self._cost_s(draining), now)
             self._queue.again(ino, now)
         if self._failing.pop(ino, None) and not self._failing:
             _log.info("draining goes on")
