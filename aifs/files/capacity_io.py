@@ -287,7 +287,9 @@ class CapacityIO:
     ) -> Striped:
         """``size``: that the file has, unless it is going to grow there."""
         policy = inode.policy or DEFAULT_POLICY
-        is_one = size is not None and size <= self._stripe_above
+        is_small = size is not None and size <= self._stripe_above
+        # Over a network one reader is as fast as all servers together.
+        is_one = is_small and all(self._servers[c.id].storage.is_local for c in candidates)
         count = policy.count or self._count or (1 if is_one else len(candidates))
         columns = min(count, len(candidates))
         return Striped(policy.unit or self._unit, spread(ALGORITHM, inode.ino, candidates, columns))

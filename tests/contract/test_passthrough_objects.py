@@ -173,6 +173,15 @@ async def test_files_up_to_a_size_are_one_object_and_larger_ones_are_striped(
         assert list(columns.values()) == [1, 4, 2, 4, 4]
 
 
+async def test_small_files_are_striped_too_over_a_network(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "is_local", lambda path: False)
+    async with mounted(directory, {"layout.unit": "4KiB"}) as kernel:
+        objects = (await kernel.getattr(await make(kernel))).objects
+        assert objects is not None and len(objects.servers) == 4
+
+
 async def test_a_file_whose_object_programs_use_is_not_staged(kernel: Kernel) -> None:
     ino = await make(kernel)
     reader = await kernel.open(ino, os.O_RDONLY)
