@@ -119,8 +119,8 @@ async def _load(fs: Filesystem) -> None:
     # The records themselves, before anybody reads them: files that were changed when the daemon
     # died get their sizes, and what nobody refers to is queued for deletion.
     kept = fs.kernel.kept
-    kept.settle(fs.store.engine.found_seq)
-    if kept.is_on:
+    if kept.is_on:  # never where there are several hosts, whose engines count for all
+        kept.settle(fs.store.engine.found_seq)
         fs.store.engine.tell_commits(kept.commits)
     still = await recover(fs.store, fs.tier, fs.collector, fs.recovered, kept.is_taken)
     await fs.containers.recover()

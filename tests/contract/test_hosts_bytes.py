@@ -320,7 +320,7 @@ async def test_a_cached_copy_is_evicted_on_the_host_that_has_it(cluster, north, 
         await put(south, ino, "evict", caller=ROOT)
     await drained(north, ino)
     reader, *_ = await north.open(ino, os.O_RDONLY)
-    with pytest.raises(Busy, match="it is open"):
+    with pytest.raises(Busy, match="have it open"):
         await put(south, ino, "evict", caller=ROOT)
     await north.release(reader)
     cluster.silent.add("north")

@@ -59,6 +59,8 @@ class FakeFilesystem:
     def changes_unseen(self, ino: int) -> bool:
         return False
 
+    kernel = SimpleNamespace(kept=None)
+
     def told_size(self, inode: Inode) -> int:
         return inode.size
 
