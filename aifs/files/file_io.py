@@ -364,8 +364,8 @@ class FileIO:
             await self.capacity.prepare(file, end)
 
     async def _take_source(self, file: OpenInode) -> None:
-        """What programs use by themselves is the file from now on: its blocks become its copy (see
-        BurstIO.take_source), or its one object stays."""
+        """Make the local file that programs use by themselves the file: its blocks become its copy
+        (see BurstIO.take_source), or its one object stays."""
         handles = self.table.handles
         handles.drop_kept(file)
         await self.burst.take_source(file)

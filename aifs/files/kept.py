@@ -1,5 +1,5 @@
-"""What is kept of a mount for the daemon that follows one that was killed: which files programs
-have open, and which requests have been done though the kernel may not have their answers.
+"""The state of a mount for the daemon that follows one that was killed: the files that programs
+have open, and the requests that are done though the kernel may not have their answers.
 
 Nothing is, unless the edge keeps it (``fuse/kept.py``).
 """
@@ -26,7 +26,7 @@ class KeptHandle(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What an earlier daemon has done of a request that the kernel sends again."""
+    """The result of a request that an earlier daemon has done, and the kernel sends again."""
 
     handle: int
     """The handle that it has made, or closed; 0: none."""

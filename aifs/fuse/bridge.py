@@ -236,8 +236,8 @@ class Bridge:
         return self.in_use and bool(self._state.granted & PASSTHROUGH) and may_pass_through()
 
     def keep(self, kept: KeptMount) -> None:
-        """What the next daemon has to know of the next mount is put where it outlives this one. If
-        that is another daemon's mount, it is gone on with."""
+        """Put the state of the next mount where it outlives this daemon. If ``kept`` has a mount
+        of an earlier daemon, go on with that."""
         kept.begin(self.unique)
         extension.keep(kept.table, kept.device if kept.is_taken else -1)
 
