@@ -37,7 +37,7 @@ async def evicted(fs: Filesystem, ino: int) -> None:
         try:
             return await put(fs, ino, "evict")
         except Busy as error:
-            if str(error) != "it is open":
+            if "have it open" not in str(error):
                 raise
             await trio.sleep(0.01)
 

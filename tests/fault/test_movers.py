@@ -335,7 +335,7 @@ async def test_one_that_cannot_be_ended_does_not_hold_up_the_end(
 
 @pytest.mark.sweep
 async def test_what_it_writes_counts_for_the_rate_of_servers(directory: Path) -> None:
-    async with served(directory, burst__drain_delay="1h") as fs:
+    async with served(directory, layout__stripe_above="0") as fs:
         inos = [await write_file(fs, b"%d" % n, os.urandom(3 << 20)) for n in range(3)]
         before = [server.writing.total[0] for server in fs.store.servers.capacity()]
         await drained(fs, *inos)
@@ -472,7 +472,8 @@ async def test_the_table_of_servers_that_it_has_is_that_of_the_store(fs, directo
     """One that is added is known to the processes that are given work from then on."""
     before = await fs.drain.movers.carry_out(work.pid, None)
     number = await fs.store.table.add(str(directory / "data" / "new"))
-    ino = await write_file(fs, b"file", DATA)
-    await drained(fs, ino)
-    assert number in (await fs.getattr(ino)).layout.servers
+    inos = [await write_file(fs, b"file %d" % n, DATA) for n in range(4)]
+    await drained(fs, *inos)
+    layouts = [(await fs.getattr(ino)).layout for ino in inos]
+    assert number in {server for layout in layouts for server in layout.servers}
     assert await fs.drain.movers.carry_out(work.pid, None) != before
