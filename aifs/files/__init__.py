@@ -1,2 +1,2 @@
-"""Regular files: where their bytes are, how they are read and changed, and how they move between
-the tiers."""
+"""Regular files: where their bytes are, how they are read and changed, how they move between
+tiers."""

@@ -76,9 +76,7 @@ def bare(serve: Function) -> Function:
 
 @dataclass(frozen=True)
 class HintCall:
-    """The ioctl with the name of a hint. It leaves the directory unlocked meanwhile, and may wait;
-    setxattr(2) does neither.
-    """
+    """The ioctl with the name of a hint. It leaves the directory unlocked, and may wait."""
 
     by: Rule
     """The callers that may use it."""
@@ -105,8 +103,7 @@ class Hint:
     """A row."""
 
     name: str
-    """Without ``user.aifs.``. ``.N`` at the end: with a number there; ``[.N]``: with one or
-    without."""
+    """Without ``user.aifs.``. A number follows for ``.N`` at the end, and may for ``[.N]``."""
     where: str
     """Where it applies: ANY, ..."""
     help: str

@@ -1,8 +1,7 @@
 """Files whose newest bytes are one local file in the burst tier, and how files get there.
 
-While such a file is open, programs may write to its copy without our knowing (passthrough), so the
-copy says what size, blocks and mtime are; the dirty mark says so in the store. What a crash leaves
-at each step: docs/design/burst.md.
+While such a file is open, programs may write to its copy without our knowing (passthrough), so its
+size, blocks and mtime come from the copy. Crash points: docs/design/burst.md.
 """
 
 from aifs.burst.copy import BurstCopy
@@ -47,8 +46,8 @@ class BurstIO:
         self._transitions = transitions
         self._inline_limit = config.layout.inline_limit
         self.keeps_inline = not engine.host
-        """Whether a tiny file may stay in its record while it can be changed. Where there are
-        several hosts one of them has to be its home."""
+        """Whether a tiny file stays in its record: not with several hosts, where one is its
+        home."""
         self._needs = needs
 
     # --- how a file gets here ---
@@ -74,12 +73,12 @@ class BurstIO:
             return None
 
     async def enter(self, file: OpenInode, end: int, must: bool = False) -> bool:
-        """Someone is going to write, up to ``end``: have the file in the burst tier if it can be,
-        and marked. ``must``: it is to be changed nowhere else.
+        """Bring the file to the burst tier for a write up to ``end``, if it can be, with its mark.
 
-        An empty file gets a new copy, one with a clean copy becomes that copy. What is left where
-        it is will be changed in place; so are inline bytes that stay few. The gate is held alone.
-        False: its clean copy did not work and is dropped, so the file has to be brought once more.
+        An empty file gets a new copy; a clean copy becomes the file. Other files are changed in
+        place; so are inline bytes that stay few. ``must``: they are changed nowhere else. The gate
+        is held alone. False: its clean copy did not work and is dropped, so the file has to be
+        brought again.
         """
         inode = file.inode
         if file.on_object:  # programs read that, so it stays the file, and is changed
@@ -106,9 +105,9 @@ class BurstIO:
         return True
 
     async def take_source(self, file: OpenInode) -> None:
-        """Someone is going to change a file that programs have passed through to its blocks, or
-        mapped so: these are the file from now on, so all see what changes. Nothing is done of
-        others. The gate is held alone. Raises Busy, NoSpace, Unavailable."""
+        """Make the blocks that programs are passed through to, or have mapped, the file, so that
+        all see the change. Other files stay as they are. The gate is held alone. Raises Busy,
+        NoSpace, Unavailable."""
         inode = file.inode
         is_used = self._tier.blocks.is_used
         if not (file.on_source or (file.copy is None and await is_used(file.own_source))):
@@ -126,22 +125,18 @@ class BurstIO:
             raise
 
     async def leave_capacity(self, file: OpenInode) -> None:
-        """A clean file whose copy is known to be right is that copy alone from now on, durably. The
-        gate is held alone. Raises NoSpace, Unavailable.
-        """
+        """Make a right clean copy all of the file, durably. The gate is held alone. Raises NoSpace,
+        Unavailable."""
         await self._prepare_cached(file)
         await self._become_copy(file, None)
 
     async def _prepare_cached(self, file: OpenInode) -> None:
-        """A cached copy is going to be the file: what it replaces is durable, and will be
-        deleted.
-        """
         await file.own_copy.set_mtime(file.inode.mtime_ns)  # opening is no change yet
         await file.own_copy.sync()
 
     async def drop_clean(self, file: OpenInode) -> bool:
-        """Whether the file has no clean copy here on return: one that programs use by themselves,
-        or that is needed, stays. The gate is held alone. Raises NoSpace, Unavailable."""
+        """Drop the clean copy, if no program uses it and it is not needed; whether none is left.
+        The gate is held alone. Raises NoSpace, Unavailable."""
         if file.copy is None or file.home or file.inode.in_burst:
             return True
         if file.backing or await self._needs.find({file.copy.id: file.inode.ino}):
@@ -150,12 +145,11 @@ class BurstIO:
         return True
 
     async def _drop_copy(self, file: OpenInode) -> None:
-        """The capacity tier has the file; its copy does not work."""
         await self._transitions.reduce(Flip(file, {"copy": None}, {"marked": file.marked}))
 
     async def _take_copy(self, file: OpenInode, must: bool) -> None:
-        """An empty or inline file is a new copy from now on, if there is room for one. Until the
-        flip the copy needs no garbage record: its id is in the newest window (I7)."""
+        """Give an empty or inline file a new copy, if there is room. Until the flip the copy needs
+        no garbage record: its id is in the newest window (I7)."""
         inode, data = file.inode, file.inode.data
         copy = await self.new_copy(inode.policy, must)
         if copy is None:
@@ -180,7 +174,6 @@ class BurstIO:
             raise
 
     async def _become_copy(self, file: OpenInode, new: BurstCopy | None) -> None:
-        """The copy holds all that the file holds; from here on it is the file."""
         inode, copy = file.inode, new or file.own_copy
         form = {"layout": None, "data": None, "copy": copy.place}
         flip = Flip(file, form, {"marked": True, "durable": inode.size > 0}, copy=new)
@@ -193,10 +186,9 @@ class BurstIO:
             await self._engine.barrier()
 
     async def become_inline(self, file: OpenInode) -> None:
-        """A tiny file has been closed: its bytes go to its record, unless a mapping may still
-        change them.
+        """Move a closed tiny file into its record, unless a mapping may still change it.
 
-        That is its drain, for less than what waiting for one costs. The gate is held alone.
+        This is its drain, for less than waiting for one costs. The gate is held alone.
         """
         inode, copy = file.inode, file.own_copy
         await copy.release_writers()
@@ -212,10 +204,9 @@ class BurstIO:
             copy.unlease()  # or the next writer would wait for it
 
     async def settle(self, file: OpenInode) -> bool:
-        """Whether nobody can write to the copy of a closed file at present. The gate is held alone.
+        """Whether nobody can write to the copy of a closed file. The gate is held alone.
 
-        If a program has synced it after its last change, the dirty mark goes, too: so a rename need
-        not look at it.
+        If a program has synced it after its last change, the dirty mark goes, too.
         """
         copy = file.own_copy
         await copy.release_writers()
@@ -238,8 +229,7 @@ class BurstIO:
     def look(self, file: OpenInode, mapped: bool = False) -> None:
         """Take size, blocks and mtime over from the copy, which may have been written past us.
 
-        ``mapped``: also where these do not tell it, by a mapping. Other hosts are told of the file
-        in a moment: they are once more if it could be written so since they were told last.
+        ``mapped``: show the file to other hosts again, if a mapping could have written to it since.
         """
         inode, status = file.inode, file.own_copy.stat()
         if status.st_mtime_ns != file.copy_mtime_ns:
@@ -270,19 +260,14 @@ class BurstIO:
         file.shown = None
 
     def _told_mtime(self, file: OpenInode, found_ns: int) -> int:
-        """The file's mtime, now that the copy has another one.
-
-        If the clock has been set back, a later change seems to be earlier than one that we have
-        noted.
-        """
+        """The file's mtime; later than any noted before, even if the clock was set back."""
         noted_ns = file.inode.mtime_ns
         if file.copy_mtime_ns == noted_ns:
             return found_ns
         return max(found_ns, noted_ns + (file.copy_mtime_ns != _UNKNOWN))
 
     async def know_mtime(self, file: OpenInode) -> None:
-        """What the copy tells is in core, before the mtime is set: else it would seem to be a
-        change that has come since."""
+        """Take the copy's mtime into core before it is set, so that it is not seen as a change."""
         if file.copy_mtime_ns == _UNKNOWN:
             await file.own_copy.ensure_open()
             self.look(file)
@@ -295,9 +280,8 @@ class BurstIO:
     # --- bytes (by way of the daemon) ---
 
     async def read(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
-        """``length`` bytes, which lie below the size. A cached copy that fails is passed over.
-        Raises Unavailable.
-        """
+        """``length`` bytes below the size. A cached copy that fails is passed over. Raises
+        Unavailable."""
         copy, inode = file.own_copy, file.inode
         try:
             data = await copy.read(offset, length)
@@ -316,15 +300,12 @@ class BurstIO:
         return await file.objects.read(offset, length, inode.size, True)
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data``; it is in the page cache on return. The gate is held, shared, and
-        ``enter`` has been called.
-        """
+        """Write all of ``data`` to the page cache. The gate is held, shared, after ``enter``."""
         await file.own_copy.write(offset, data)
         self.changed(file)
 
     async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
-        """As ``write``, behind all that is there, also of what programs write past us. The gate is
-        held alone."""
+        """``write`` behind all that is there, also from programs. The gate is held alone."""
         await file.own_copy.append(data)
         self.changed(file)
 
@@ -339,12 +320,8 @@ class BurstIO:
     # --- durability ---
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes, size and name are on stable storage when this returns. Raises NoSpace,
-        Unavailable. The gate must not be held.
-
-        The dirty mark goes if it is proved that nobody has written meanwhile, not through a
-        mapping either.
-        """
+        """Bring bytes, size and name to stable storage. Raises NoSpace, Unavailable. Callers do not
+        hold the gate. The dirty mark goes if provably nobody has written meanwhile."""
         copy, changes = file.own_copy, file.changes
         await copy.ensure_open()
         proof, own = await self._prove(file)
@@ -372,9 +349,8 @@ class BurstIO:
                 file.end_lease()
 
     async def _prove(self, file: OpenInode) -> tuple[Lease | None, bool]:
-        """The proof that nobody writes, as long as it is ``file.lease``, and whether it is ours: a
-        drain that is under way has one. None if somebody may write.
-        """
+        """The proof that nobody writes, and whether it is ours: a drain has its own. None if
+        somebody may write."""
         if not file.marked or file.may_be_written:
             return None, False
         if file.lease is not None:

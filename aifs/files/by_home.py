@@ -1,6 +1,5 @@
-"""Files whose home is another host: they are taken from it, or read and changed by way of it; and
-the bytes of files that other hosts have moved are followed. docs/design/homes.md has the rules.
-"""
+"""Files whose home is another host: they are taken from it, or changed by way of it
+(docs/design/homes.md)."""
 
 from collections.abc import Sequence
 
@@ -40,11 +39,11 @@ class ByHome:
         self._inodes = inodes
 
     async def take_from_home(self, file: OpenInode, is_emptied: bool = False) -> bool:
-        """If the newest bytes of the file are on another host, or a clean copy, or it is being
-        changed there, it is given up there. Whether that cannot be, as it is in use there: then we
-        have joined those who write to it, and it is read and changed by way of its home
-        (``at_home``). ``is_emptied``: its bytes are not needed any more. Raises Unavailable, which
-        names the host.
+        """Have the other host that has the newest bytes, or a clean copy, give the file up.
+
+        Returns whether it is in use there: then this host has joined its writers, and reads and
+        changes it by way of its home (``at_home``). ``is_emptied``: its bytes are not needed.
+        Raises Unavailable, which names the host.
         """
         ino = file.inode.ino
         if file.cached_at and not file.home:
@@ -63,10 +62,8 @@ class ByHome:
         return False
 
     async def _take_from_cache(self, file: OpenInode, is_emptied: bool) -> None:
-        """Another host has a clean copy, to which its kernel may pass programs through: what it
-        does not give up stays with it, which is its home then. A host that cannot be asked is
-        passed over.
-        """
+        """Have another host give up a clean copy; if it keeps it, it becomes the home. A host that
+        cannot be asked is passed over."""
         host, file.cached_at, ino = file.cached_at, 0, file.inode.ino
         try:
             number = await self._homes.give_up(host, ino, is_emptied, None, waits=False)
@@ -78,8 +75,8 @@ class ByHome:
             file.joined, file.joined_as = host, max(number, file.joined_as)
 
     async def request_drain(self, inos: Sequence[int]) -> None:
-        """Other hosts drain those of these files that are in their burst tiers, before all others,
-        while the caller goes on."""
+        """Have other hosts drain those of these files that they have first; does not wait for
+        it."""
         copies = await self._engine.view(_find_undrained, inos)
         hosts: dict[int, list[int]] = {}
         for ino, copy in copies.items():
@@ -102,10 +99,9 @@ class ByHome:
     async def at_home(
         self, file: OpenInode, operation: Operation, *args: int, body: bytes | memoryview = b""
     ) -> Answer | None:
-        """Have its home do this with a file that we have joined. What it answers; None: it is not
-        its home any more, or does not know of us, and nothing has been done. Raises Unavailable,
-        which names the host, and what the operation raises there.
-        """
+        """Have its home do this with a file that we have joined. None: it is not its home any more,
+        or does not know of us; nothing has been done. Raises Unavailable, which names the host, and
+        errors of the operation."""
         home, inode, unsynced = file.joined, file.inode, file.unsynced_there
         try:
             answer = await self._homes.carry_out(home, inode.ino, operation, args, body, inode.copy)
@@ -126,8 +122,7 @@ class ByHome:
         return answer
 
     async def look_at_home(self, file: OpenInode) -> None:
-        """Core has the attributes of a file that we have joined on return, as far as its home
-        tells."""
+        """Take over the attributes of a file that we have joined, as far as its home tells."""
         file.handles += 1
         try:
             if file.is_joined:
@@ -143,8 +138,8 @@ class ByHome:
         return file is not None and file.is_joined
 
     async def set_mtime_at_home(self, ino: int, mtime_ns: int) -> None:
-        """The mtime of any inode is going to be set: its home, if that is another host, gives it up
-        before, or sets it, too."""
+        """Have the home, if another host, give the inode up or set its mtime, before it is set
+        here."""
         inode, changer, _ = await self._engine.view(forms.load, ino)
         copy = inode.copy if inode.in_burst else None
         is_here = copy is None or not self._homes.of(copy.server)
@@ -158,9 +153,8 @@ class ByHome:
                 await self._inodes.release(file)
 
     async def have_shown(self, file: OpenInode) -> None:
-        """A program opens the file to read it: it sees what programs of its home have written
-        before. Only a file with a dirty mark differs from its record. A home that cannot be asked
-        is done without."""
+        """Have the home show what its programs have written to a file (only one with a dirty mark
+        differs from its record). A home that cannot be asked is passed over."""
         _, changer, _ = await self._engine.view(forms.load, file.inode.ino)
         if changer:
             try:
@@ -169,9 +163,7 @@ class ByHome:
                 _log.info("what is read of inode %d may be old: %s", file.inode.ino, error)
 
     async def follow_bytes(self, ino: int) -> None:
-        """Another host has moved or changed the bytes of a file that may be open here: those who
-        read it go on with what it is now.
-        """
+        """Read an open file, which another host has moved or changed, as it is now."""
         while ino in self._table.claims:
             await self._table.claims[ino].wait()
         token, file = self._table.overtaken.get(ino), self._table.open.get(ino)

@@ -1,7 +1,7 @@
 """Changes in place of files whose bytes lie in their inode, or in objects on data servers.
 
-The order of steps that keeps each change safe is that of docs/design/metadata.md (I1 to I9 below
-are its invariants). Callers hold the file's gate: shared for ``write``, alone for everything else.
+The order of steps, and the invariants I1 to I9 below, are in docs/design/metadata.md. Callers hold
+the file's gate: shared for ``write``, alone for everything else.
 """
 
 import os
@@ -77,14 +77,11 @@ class CapacityIO:
         self._transitions = transitions
         self._movers = movers
         self.perhaps_mapped: dict[int, int] = {}
-        """Files whose one object programs could write to by themselves: a mapping may outlive its
-        handle, and nothing tells when it ends. So their dirty marks stay, which keeps them from
-        being staged or cached, until the next mount. With the object's mtime when it was last
-        looked at, 0: it was not."""
+        """Files whose one object programs may have mapped: no call tells when a mapping ends. So
+        their dirty marks stay until the next mount. With the object's mtime as last seen, or 0."""
 
     async def describe(self, inode: Inode) -> Origin:
-        """Where the bytes of a settled file with a layout are on the capacity tier. Raises
-        Unavailable."""
+        """Where the bytes of a settled file are on the capacity tier. Raises Unavailable."""
         if inode.chunks is not None:
             return await self._containers.describe(inode.chunks, inode.oid, inode.size)
         assert inode.objects is not None  # what has a layout has objects, or chunks
@@ -145,9 +142,7 @@ class CapacityIO:
             raise
 
     async def punch(self, file: OpenInode, offset: int, length: int) -> None:
-        """The range, which lies below the size, reads as zeros, and takes no space on the servers.
-        Raises NotSupported.
-        """
+        """Zero a range below the size, and free its space on the servers. Raises NotSupported."""
         await file.own_objects.punch(offset, length)
         faults.reach(_WRITTEN)
         file.changed(clock.kernel_ns())
@@ -158,8 +153,8 @@ class CapacityIO:
             file.trimmed = True
 
     async def _spill(self, file: OpenInode) -> None:
-        """From empty or inline to striped. Inline bytes are few, and in memory, and their objects
-        stay open as the file: handing a Making over would cost more than writing them."""
+        """Make an empty or inline file striped. Its few bytes are written here: handing a Making
+        over would cost more."""
         inode = file.inode
         # A copy of inline bytes may fail and leave objects behind, so it takes an id that no later
         # attempt will use.
@@ -186,7 +181,6 @@ class CapacityIO:
         faults.reach(_MARKED)
 
     async def _restripe(self, file: OpenInode) -> None:
-        """From a form that is never changed in place to striped, without protection."""
         # Which columns must not be read may change meanwhile, and one that is being made anew then
         # has anything in it.
         while not await self._restripe_once(file):
@@ -231,9 +225,8 @@ class CapacityIO:
         return not self._servers.in_place(objects.servers)
 
     def may_change(self, inode: Inode, end: int) -> bool:
-        """Whether the file can be changed, up to ``end``, outside of the burst tier: where it is,
-        or in new objects. Else all servers where these may go have objects that are written once.
-        """
+        """Whether the file can be changed outside of the burst tier, up to ``end``: in place, or in
+        new objects (not if all servers allowed write objects once)."""
         if self._servers.all_in_place or (inode.layout is None and end <= self._inline_limit):
             return True
         if inode.layout is not None and not self._is_fixed(inode):
@@ -247,10 +240,12 @@ class CapacityIO:
         return (inode.policy or DEFAULT_POLICY).redundancy(self._default)
 
     def place(self, inode: Inode, beside: Collection[int] = (), storage_class: str = "") -> Striped:
-        """Where new objects of the file go, protected as its policy asks. If not even counting
-        servers that do not work there are enough for that, unprotected. ``beside``: servers that
-        have no room, so they come after all others. A ``storage_class`` must have a candidate; its
-        servers count, whatever the policy allows. The file has its size."""
+        """Choose servers for new objects of the file, with the protection of its policy.
+
+        If too few servers exist for that, unprotected. Servers ``beside`` have no room and come
+        last. A ``storage_class`` must have a candidate; its servers count, whatever the policy
+        allows.
+        """
         policy, redundancy = inode.policy or DEFAULT_POLICY, self.redundancy(inode)
         candidates = (
             self._servers.candidates(storage_class) if storage_class else self._candidates(inode)
@@ -305,9 +300,8 @@ class CapacityIO:
     # --- size ---
 
     async def truncate(self, file: OpenInode, size: int) -> None:
-        """A shrink in place waits for the journal (I6); a cut to zero only leaves garbage behind.
-        The size is on record.
-        """
+        """Cut or extend the file; the size is on record. A shrink in place waits for the journal
+        (I6)."""
         inode = file.inode
         if size == 0 and inode.layout is not None and not file.on_object:
             await self._discard(file)
@@ -349,8 +343,7 @@ class CapacityIO:
     # --- durability ---
 
     async def look(self, file: OpenInode) -> None:
-        """Take mtime over from an object that may be mapped, and may have been written to so. One
-        that cannot be looked at is done without."""
+        """Take the mtime of a mapped object over, if it can be looked at."""
         ino, inode = file.inode.ino, file.inode
         if ino not in self.perhaps_mapped or file.objects is None:
             return
@@ -377,9 +370,7 @@ class CapacityIO:
         file.unsaved = True
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes and attributes are on stable storage when this returns. The gate must not be
-        held.
-        """
+        """Bring bytes and attributes to stable storage. Callers do not hold the gate."""
         changes = file.changes
         if file.marked:
             async with alone([file]):

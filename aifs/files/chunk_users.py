@@ -1,5 +1,4 @@
-"""Whose chunks lie in a container. Takes a walk through all chunk lists, and the records of shared
-chunks, so it is for what is rare: bytes that are lost."""
+"""The files whose chunks lie in a container. It walks all chunk lists: for lost bytes only."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -39,8 +38,8 @@ async def users_of(
     containers: Collection[int],
     is_meant: Callable[[Location], bool] = lambda place: True,
 ) -> list[User]:
-    """The users of all chunks in ``containers`` whose places are meant, by place; a shared chunk
-    has several. Damaged records are passed over."""
+    """The users of all chunks in ``containers`` whose places are meant, by place (a shared chunk
+    has several). Damaged records are passed over."""
 
     def is_there(place: Location) -> bool:
         return place.container in containers and is_meant(place)
@@ -85,7 +84,6 @@ async def users_of(
 
 
 async def _walk(engine: Engine, kind: bytes, function: Callable[[bytes, bytes], None]) -> None:
-    """Call ``function`` for each record of a kind; outside of views, since it keeps notes."""
     async for key, value in Walk(engine, kind):
         with suppress(FsError):
             function(key, value)

@@ -1,6 +1,4 @@
-"""Background removal of what nobody can reach any more: orphan inodes, and the objects left as
-garbage.
-"""
+"""Background removal of orphan inodes, and of objects that are garbage."""
 
 import math
 from collections.abc import Mapping, Set
@@ -41,8 +39,7 @@ _DELETED = faults.declare(
 
 
 class DoomedObject(NamedTuple):
-    """Garbage, and which backups of the metadata may refer to it: those of a state from ``since``
-    on, and before the transaction ``until``."""
+    """Garbage, and the states of the metadata whose backups may name it: ``since`` to ``until``."""
 
     oid: int
     since: int
@@ -52,16 +49,13 @@ class DoomedObject(NamedTuple):
 class Collector:
     """Takes orphans and garbage from the other modules and removes them in batches.
 
-    Objects are deleted only after the transaction that made them garbage is durable (I5). What
-    cannot be deleted (a failing server) keeps its garbage record and is tried again, at the latest
-    by the next mount. What the newest backup of the metadata may need is *held* until there is a
-    newer one (B4): nothing else waits for that, so the space of an evicted copy, which is a cache
-    in the backup, too, or is not in it, comes back at once.
+    Objects are deleted only after the transaction that made them garbage is durable (I5). If a
+    server fails, the garbage record stays, and is tried again, at the latest by the next mount.
+    Garbage that the newest backup of the metadata may need is *held* until there is a newer one
+    (B4).
 
-    Where several hosts have the store mounted, one of them deletes an object (``is_ours``): its
-    home a burst copy, its maker what was made in vain, and the holder of the role all else, of
-    which ``follow`` tells it. Each is told of its own garbage, and passes over what is not its to
-    delete.
+    Of several hosts one deletes an object (``is_ours``): its home a burst copy, its maker what was
+    made in vain, the holder of the role all else, which it hears of by ``follow``.
     """
 
     def __init__(
@@ -101,9 +95,7 @@ class Collector:
         self._upkeep.at(Work.COLLECT, trio.current_time() + _LINGER_S)
 
     def add_garbage(self, oid: int) -> None:
-        """There is, or is about to be, a garbage record for ``oid``, or it is a loose chunk
-        list.
-        """
+        """Note that ``oid`` has, or is about to have, a garbage record, or is a loose list."""
         since, until = (0, None) if self._tier is None else self._tier.sole_span(oid)
         self._garbage.append(DoomedObject(oid, since, self._engine.seq if until is None else until))
         self._upkeep.at(Work.COLLECT, trio.current_time() + _LINGER_S)
@@ -138,9 +130,7 @@ class Collector:
 
     @property
     def due(self) -> int:
-        """Those of them that can be removed now, as far as is known: not what a failing server
-        keeps from being.
-        """
+        """How many can be removed now, without those that failing servers keep."""
         return len(self._orphans) + len(self._garbage) + len(self._held)
 
     async def collect(self) -> float:
@@ -159,17 +149,15 @@ class Collector:
         return NEVER_S
 
     async def drain(self, urgent: bool = False) -> None:
-        """Remove all that is waiting; ``urgent``: others that may come soon are not waited for.
-        Raises NoSpace or Unavailable if the metadata store cannot be changed.
-        """
+        """Remove all that is waiting; ``urgent``: without waiting for more. Raises NoSpace,
+        Unavailable."""
         await self._collect()
         while self._held:
             await self._release(urgent)
             await self._collect()
 
     async def _collect(self, enough: int = 1) -> None:
-        """Remove what need not be held; what comes meanwhile, too, if it is ``enough`` for another
-        batch."""
+        """Remove what need not be held; again if ``enough`` comes meanwhile."""
         async with self._draining:
             first = True
             while len(self._orphans) + len(self._garbage) >= (1 if first else enough):
@@ -206,8 +194,7 @@ class Collector:
         await self._upkeep.share.give_way(is_urgent)
 
     async def _release(self, urgent: bool) -> None:
-        """Have what is held now collected, once no backup needs it. What no backup can be made
-        for is tried again later."""
+        """Collect what is held, once no backup needs it; without a backup, try later."""
         async with self._releasing:
             count = len(self._held)
             if not count:
@@ -222,7 +209,7 @@ class Collector:
                 self._put_off(released)
 
     def _put_off(self, doomed: list[DoomedObject]) -> None:
-        """Not until something else is deleted, but for a while: there may be many."""
+        """Try these again when something else is deleted, or after a while."""
         if doomed:
             self.retry += doomed
             self._retry_at_s = min(self._retry_at_s, trio.current_time() + RETRY_S)
@@ -271,7 +258,7 @@ class Collector:
 
 
 def _erase(tx: Transaction, inos: list[int]) -> tuple[list[int], list[tuple[int, Unavailable]]]:
-    """Erase orphans; the oids whose objects are garbage now, and which inodes stay, and why."""
+    """Erase orphans. Returns the oids that are garbage now, and the inodes that stay, and why."""
     oids: list[int] = []
     damaged: list[tuple[int, Unavailable]] = []
     xattrs: dict[int, list[bytes]] = {}
@@ -289,7 +276,7 @@ def _erase(tx: Transaction, inos: list[int]) -> tuple[list[int], list[tuple[int,
 
 
 def _find_loose(tx: ReadTransaction, oids: list[int]) -> dict[int, int]:
-    """Those of these that are loose lists, and which host may be making each."""
+    """The loose lists among these, and the host that may be making each."""
     records = {oid: tx.get(keys.loose(oid)) for oid in oids}
     return {oid: keys.host_of(record) for oid, record in records.items() if record is not None}
 

@@ -1,6 +1,4 @@
-"""Containers of one store: the table in the metadata, the writer, and the descriptors for reading,
-put together.
-"""
+"""Containers of one store: table in the metadata, writer and descriptors for reading."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -43,9 +41,7 @@ LISTED_AT_ONCE = 32 * CHUNKS_PER_RECORD
 
 
 class StoredFiles(NamedTuple):
-    """Files in containers: their chunk lists, and what is to be recorded with these (see
-    Stored).
-    """
+    """Files in containers: their chunk lists, and further records (see Stored)."""
 
     lists: Sequence[Sequence[Extent]]
     lost: dict[int, int]
@@ -65,9 +61,8 @@ class Containers:
         on_damage: OnDamage,
         spare: int = 0,
     ) -> None:
-        """``verify``: of all that programs read. ``on_damage``: see ContainerFiles. ``spare``: see
-        ContainerWriter.
-        """
+        """``verify``: all reads of programs. ``on_damage``: see ContainerFiles; ``spare``:
+        ContainerWriter."""
         self.files = ContainerFiles(servers, self.find, on_damage)
         self._verify = verify
         self._engine = engine
@@ -78,10 +73,8 @@ class Containers:
         self._placed: dict[tuple[Redundancy, tuple[int, ...], str], _Placed] = {}
 
     async def recover(self) -> None:
-        """Go on with the plain containers that earlier mounts of this host have not filled; seal
-        the others, of which nobody knows whether all columns end alike. Where there are several
-        hosts all are sealed: the holder of the role may be about to, as this one had no session.
-        """
+        """Go on with plain containers that earlier mounts of this host have not filled; seal the
+        others, and with several hosts all, because the holder of the role may be about to."""
         host = self._engine.host
         for container, record in (await self._engine.view(chunks.open_containers, host)).items():
             if record.layout.is_protected or host:
@@ -96,15 +89,12 @@ class Containers:
     # --- reading ---
 
     def objects_of(self, layout: Interleaved, oid: int, copied: bool = False) -> ChunkedObjects:
-        """The bytes of an interleaved file; ``copied``: to be copied elsewhere, so checked. Does no
-        I/O.
-        """
+        """The bytes of an interleaved file; ``copied``: checked. Does no I/O."""
         load = partial(self._engine.view, chunks.get_extents, oid, layout.chunk)
         return ChunkedObjects(self.files, load, copied or self._verify)
 
     async def describe(self, layout: Interleaved, oid: int, size: int) -> InChunks:
-        """Where the chunks of an interleaved file lie now. Raises Unavailable for a damaged
-        list."""
+        """Where the chunks of an interleaved file lie. Raises Unavailable for a damaged list."""
         extents, at = list[Extent](), 0
         while at < size:
             start, found = await self._engine.view(chunks.get_extents, oid, layout.chunk, at)
@@ -125,8 +115,8 @@ class Containers:
         self.files.moved(container)
 
     async def scan(self, container: int, offset: int, end: int, movers: Movers) -> Scanned:
-        """Some chunks of a container, the first of which begins at ``offset``, before ``end``.
-        ``movers`` find them. Raises MissingObject, Unavailable."""
+        """Have ``movers`` find chunks of a container from one at ``offset`` on, before ``end``.
+        Raises MissingObject, Unavailable."""
         entry = await self.find(container)
         if entry is None:
             raise MissingObject(f"container {container} does not exist")
@@ -149,12 +139,12 @@ class Containers:
     def slots(
         self, redundancy: Redundancy, allowed: Sequence[int] = (), storage_class: str = ""
     ) -> tuple[Striped, ...]:
-        """What containers that files may go to are laid out like: on servers ``allowed`` (none:
-        any) of a class ("": those for new files) that are in use, and whose objects can grow.
+        """Layouts of containers for new files, on usable servers ``allowed`` (none: any) of a class
+        ("": those for new files).
 
-        Stays the same as long as the servers do: else ever more containers would be begun. Where
-        too few work, the others get columns that will be missing, to be rebuilt elsewhere. Raises
-        Unavailable if even so there are too few, NotSupported if there is no such server.
+        The layouts change only with the servers, else ever more containers would be begun. If too
+        few work, the others get columns, which are rebuilt elsewhere. Raises Unavailable if even so
+        there are too few, NotSupported if there is no such server.
         """
         candidates = tuple(
             candidate
@@ -190,7 +180,6 @@ class Containers:
     def _others(
         self, chosen: Sequence[Candidate], allowed: Sequence[int], storage_class: str
     ) -> list[Candidate]:
-        """Servers that do not work just now."""
         known = {candidate.id for candidate in chosen}
         return [
             Candidate(server.id, server.domain or f"server {server.id}")
@@ -212,12 +201,11 @@ class Containers:
         slots: Sequence[Striped],
         movers: Movers,
     ) -> AsyncIterator[StoredFiles]:
-        """Have ``movers`` store files in containers that are laid out like ``slots``. Within the
-        block they are durable, and their chunk lists, which it yields in the order of ``sources``,
-        are to be recorded with ``put_lists``.
+        """Have ``movers`` store files in containers laid out like ``slots``; cancellable.
 
-        Cancellable. Raises NoSpace, QuotaExceeded, Unavailable. What the block has not recorded
-        leaves no trace.
+        Within the block they are durable, and their chunk lists, yielded in the order of
+        ``sources``, are to be recorded with ``put_lists``; all else leaves no trace. Raises
+        NoSpace, QuotaExceeded, Unavailable.
         """
         cut = await self._cut(sources)
         whole = [piece for file in cut for piece in file if piece is not None]
@@ -253,12 +241,11 @@ class Containers:
     async def list_extents(
         self, oid: int, extents: Sequence[Extent], new: Collection[bytes], lost: Mapping[int, int]
     ) -> None:
-        """Record the chunk list of a file beforehand, if it is long, so that the flip is a short
-        transaction: ``FormChange`` then has no extents. ``new`` and ``lost``: see ``put_loose``;
-        call this while what has been appended is pinned.
+        """Record a long chunk list beforehand, so that the flip is short: ``FormChange`` has no
+        extents then. ``new`` and ``lost``: see ``put_loose``. Callers keep the appended pinned.
 
-        Until the flip the list is garbage: the caller gives ``oid`` to the collector if there is
-        none, and also where this fails. Raises Stale, NoSpace, Unavailable.
+        Until the flip the list is garbage: callers give ``oid`` to the collector if there is no
+        flip, also if this fails. Raises Stale, NoSpace, Unavailable.
         """
         start = 0
         for first in range(0, len(extents), LISTED_AT_ONCE):
@@ -269,9 +256,7 @@ class Containers:
             await trio.lowlevel.checkpoint()
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
-        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless an
-        append is using them.
-        """
+        """Seal the unwanted open containers, by id and layout, unless an append uses them."""
         await self.writer.retire(unwanted)
 
     async def leave_servers(self) -> None:
@@ -315,7 +300,7 @@ class _Placed(NamedTuple):
 
 
 def _place(redundancy: Redundancy, candidates: tuple[Candidate, ...]) -> tuple[Striped, ...]:
-    """As many sets of servers as there are servers, so that all of them get their share."""
+    """As many sets of servers as there are servers, so that all get their share."""
     columns = redundancy.least_servers
     chosen = [
         spread(ALGORITHM, seed, candidates, columns, redundancy.replicas)

@@ -9,8 +9,7 @@ Report = tuple[int, int, int]
 
 
 class Damage:
-    """Made before those who report, and before the rebuild, which asks. Used from one trio thread;
-    nothing here blocks."""
+    """Columns to protect, rebuild or move. Used from one trio thread; does not block."""
 
     def __init__(self, upkeep: Upkeep) -> None:
         self._upkeep = upkeep
@@ -19,8 +18,7 @@ class Damage:
         """Counts the reasons to look for what is due."""
 
     def due(self) -> None:
-        """A record says that something is to be protected, rebuilt or moved, or servers have
-        changed."""
+        """Note that a record asks for a rebuild or move, or that servers have changed."""
         self.asked += 1
         self._upkeep.wake(Work.REBUILD)
 

@@ -1,6 +1,4 @@
-"""Draining in the background: the files that wait for it, the tasks that wait for them, or for all
-files of a tree, on any host, and its status.
-"""
+"""Draining in the background: the queue, tasks that wait for files or trees on any host, status."""
 
 import math
 import time
@@ -42,8 +40,7 @@ _ASSUMED_RATE = 100e6
 """Bytes per second of drains, before so many bytes were drained in one batch."""
 
 GRACE_S = 5.0
-"""How long a file may be open for writing, or mapped, until ``strict`` waiting ends: a close(2) may
-reach us late."""
+"""Time that ``strict`` waits give an open or mapped file: its close(2) may reach us late."""
 
 
 _RECORDS = 64  # looked at in one transaction: about 0.3 ms
@@ -62,11 +59,8 @@ class Undrained(NamedTuple):
 
 
 class Waiter:
-    """A task that waits for some files, by inode number.
-
-    ``strict``: the wait ends with the error of a drain that fails, and with Busy where somebody may
-    write to a file.
-    """
+    """A task that waits for some files, by inode number. ``strict``: the wait ends with the error
+    of a failing drain, and with Busy for a file that may be written to."""
 
     def __init__(self, inos: set[int], strict: bool) -> None:
         self._inos = inos
@@ -107,11 +101,11 @@ class Waiter:
 
 
 class Drain:
-    """Brings files from the burst tier to the capacity tier. ``work`` does it, in several tasks;
-    all else may be called at any time.
+    """Brings files to the capacity tier. Several tasks run ``work``; the rest may be called at any
+    time.
 
-    A file is undrained until its drain has flipped it: whatever fails, its bytes stay in the burst
-    tier, and it is tried again.
+    Until its drain has flipped it, a file's bytes stay in the burst tier: a failed drain is
+    repeated.
     """
 
     def __init__(
@@ -170,17 +164,14 @@ class Drain:
         return self._queue.late(trio.current_time())
 
     def _is_in_the_way(self) -> bool:
-        """Whether a program writes to the burst tier: it needs processor and memory more than a
-        drain that is in time.
-        """
+        """Whether programs write to the burst tier, and so need processor and memory first."""
         return not self._is_urgent() and (
             self._handles.writers > 0
             or self._handles.last_writer_s > trio.current_time() - _QUIET_S
         )
 
     def _is_urgent(self) -> bool:
-        """Whether somebody waits for files to be drained, or will have to, or one is beyond the
-        deadline: also while the drains that go on get nowhere, and so no next one begins."""
+        """Whether somebody waits for drains, or will have to, or a file is beyond the deadline."""
         return bool(
             self._waiters or self._tier.pressure or self._tier.is_lacking or self._is_late()
         )
@@ -189,7 +180,7 @@ class Drain:
         await self._upkeep.share.give_way(self._is_urgent())
 
     def _is_waited_for(self) -> bool:
-        """The same, or somebody has asked for a drain and comes back to see."""
+        """``_is_urgent``, or somebody has asked for a drain and comes back to see."""
         return bool(self._requested) or self._is_urgent()
 
     # --- what is to be done ---
@@ -211,9 +202,7 @@ class Drain:
         self._upkeep.at(Work.DRAIN, ready_at_s)
 
     def gone(self, ino: int) -> None:
-        """The file has no name any more, or has left the burst tier by itself, so nobody needs to
-        wait for it.
-        """
+        """The file has no name any more, or has left the burst tier: nobody waits for it."""
         if self._queue.unlinked(ino):
             self._failing.pop(ino, None)
             self._tell(ino)
@@ -239,17 +228,15 @@ class Drain:
         self._upkeep.wake(Work.DRAIN)
 
     def due_in(self) -> dict[int, float]:
-        """In how many seconds each of the files is drained that wait because they were drained not
-        long ago, and have changed again; by inode number."""
+        """Seconds until each file is drained that was drained not long ago, and has changed
+        again."""
         now = trio.current_time()
         return {ino: at - now for ino, at in self._queue.paused(now).items()}
 
     # --- files that somebody else drains ---
 
     def withhold(self, inode: Inode) -> bool:
-        """As ``closed``, but the caller drains it, or gives it back. False: it is to be drained
-        now, by us.
-        """
+        """``closed``, but the caller drains the file, or gives it back. False: we drain it now."""
         return self._queue.withhold(inode.ino, inode.size, trio.current_time())
 
     def take_wanted(self) -> list[int]:
@@ -276,11 +263,10 @@ class Drain:
             waiter.failed(ino, error)
 
     async def wait(self, inos: Iterable[int], strict: bool = False) -> None:
-        """Each of these is on the capacity tier, or gone, on return.
+        """Wait until each of these is on the capacity tier, or gone; open ones if requested.
 
-        Those that have not been closed count if they have been requested. ``strict``: raises what a
-        drain of them fails with, and Busy where somebody keeps a file open for writing; else the
-        wait goes on until that is over.
+        ``strict``: raises the error of a failing drain, and Busy for a file that stays open for
+        writing.
         """
         wanted = {ino for ino in inos if ino in self._queue}
         self.published(wanted)  # none of them waits because it was drained not long ago
@@ -295,11 +281,8 @@ class Drain:
     # --- files of a tree, on all hosts ---
 
     async def undrained_below(self, top: Inode) -> list[Undrained]:
-        """Files with names whose newest bytes are in the burst tier alone: ``top``, as it is now,
-        or all below the directory.
-
-        The cost is that of all files that have burst copies, not of the tree.
-        """
+        """Files with names whose newest bytes are in the burst tier alone: ``top``, or all below
+        it. The cost is that of all files that have burst copies, not of the tree."""
         if not top.is_dir:
             if not top.in_burst or not top.nlink:
                 return []
@@ -320,8 +303,8 @@ class Drain:
         return Undrained(inode.ino, since_ns, inode.size, writers, home)
 
     async def request_below(self, top: Inode) -> dict[int, list[int]]:
-        """Drain what is undrained of ``top`` or below ahead of all else. Returns the inode numbers
-        by the host in whose burst tier they are; 0: this one."""
+        """Drain what is undrained of ``top`` or below first. Returns the inode numbers by host, 0
+        for this one."""
         found: dict[int, list[int]] = {0: []}
         for file in await self.undrained_below(top):
             found.setdefault(file.home, []).append(file.ino)
@@ -335,11 +318,8 @@ class Drain:
         return found
 
     async def wait_below(self, top: Inode, strict: bool) -> None:
-        """What is undrained now of ``top`` or below is on the capacity tier, or gone, on return.
-        ``strict``: raises what a drain fails with, and Busy where a file stays open for writing.
-
-        Ending the wait does not end the drain.
-        """
+        """Wait until what is undrained now of ``top`` or below is on the capacity tier, or gone.
+        ``strict``: see ``wait``. Ending the wait does not end the drain."""
 
         async def wait(host: int, inos: list[int]) -> None:
             if host:
@@ -388,7 +368,6 @@ class Drain:
             self._best_rate = max(self._best_rate, drained / took_s)
 
     def _cost_s(self, draining: Draining) -> float:
-        """How long its bytes take at the best rate that drains may have."""
         return draining.bytes / min(self._best_rate or _ASSUMED_RATE, self.limiter.rate or math.inf)
 
     def _note(self, draining: Draining) -> None:
@@ -441,8 +420,8 @@ class Drain:
         return self._last_error if self._failing else ""
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``held_files``: open for writing; ``withheld_files``: drained
-        by somebody else; ``late``: beyond the deadline."""
+        """The status. ``held_files``: open for writing; ``withheld_files``: drained by a group;
+        ``late``: beyond the deadline."""
         queue, now = self._queue, trio.current_time()
         withheld = queue.withheld
         return {
@@ -463,7 +442,6 @@ class Drain:
 
 
 def _since_ns(tx: ReadTransaction, inode: Inode) -> int:
-    """Since when a file in the burst tier is undrained; 0: it is not on record."""
     assert inode.copy is not None
     record = tx.get(keys.burst_copy(inode.copy.id))
     return 0 if record is None else decode_burst(record).since_ns
@@ -472,8 +450,8 @@ def _since_ns(tx: ReadTransaction, inode: Inode) -> int:
 def _read_undrained(
     tx: ReadTransaction, start: bytes, end: bytes, top: int
 ) -> tuple[list[tuple[Inode, int]], bytes]:
-    """The undrained files in one slice of the burst records, each with since when it is, and where
-    the next slice starts (b"": nowhere)."""
+    """The undrained files in one slice of the burst records, each with its time, and where the next
+    slice starts (b"": nowhere)."""
     records, following = read_slice(tx, start, end, _RECORDS)
     found = []
     known: dict[int, bool] = {}

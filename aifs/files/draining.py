@@ -1,13 +1,11 @@
 """Draining files: their bytes go to the capacity tier, then one transaction makes them files of it.
 
-A drain *begins* with a lease on the burst copy, makes what the file is going to consist of, *flips*
-the file to that, and *ends*. Until the flip nothing counts: a file that is changed or deleted
-meanwhile keeps its burst copy as if nothing had happened, and what had been made for it is garbage.
-The proof that nobody writes to a copy is the lease: handles that can write are known, but a mapping
-can outlive its handle.
+A drain *begins* with a lease on the burst copy, makes the new objects, *flips* the file, and
+*ends*. A file that is changed or deleted before the flip keeps its burst copy, and what was made is
+garbage. The lease proves that nobody writes to a copy: a mapping can outlive its handle.
 
-``Drainer.drain`` does all of it for a batch of files. A group of ranks (saves/group_drain.py) makes
-chunks that its files share, and takes the other steps from here.
+``Drainer.drain`` does all for a batch. Groups (saves/group_drain.py) make shared chunks, and take
+the other steps from here.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -66,9 +64,7 @@ class DrainOutcome(Enum):
 
 
 class Draining(Lease):
-    """One file whose drain is under way, and the lease on its copy; what it is from the flip on, as
-    far as that is known.
-    """
+    """One file whose drain is under way, the lease on its copy, and its form from the flip on."""
 
     def __init__(self, ino: int) -> None:
         self.ino = ino
@@ -97,8 +93,8 @@ class Draining(Lease):
         self.due = False
         """It should be protected and is not."""
         self.is_at_rest = False
-        """Its last close has proved that nobody has the copy mapped. So there is no lease of the
-        kernel, because a program that writes to it has to open it first."""
+        """Its last close has proved that it is not mapped: a writer has to open it first, so no
+        lease of the kernel is needed."""
 
     @property
     def is_whole(self) -> bool:
@@ -127,9 +123,7 @@ class Draining(Lease):
         file.take_lease(self)
 
     def holds(self) -> bool:
-        """Whether the file is what it was at ``begin``. It may change from the next suspension on,
-        unless its gate is held.
-        """
+        """Whether the file is as at ``begin``; without its gate, until the next suspension."""
         file = self.file
         return (
             file is not None
@@ -141,8 +135,8 @@ class Draining(Lease):
         )
 
     def flip(self) -> Flip:
-        """What becomes of the file. Tiny files give up their copy, if nobody uses it, and so do
-        those whose copy is known not to be durable."""
+        """The flip of the file. Tiny files give up a copy that nobody uses, and all files one that
+        is not durable."""
         file = self.file
         assert file is not None
         dropped = (self.layout is None or file.has_lost) and file.handles == 1
@@ -164,15 +158,13 @@ class Draining(Lease):
 
 
 def keeps_lost_copy(file: OpenInode) -> bool:
-    """Whether the file could not give up a copy that is no cache, as somebody has it open: what the
-    page cache has of a copy that could not be synced may not be what is on its disk.
-    """
+    """Whether an open file keeps a copy that is no cache: after a failed sync, disk and page cache
+    may differ."""
     return file.has_lost and file.handles > 1
 
 
 class Drainer:
-    """Drains batches of files; groups use its steps. There is one of a mount, used from one trio
-    thread."""
+    """Drains batches of files; groups use its steps. One a mount, in one trio thread."""
 
     def __init__(
         self,
@@ -194,9 +186,7 @@ class Drainer:
         """Processes that carry drains out."""
 
     async def drain(self, files: Sequence[Draining]) -> None:
-        """Drain these; each then has its outcome. Cancellation leaves what is not flipped as it
-        was.
-        """
+        """Drain these; each then has its outcome. Cancelled, unflipped files stay as they were."""
         try:
             for file in files:
                 await self.begin(file, is_opened=False)
@@ -224,9 +214,8 @@ class Drainer:
     # --- the steps of a drain ---
 
     async def begin(self, draining: Draining, is_opened: bool = True) -> None:
-        """Take the lease; the drain has an outcome already on return if that cannot be. The copy
-        is open then, unless it need not be ``is_opened``.
-        """
+        """Take the lease; if that fails the drain has its outcome on return. ``is_opened``: open
+        the copy, too."""
         with errors_of(draining):
             proof = None if is_opened else self._io.table.proof_of_rest(draining.ino)
             try:
@@ -288,11 +277,9 @@ class Drainer:
         lost: Mapping[int, int] = NOTHING_LOST,
         new: Collection[bytes] = (),
     ) -> None:
-        """Make what has been copied count, of those that have not changed. ``lost`` and ``new``:
-        see forms.change_forms.
+        """Flip the files that have not changed. ``lost`` and ``new``: see forms.change_forms.
 
-        Raises Stale, with nothing changed and all leases kept, if a shared chunk that one of them
-        names has gone.
+        Raises Stale, with nothing changed and all leases kept, if a shared chunk has gone.
         """
         async with alone([d.file for d in files if d.file is not None and d.holds()]):
             unchanged = [draining for draining in files if draining.holds()]
@@ -329,7 +316,6 @@ class Drainer:
         return self._layout.compress if asked is None else asked
 
     def _is_interleaved(self, draining: Draining) -> bool:
-        """Whether the file goes into containers."""
         policy = draining.policy
         if self.is_tiny(draining):
             return False
@@ -345,7 +331,7 @@ class Drainer:
         return self._layout.pack_below
 
     async def _copy_all(self, files: Sequence[Draining], beside: Collection[int] = ()) -> None:
-        """Give each of these objects of its own, or bytes in its record. ``beside``: see
+        """Give each objects of its own, or bytes in its record. ``beside``: see
         CapacityIO.place."""
         targets = await self._begin_making(files, beside)
         following = iter([file for file in files if file.outcome is None])
@@ -360,7 +346,7 @@ class Drainer:
     async def _begin_making(
         self, files: Sequence[Draining], beside: Collection[int]
     ) -> dict[int, NewObjects]:
-        """Where the bytes of these go, by inode number, but of tiny ones: that is on record as
+        """Places for the bytes of these, except tiny ones, by inode number; on record as
         garbage."""
         striped = [file for file in files if not self.is_tiny(file)]
         targets: dict[int, NewObjects] = {}
@@ -458,7 +444,6 @@ class Drainer:
     async def _flip_all(
         self, files: Sequence[Draining], lost: Mapping[int, int] = NOTHING_LOST
     ) -> None:
-        """In transactions that are short enough for requests to wait for them."""
         for first in range(0, len(files), _FLIPPED_AT_ONCE):
             await self.flip(files[first : first + _FLIPPED_AT_ONCE], lost)
             await self._give_way()

@@ -1,9 +1,7 @@
 """Every read, write, truncation and fsync of regular files.
 
 A file's newest bytes lie in the burst tier (``burst_io``), or in its inode or on the data servers
-(``capacity_io``), here or at another host (``by_home``); which of them is asked is decided here,
-under the file's gate. Only these modules, ``writeback``, ``drain``, ``stage`` and ``evict`` change
-a file's form.
+(``capacity_io``), here or at another host (``by_home``): decided here, under the file's gate.
 """
 
 from collections.abc import Awaitable, Callable
@@ -201,8 +199,8 @@ class FileIO:
         return bytes(data)
 
     async def read_to_copy(self, file: OpenInode, offset: int, length: int) -> bytes | memoryview:
-        """As ``read``, of bytes that are going to be another file's: those that come from servers
-        are compared with their checksums. Raises Untold."""
+        """``read`` for bytes of another file: those from servers are compared with checksums.
+        Raises Untold."""
         size, objects, changes = file.inode.size, file.objects, file.changes
         if file.copy is not None or objects is None or file.marked or file.home:
             return await self.read(file, offset, length)
@@ -224,10 +222,10 @@ class FileIO:
     # --- writes ---
 
     async def write(self, file: OpenInode, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data``, or an error: then none of it counts.
+        """Write all of ``data``, or raise an error with nothing written.
 
-        The bytes are in a page cache when this returns, and a new size is in the journal or told by
-        the burst copy, so both survive the daemon's death, and close(2) has nothing left to do.
+        The bytes are in a page cache on return, and a new size is in the journal or in the burst
+        copy: both survive the daemon's death.
         """
         end = offset + len(data)
         self._require_room(file, end)
@@ -254,9 +252,8 @@ class FileIO:
             file.gate.leave_shared()
 
     async def append(self, file: OpenInode, data: bytes | memoryview) -> None:
-        """As ``write``, at the end of the file, wherever that is: nobody else's bytes get there
-        meanwhile. Where the store has one host, the kernel sees to that.
-        """
+        """``write`` at the end of the file, with nothing of others between. With one host, the
+        kernel sees to that."""
         async with self.growing(file, file.inode.size + len(data)):
             if data:
                 await self._until_done(file, self._append, data)
@@ -288,10 +285,8 @@ class FileIO:
     async def _until_done(
         self, file: OpenInode, change: Callable[..., Awaitable[bool | NoSpace]], *args: Any
     ) -> None:
-        """Try a change until it says that it is done. It is tried again if another host has changed
-        the file meanwhile, and once if it says that there was no room: then the trash gives way if
-        there is anything in it.
-        """
+        """Repeat a change until it is done: if another host has changed the file meanwhile, and
+        once if there was no room and the trash could give way."""
         done: bool | NoSpace = False
         was_full = False
         while done is not True:
@@ -308,24 +303,21 @@ class FileIO:
                 await self._upkeep.have_done(Work.TRASH)
 
     def _require_room(self, file: OpenInode, end: int) -> None:
-        """Raises FileTooLarge, NoSpace if the file cannot get so large."""
         if end > SIZE_MAX:
             raise FileTooLarge()
         if self._engine.short_of_space and end > file.inode.size and not file.inode.in_burst:
             raise NoSpace("the metadata store's filesystem is full")
 
     def growing(self, file: OpenInode, end: int) -> AbstractAsyncContextManager[None]:
-        """Within the block the file may be changed up to ``end``, as far as quotas allow it: this
-        raises QuotaExceeded. Its home, if that is another host, asks for itself.
-        """
+        """Let the file grow up to ``end`` within the block. Raises QuotaExceeded. A home that is
+        another host asks for itself."""
         if not file.inode.project or file.is_joined:
             return nullcontext()
         return self._quotas.growing(file, end)
 
     async def enter_to_change(self, file: OpenInode, end: int) -> bool:
-        """Enter the gate, shared, of a file that is in a form whose bytes may be changed up to
-        ``end``. False: it is not entered, as the file is changed by way of its home (``at_home``).
-        """
+        """Enter the gate, shared, of a file that can be changed in its form up to ``end``. False:
+        not entered, the file is changed by way of its home (``at_home``)."""
         gate = file.gate
         file.used = True
         await self._find_room()
@@ -364,16 +356,15 @@ class FileIO:
             await self.capacity.prepare(file, end)
 
     async def _take_source(self, file: OpenInode) -> None:
-        """Make the local file that programs use by themselves the file: its blocks become its copy
-        (see BurstIO.take_source), or its one object stays."""
+        """See BurstIO.take_source; one object of a file stays."""
         handles = self.table.handles
         handles.drop_kept(file)
         await self.burst.take_source(file)
         await handles.keep_object(file)
 
     async def _bring(self, file: OpenInode, end: int) -> bool:
-        """See Stager.bring; waits for room if there has to be some. Returns whether the file can
-        be changed in the burst tier alone."""
+        """See Stager.bring; waits for room if needed. False: not to be changed in the burst tier
+        alone."""
         self.table.handles.drop_kept(file)
         must = self._must_be_in_burst(file, end)
         if must:
@@ -382,9 +373,7 @@ class FileIO:
         return must
 
     def _held(self, server: int) -> int:
-        """Bytes of the copies on a burst device that cannot be evicted, drained or not, as programs
-        have them open; without pinned ones.
-        """
+        """Bytes of copies on a burst device that open files hold; without pinned ones."""
         return sum(
             self._tier.bytes_of(file.copy.id)
             for file in self.table.open.values()
@@ -400,9 +389,8 @@ class FileIO:
         return inode.layout is None and inode.copy is None and end <= self._inline_limit
 
     def _must_be_in_burst(self, file: OpenInode, end: int) -> bool:
-        """Whether a change of the file, up to ``end``, needs a burst copy, which it has not. Where
-        there is no room for one, a change waits.
-        """
+        """Whether a change up to ``end`` needs a burst copy that is not there; without room it
+        waits."""
         if file.copy is not None or file.on_object or file.on_source:
             return False
         return not self.capacity.may_change(file.inode, end)
@@ -481,9 +469,8 @@ class FileIO:
     # --- durability ---
 
     async def sync(self, file: OpenInode) -> None:
-        """Bytes and attributes are on stable storage when this returns. Raises NoSpace,
-        Unavailable, also where bytes are lost and no program has been told so.
-        """
+        """Bring bytes and attributes to stable storage. Raises NoSpace, Unavailable, also for lost
+        bytes of which no program has heard."""
         if file.is_joined:
             await self.by_home.at_home(file, Operation.SYNC)
         try:
@@ -502,9 +489,8 @@ class FileIO:
             raise Unavailable(f"bytes were lost earlier: {file.lost.reason}")
 
     async def fsync(self, file: OpenInode) -> None:
-        """As ``sync``, for a program. What could not be written back it is told, even if the file
-        has been closed since; no other program that opens the file later is.
-        """
+        """``sync`` for a program: it hears of failed write-backs, also from before a close; no
+        other program that opens the file later does."""
         try:
             await self.sync(file)
         except FsError:
@@ -513,10 +499,9 @@ class FileIO:
             raise
 
     async def show(self, file: OpenInode, is_new: bool = False, mapped: bool = False) -> None:
-        """Show what core knows of a file to other hosts, because a program that has written to it,
-        perhaps where it is ``mapped``, closes it. On return they have seen it; if it ``is_new``, it
-        is only on record, as its name is. Without space, that happens later.
-        """
+        """Show what core knows of a file to other hosts, because a writer, perhaps by a mapping,
+        closes it. On return they have seen it; a file that ``is_new`` is only on record, like its
+        name. Without space, that happens later."""
         inode = file.inode
         try:
             if file.is_joined and await self.by_home.at_home(file, Operation.SHOW):
@@ -533,9 +518,7 @@ class FileIO:
             _log.info("inode %d is not on record as it is: %s", inode.ino, error)
 
     def is_shown(self, file: OpenInode, is_new: bool, mapped: bool) -> bool:
-        """Whether ``show`` has nothing to do, as for a file that was made and closed. Does not
-        block.
-        """
+        """Whether ``show`` has nothing to do, as for a new file. Does not block."""
         inode = file.inode
         if file.is_joined:
             return False

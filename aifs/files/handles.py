@@ -29,21 +29,20 @@ WATCHED_BYTES = BLOCK
 """A watcher of opens of smaller files need not know which of their pages are in memory."""
 
 HANDLE_MAX = (1 << 31) - 1
-"""The largest handle of an inode that is not lent, but for ``WRITABLE``; then they begin anew.
-As many above are left to virtual files."""
+"""The largest handle of an inode that is not lent, except ``WRITABLE``; then they begin anew.
+Virtual files have as many above."""
 
 
 class Handles:
     """The table of handles, and what of it is lent to the bridge.
 
-    The kernel wants all opens of an inode to be of one kind, so the first one decides for all that
-    follow until the last is closed: passed through to the burst copy, or to the object that is the
-    whole file, or read and written by way of the daemon. Such an object is written by way of the
-    daemon, beside others that are passed through.
+    The kernel wants all opens of an inode to be of one kind, so the first one decides until the
+    last close: passed through to the burst copy, or to the object that is the whole file (written
+    by way of the daemon all the same), or read and written by way of the daemon.
 
     An inode that is not in core may be *lent*: the bridge answers its opens for reading, and keeps
-    its backing id. It is taken back when it comes into core, with the handles that it has then; so
-    nothing of it changes while it is lent, unless ``recall`` says that it is not open.
+    its backing id. It is taken back, with its handles, when it comes into core; so nothing of it
+    changes while it is lent, unless ``recall`` says that it is not open.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class Handles:
         places: Places,
         blocks: Blocks,
     ) -> None:
-        """``access_due_ns``: from when on an open for reading counts as access, as ``lend`` of
-        Passthrough has it. ``is_shared``: several hosts have the store; then objects, which another
-        one may replace without our being asked, are not passed through."""
+        """``access_due_ns``: from when an open for reading counts as access (Passthrough.lend).
+        ``is_shared``: with several hosts, no objects are passed through, because others may replace
+        them."""
         self.kernel = kernel
         self._kept = kernel.kept
         self.places = places
@@ -76,14 +75,12 @@ class Handles:
         self._lent_sizes: dict[int, int] = {}
         """By inode number, of those that are lent and of which the kernel keeps pages."""
         self._accessed: dict[int, int] = {}
-        """By inode number, when inodes that were lent were opened last so that it counts as access,
-        which is not on record yet."""
+        """By inode number: last opens of lent inodes that count as access, not on record yet."""
         self._refused: set[int] = set()  # numbers of servers
         self._places: dict[int, tuple[int, int]] = {}
         """By backing id, the local file behind it: the number of its server, and its id."""
         self._unseen = Counter[int]()
-        """By number of inodes that are lent, how many of their handles have been closed without the
-        bridge's knowing."""
+        """By inode number: closed handles of lent inodes that the bridge does not know of."""
         self.writers = 0
         """How many handles can write."""
         self.last_writer_s = -float("inf")
@@ -94,9 +91,8 @@ class Handles:
         """The handle that is tried next."""
 
     def try_out(self, server: int, fd: int) -> OSError | None:
-        """Whether the kernel passes files on this server through: None, or why not. ``fd``: any
-        file there.
-        """
+        """Why the kernel does not pass files on this server through; None: it does. ``fd``: any
+        file there."""
         assert self.kernel.passthrough is not None
         try:
             self.kernel.passthrough.detach(self.kernel.passthrough.attach(fd))
@@ -164,9 +160,7 @@ class Handles:
         return Opened(handle, file.backing, opened.direct)
 
     def _place_for(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
-        """The local file that the kernel may use in place of this one, as its server's number and
-        its id; None: it may not.
-        """
+        """The local file that the kernel may use for this one, as server and id; None: none."""
         # setuid and setgid must go with a write, which nobody would see.
         if self.kernel.passthrough is None or file.inode.is_privileged:
             return None
@@ -221,8 +215,8 @@ class Handles:
                 files.close_file(fd)
 
     def drop_kept(self, file: OpenInode) -> None:
-        """A file is going to change: the kernel gives up its blocks, if no program has it open.
-        Does not block."""
+        """Before a change: the kernel gives up blocks of a file that is not open. Does not
+        block."""
         if file.kept and file.copy is None:
             self._drop_kept(file)
 
@@ -239,24 +233,19 @@ class Handles:
                 self._blocks.lend(place[1], False)
 
     def _recall_source(self, oid: int) -> None:
-        """Blocks of these objects go, or are to: inodes that are not open are lent no more."""
+        """Blocks of these objects go: inodes that are not open are lent no more."""
         ino = self._sources.get(oid)
         if ino is not None:
             self.recall(ino)
 
     def _place(self, file: OpenInode, flags: int) -> tuple[int, int] | None:
-        """The one local file that has all bytes of the file, if programs may use that by
-        themselves.
-
-        A burst copy they may also write. An object, or a file with blocks, is read only, and only
-        if it is what the record says.
-        """
+        """The one local file with all bytes of the file that programs may use by themselves: a
+        burst copy, or, read only and if it is what the record says, an object or blocks."""
         is_at_rest = flags & os.O_ACCMODE == os.O_RDONLY and not file.marked
         return self._local_place(file) if file.copy is not None or is_at_rest else None
 
     def _local_place(self, file: OpenInode) -> tuple[int, int] | None:
-        """The one local file that has all bytes of the file: the number of its server, and its
-        id."""
+        """The one local file that has all bytes of the file, as server and id."""
         if file.home:
             return None
         if file.copy is not None:
@@ -283,15 +272,13 @@ class Handles:
         return self._is_at(file.backing, self._local_place(file))
 
     def _is_at(self, backing: int, place: tuple[int, int] | None) -> bool:
-        """Whether a backing id is this local file; blocks that ended, and have come again, are
-        another one."""
+        """Whether a backing id is this local file: blocks that have come again are another one."""
         if place is None or self._places[backing] != place:
             return False
         return place[1] not in self._sources or self._blocks.is_lent(place[1])
 
     def _may_get_place(self, file: OpenInode) -> bool:
-        """Whether it is going to be one local file that is read by itself: an object, once it has
-        been synced, or its blocks."""
+        """Whether it is going to be one local file: an object once synced, or its blocks."""
         objects = file.inode.objects
         if objects is None:
             return False
@@ -300,8 +287,7 @@ class Handles:
         return len(objects.servers) == 1 and file.marked
 
     async def _backing(self, file: OpenInode, on_object: bool) -> int | None:
-        """The descriptor to pass a file through to; None if that does not work, or is not what it
-        should be."""
+        """The descriptor to pass a file through to; None if that does not work."""
         inode = file.inode
         try:
             if file.copy is not None:
@@ -316,13 +302,13 @@ class Handles:
             return None
 
     async def is_used(self, file: OpenInode) -> bool:
-        """Whether programs use local bytes of a clean file by themselves, open or mapped: its
-        blocks, or its one object. Raises Unavailable."""
+        """Whether programs use blocks or the one object of a clean file, open or mapped. Raises
+        Unavailable."""
         return await self._blocks.is_used(file.own_source) or await self._is_object_used(file)
 
     async def keep_object(self, file: OpenInode) -> None:
-        """The file is going to change: if programs have its one object mapped, it stays that. The
-        gate is held alone."""
+        """Before a change: keep the one object as the file if it is mapped. The gate is held
+        alone."""
         file.on_object = file.on_object or await self._is_object_used(file)
 
     async def _is_object_used(self, file: OpenInode) -> bool:
@@ -338,9 +324,8 @@ class Handles:
     # --- inodes that are lent ---
 
     def lend(self, file: OpenInode) -> None:
-        """The file is not in core any more. Opens for reading are answered without us from now on,
-        if programs have had it open, and would be answered the same way again. Does not block.
-        """
+        """Lend a file that leaves core to the bridge, if programs have had it open and its opens
+        would be answered the same way. Does not block."""
         inode, place = file.inode, self._place_for(file, os.O_RDONLY)
         if file.kept and not (self._is_at(file.kept, place) and inode.nlink):
             self._drop_kept(file)
@@ -363,8 +348,8 @@ class Handles:
             self._give_up(left)
 
     def leave(self, file: OpenInode) -> None:
-        """The file is not in core any more, and is not lent, as another host has changed it. Does
-        not block."""
+        """Forget a file that leaves core unlent, because another host changed it. Does not
+        block."""
         self._drop_kept(file)
         self.places.take(file.inode.ino)
 
@@ -379,8 +364,8 @@ class Handles:
         return len(self._lent_sizes)
 
     def lend_unseen(self, inode: Inode, record: bytes) -> None:
-        """Lend a settled inode that the caller has claimed, and whose bytes have places: it was not
-        in core. ``record``: as it is on record now. Does not block."""
+        """Lend a claimed, settled inode with places that was not in core. ``record``: as it is on
+        record. Does not block."""
         passthrough = self.kernel.passthrough
         if passthrough is None or not self._lends:
             self.places.take(inode.ino)
@@ -403,8 +388,8 @@ class Handles:
         return self.kernel.keeps_names(directory) and not self._is_shared
 
     def open_lent(self, ino: int, flags: int, uid: int) -> bool:
-        """Open an inode that is lent for reading, as the bridge does. Whether that was done: it has
-        one more handle. Does not block."""
+        """Open a lent inode for reading, as the bridge does. Whether it has one more handle. Does
+        not block."""
         passthrough = self.kernel.passthrough
         return passthrough is not None and passthrough.open_lent(ino, flags, uid)
 
@@ -440,9 +425,8 @@ class Handles:
             inode.atime_ns, file.unsaved = accessed_ns, True
 
     def recall(self, ino: int) -> bool:
-        """Of an inode that is not in core: whether programs have it open all the same. If not, it
-        is lent no more; else the next of their requests brings it into core. Does not block.
-        """
+        """Whether an inode that is not in core is open; if not, it is lent no more, else its next
+        request brings it into core. Does not block."""
         passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.take_back(ino, idle=True)
         if lent is None:
@@ -454,8 +438,8 @@ class Handles:
         return False
 
     def close_unseen(self, ino: int) -> bool:
-        """A handle of an inode that is lent is closed, and came to us, but the inode could not be
-        brought into core. Whether programs have it open still. Does not block."""
+        """Close a handle of a lent inode that could not be brought into core. Whether it is still
+        open. Does not block."""
         passthrough = self.kernel.passthrough
         self._unseen[ino] += 1
         if self.recall(ino) and passthrough is not None:
@@ -469,17 +453,14 @@ class Handles:
         return False
 
     def stays_lent(self, ino: int) -> bool:
-        """Whether the inode is lent and may be so while its attributes change: no access has to be
-        recorded with them. ``lend_still`` is called afterwards. Does not block.
-        """
+        """Whether the inode stays lent while its attributes change, until ``lend_still``: no access
+        has to be recorded with them. Does not block."""
         passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.find_lent(ino)
         return lent is not None and not lent.accessed_ns and ino not in self._accessed
 
     def lend_still(self, inode: Inode) -> None:
-        """The attributes of an inode have changed, which is lent if nobody has taken it back.
-        Does not block.
-        """
+        """Tell the bridge new attributes of an inode, if it is lent. Does not block."""
         passthrough = self.kernel.passthrough
         lent = None if passthrough is None else passthrough.find_lent(inode.ino)
         if passthrough is None or lent is None:
@@ -498,9 +479,8 @@ class Handles:
             self.recall(lent.ino)
 
     def watch_opens(self, is_watched: bool) -> None:
-        """Whether opens for reading that are answered without us are noted from now on, each anew;
-        those of files of more than WATCHED_BYTES are asked for. Does not block.
-        """
+        """Note opens that the bridge answers from now on, each anew, or do not; those of files
+        above WATCHED_BYTES are asked for. Does not block."""
         self._is_watched = is_watched
         if self.kernel.passthrough is not None:
             self.kernel.passthrough.watch_opens(is_watched)
@@ -521,8 +501,7 @@ class Handles:
         self.places.end()
 
     def lent_size(self, ino: int) -> int | None:
-        """The size of an inode that is lent, as it was when it was; None if the kernel keeps no
-        pages of it for programs."""
+        """The size of a lent inode; None if the kernel keeps no pages of it for programs."""
         return self._lent_sizes.get(ino)
 
     def _give_up(self, lent: Lent) -> None:
@@ -536,16 +515,13 @@ class Handles:
             self._accessed[lent.ino] = lent.accessed_ns
 
     def lent_open(self) -> list[int]:
-        """The numbers of inodes that programs have open though they are not in core. Takes a
-        millisecond.
-        """
+        """Inodes that are open though they are not in core. Takes a millisecond."""
         passthrough = self.kernel.passthrough
         found = [] if passthrough is None else passthrough.all_lent("open")
         return [lent.ino for lent in found if lent.opens > self._unseen[lent.ino]]
 
     def used_copies(self) -> list[int]:
-        """Ids of the burst copies of files that were opened while they were lent, since this was
-        asked last."""
+        """Ids of burst copies of lent files opened since the last call."""
         passthrough = self.kernel.passthrough
         used = [] if passthrough is None else passthrough.all_lent("used")
         for lent in used:
@@ -622,8 +598,7 @@ class Handles:
         self._kept.give_back(backing)
 
     def take_over_handle(self, file: OpenInode, kept: KeptHandle) -> None:
-        """Programs have this handle of a file, whose in-core state the caller has acquired for
-        it. Does not block."""
+        """Take over a handle of an acquired file that programs already have. Does not block."""
         place = self._places.get(kept.backing)
         if place is not None:
             file.backing, file.on_object = kept.backing, _is_object(file, place)
@@ -645,9 +620,8 @@ class Handles:
         self._kept.know(kept)
 
     def remove(self, handle: int) -> FileHandle:
-        """The last descriptor of ``handle`` is closed; giving the in-core state back is left to the
-        caller, which calls ``removed`` then.
-        """
+        """Remove a closed handle; the caller gives the in-core state back, then calls
+        ``removed``."""
         opened = self[handle]
         opened.opens -= 1
         if not opened.opens:
@@ -670,12 +644,10 @@ class Handles:
 
 
 def _is_kept_near(file: OpenInode) -> bool:
-    """Whether programs are to read it by way of its blocks."""
     return isinstance(file.objects, ObjectSet) and file.objects.is_kept_near
 
 
 def _is_object(file: OpenInode, place: tuple[int, int] | None) -> bool:
-    """Whether this local file is the one object of a file."""
     objects = file.inode.objects
     return (
         file.copy is None

@@ -1,9 +1,5 @@
-"""What this host does for others (docs/design/homes.md).
-
-Files that have their newest bytes here it reads for them, gives up, and writes to if programs of
-this host have them open for writing. Mirrors of files of others it keeps, and becomes the home when
-theirs has died.
-"""
+"""What this host does for others: it reads, gives up or changes files whose newest bytes are here,
+and keeps mirrors of files of others (docs/design/homes.md)."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -65,8 +61,7 @@ class _Joined(NamedTuple):
     file: OpenInode
     """It counts among its writers."""
     number: int
-    """Of its last join; they ascend. A host that leaves by an earlier one has joined again
-    since."""
+    """Of its last join, ascending: a host that leaves by an earlier one has joined again."""
 
 
 class Home:
@@ -81,9 +76,8 @@ class Home:
         drain: Drain,
         close: Callable[[OpenInode, bool], Awaitable[None]],
     ) -> None:
-        """``close``: what follows when a file that was acquired is needed no more, and whether it
-        may have been changed.
-        """
+        """``close`` follows when an acquired file is needed no more, with whether it may be
+        changed."""
         self._engine = services.engine
         self._servers = services.servers
         self._tier = tier
@@ -114,9 +108,8 @@ class Home:
                 await self._leave(session, ino)
 
     async def _read(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Bytes of a burst copy, as [server, id, inode number, offset, length], fewer at its end.
-        Raises Stale, once it is on record there, if it is not the file any more.
-        """
+        """Bytes of a burst copy, by [server, id, inode number, offset, length], fewer at its end.
+        Raises Stale, once it is on record there, if it is not the file any more."""
         server, copy_id, ino, offset, length = arguments
         place = Copy(server, copy_id)
         if not await self._engine.view(_has_copy, ino, place):
@@ -127,11 +120,10 @@ class Home:
         return Answer(None, FilePart(fd, offset, max(0, min(length, size - offset))))
 
     async def _give_up(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """A file, as [inode number, whether its bytes are not needed], is on the data servers, and
-        nobody's, which is on record there, when this answers 0. Else it stays with us, as it is
-        open for writing here, or read past us, or cannot be given up: the asking host is now
-        registered as a writer, by the number in the answer. Raises Stale as ``_join`` does.
-        """
+        """Give up a file, by [inode number, whether its bytes are not needed]. Answer 0: it is on
+        the data servers and nobody's, which is on record there. Else it stays here (in use, or
+        cannot be given up), and the answer is the number of the asking host as a writer. Raises as
+        ``_join``."""
         ino, is_emptied = arguments
         async with self._io.inodes.held(ino):  # or it might be read without our knowing
             return Answer(await self._give_up_held(asker, ino, is_emptied))
@@ -162,15 +154,14 @@ class Home:
             await trio.sleep(_LOOK_S)
 
     async def _drop(self, asker: Peer, ino: Any, body: Body) -> Answer:
-        """Whether a file has no clean copy here, which is on record there; one that programs use
-        stays."""
+        """Drop a clean copy of a file unless programs use it. Whether none is here, on record
+        there."""
         dropped = await self._drop_clean(ino)
         await self._engine.shown()
         return Answer(dropped)
 
     async def _show(self, asker: Peer, ino: Any, body: Body) -> Answer:
-        """What programs have written to a file here is on record there. A file that is not open
-        is on record as it is."""
+        """Bring what programs here have written to a file on record there."""
         file = self._io.table.open.get(ino)
         if file is not None and not file.home:
             file.handles += 1
@@ -192,7 +183,7 @@ class Home:
             await self._close(file, True)
 
     async def _drain_for(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Files, as [inode numbers, strict], are drained, or gone, which is on record there."""
+        """Drain files, by [inode numbers, strict]; they are drained or gone on record there."""
         inos, strict = arguments
         self._drain.request(inos)
         await self._drain.wait(inos, strict)
@@ -200,9 +191,8 @@ class Home:
         return Answer()
 
     async def _join(self, session: int, ino: int) -> int:
-        """Count another host among those who have a file open for writing, until it leaves by the
-        number that this returns, or ends. Raises Stale, once that is on record there, if this host
-        is not its home."""
+        """Count another host among the writers of a file, until it leaves by the returned number,
+        or ends. Raises Stale, once that is on record there, if this host is not its home."""
         file, is_new = await self._io.inodes.acquire(ino), False
         try:
             await self._io.begin_writing(file)
@@ -229,10 +219,9 @@ class Home:
                 await self._close(joined.file, True)
 
     async def _carry_out(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """An operation on a file, as [inode number, operation, *arguments], and with its bytes.
-        Answers size, blocks, mtime and ctime, and bytes. Raises Stale if the asking host is no
-        writer of the file; what the operation raises.
-        """
+        """An operation on a file, by [inode number, operation, *arguments], and its bytes. Answers
+        size, blocks, mtime and ctime, and bytes. Raises Stale if the asking host is no writer, and
+        errors of the operation."""
         ino, name, *args = arguments
         operation = Operation(name)
         await self._engine.sure()
@@ -283,23 +272,21 @@ class Home:
         return b""
 
     async def _forget(self, file: OpenInode) -> None:
-        """The kernel of this host does not know that the file has been changed: what it knows of it
-        is forgotten."""
+        """Have the kernel of this host forget what it knows of a changed file."""
         if file.backing:
             await self._kernel.forget({}, [file.inode.ino], [])
         else:
             await self._kernel.drop_pages([file.inode.ino])
 
     def _is_home(self, tx: ReadTransaction, ino: int) -> bool:
-        """Whether a file has its newest bytes here, or may be changed here, on record."""
+        """Whether the record says that the newest bytes are here, or may be changed here."""
         inode, mark = namespace.find_inode(tx, ino), tx.get(keys.dirty(ino))
         copy = None if inode is None or not inode.in_burst else inode.copy
         has_copy = copy is not None and copy.server not in self._servers.elsewhere
         return has_copy or (mark is not None and keys.host_of(mark) == tx.host)
 
     def _is_used(self, ino: int) -> bool:
-        """Whether programs have it open for writing, or read a local file by themselves, which they
-        may go on to do, and to map, for as long as one of them has it open."""
+        """Whether programs have it open for writing, or read, and may map, a local file."""
         file = self._io.table.open.get(ino)
         return file is not None and (file.may_be_written or file.backing != 0)
 
@@ -363,10 +350,9 @@ class MirrorHost:
     # --- keeping ---
 
     async def _keep(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """This host has a mirror of a burst copy on return, as [server, inode number, id, size,
-        mtime and ctime in ns], durably and on record. Raises NoSpace; Stale, if it is not the file
-        as far as this host has heard; Unavailable.
-        """
+        """Keep a mirror of a burst copy, by [server, inode number, id, size, mtime and ctime in
+        ns]; durable and on record on return. Raises NoSpace, Unavailable, and Stale if this host
+        has heard that it is not the file."""
         server, ino, *state = arguments
         of = MirrorOf._make(state)
         device = self._tier.admit("", of.size)
@@ -418,9 +404,8 @@ class MirrorHost:
                 await self._role.change()
 
     async def look(self) -> None:
-        """What this host has a mirror of, and whose home has no session any more, has its home here
-        on return; and what has its home here and its mirror at such a host is going to be drained.
-        """
+        """Become the home of files mirrored here whose home has no session any more; drain files of
+        this host whose mirror is there."""
         own = [server.id for server in self._servers.burst()]
         after: int | None = 0
         while after is not None:

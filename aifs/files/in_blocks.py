@@ -29,8 +29,7 @@ class InBlocks(NamedTuple):
     here: int
     """Bytes that are in blocks here; of a compressed chunk as many as of its stored bytes."""
     is_whole: bool
-    """Whether these are all that can be: what follows in a container to which more may be appended
-    is in none."""
+    """Whether no more can follow: bytes behind these in a container may be appended to."""
 
 
 def parts_of(tx: ReadTransaction, inode: Inode) -> Iterator[SourcePart]:
@@ -61,7 +60,6 @@ def find_in_blocks(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> InBlock
 
 
 def _settled(tx: ReadTransaction, part: SourcePart, block: int) -> int:
-    """How many bytes of a part can be in blocks."""
     container = None
     with suppress(Unavailable):  # fsck names it
         container = chunks.find_container(tx, part.source)

@@ -1,5 +1,4 @@
-"""The kernel, as the filesystem sees it: what it has to be told, and whether it reads and writes
-local files by itself."""
+"""The kernel, as the filesystem sees it: what it is told, and passthrough."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,8 +9,7 @@ from aifs.files.types import Passthrough
 
 
 class Kernel:
-    """There is none: nobody keeps anything, and nothing is passed through. The edge has one that
-    tells the real kernel."""
+    """A kernel that keeps nothing and passes nothing through. The edge has the real one."""
 
     def __init__(self, kept: KeptState | None = None) -> None:
         self.passthrough: Passthrough | None = None
@@ -19,8 +17,7 @@ class Kernel:
         self.kept = kept or KeptState()
         """What outlives this process."""
         self.unkept: Counter[tuple[int, bytes]] = Counter()
-        """Names of which it is not to keep what they lead to, each counted as often as somebody
-        wants that."""
+        """Names that it must not keep, each counted as often as somebody wants that."""
 
     def keeps_names(self, directory: int) -> bool:
         """Whether it may keep all names of a directory."""
@@ -30,12 +27,10 @@ class Kernel:
         """Whether all requests are to come to us, also those that can be answered without us."""
 
     def begin_directory(self, ino: int) -> None:
-        """The transaction that comes next makes this directory; whether names are in it can be
-        known from the changes of records."""
+        """The next transaction makes this directory: changes of records tell the names in it."""
 
     def drop_attributes(self, ino: int) -> None:
-        """An inode's attributes have changed without the kernel having asked for it. It is waiting
-        for an answer about this inode."""
+        """An inode's attributes have changed without a request; one about it may be waiting."""
 
     def drop_attributes_soon(self, inos: Iterable[int]) -> None:
         """Inodes have lost a name, and no request is about them."""
@@ -44,12 +39,11 @@ class Kernel:
         """A name leads to something else, or nowhere, without the kernel having asked for it."""
 
     async def look_up_anew(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """As ``forget_names``, of names at which programs may be, or mounts, that stay: directories
-        that were moved, or that have appeared."""
+        """``forget_names`` for names of directories that were moved or have appeared, at which
+        programs or mounts may be, that stay."""
 
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """Names (parent, name) lead somewhere else; the kernel knows it on return, if that does not
-        take long."""
+        """Forget where names (parent, name) lead; the kernel knows on return, if that is quick."""
 
     def keep_no_names(self, ino: int) -> None:
         """From now on it looks up names of a directory each time, as far as it asks by itself."""
@@ -57,20 +51,20 @@ class Kernel:
     async def forget(
         self, names: Mapping[tuple[int, bytes], int], inodes: Sequence[int], pages: Sequence[int]
     ) -> Collection[int]:
-        """Another host has changed what these names (parent, name) lead to: inodes now, 0 for
-        nothing; the attributes of these
-        inodes, or what these directories hold (``pages``). The kernel shows nothing of the state
-        before on return, whatever programs wait for. Inodes that the kernel knows, all of
-        ``inodes`` that it does among them."""
+        """Forget what another host has changed: names (parent, name), with their inodes now (0:
+        none); attributes of ``inodes``; contents of directories ``pages``.
+
+        The kernel shows nothing of the old state on return, whatever programs wait for. Returns
+        inodes that the kernel knows, all known ones of ``inodes`` among them.
+        """
         return inodes
 
     async def drop_pages(self, inodes: Sequence[int]) -> None:
-        """Another host has changed these files. The kernel has none of the pages from before on
-        return, which waits for those that are being read."""
+        """Another host has changed these files: drop their pages. Waits for pages being read."""
 
     def drop_pages_soon(self, ino: int, then: Callable[[], None]) -> None:
-        """As ``drop_pages``, when the request that is being answered has been answered: it may hold
-        some of them. Then ``then`` is called."""
+        """``drop_pages`` after the request in progress, which may hold pages; then call
+        ``then``."""
         then()
 
     def may_know(self, ino: int) -> bool:

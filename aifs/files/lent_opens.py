@@ -1,12 +1,9 @@
 """Opens for reading of packed files that are not in core: they are lent to the bridge with the
-places of their bytes, and many at a time, so most files of a dataset are opened, read and closed
-without the daemon.
+places of their bytes, many at a time, so most files of a dataset are opened without the daemon.
 
-To bring a small file into core costs several times what its bytes cost. Here one look at the
-records does for a file that somebody opens and for those that follow it, in the order of their
-numbers: files that were made one after the other have numbers in this order, and lie side by side
-in containers. None of them is changed meanwhile, because they are claimed; afterwards the rules of
-lent inodes hold (``Handles``).
+One look at the records serves the opened file and those with the next numbers, which were made one
+after the other and lie side by side in containers. They are claimed meanwhile, so none changes;
+afterwards the rules of lent inodes hold (``Handles``).
 """
 
 from collections import deque
@@ -65,8 +62,8 @@ class LentOpens:
         self._found = parent, name, ino
 
     async def open(self, ino: int, flags: int, uid: int) -> bool:
-        """Open a file for reading that is not in core. Whether that was done: then it is lent, and
-        has one more handle. Raises Unavailable for a damaged record."""
+        """Open a file for reading that is not in core. Whether it was lent, with one more handle.
+        Raises Unavailable for a damaged record."""
         if not self._places.is_on or self._table.is_open(ino) or self._handles.is_lent(ino):
             return False
         if self._failed >= _TRIES and self._failed % _TRIES:
@@ -88,7 +85,6 @@ class LentOpens:
         return is_lent and self._handles.open_lent(ino, flags, uid)
 
     def _count(self, ino: int) -> int:
-        """How many files to lend with this one."""
         in_order = next((start for start in self._following if 0 <= ino - start <= _AHEAD), None)
         if in_order is not None:
             self._following.remove(in_order)
@@ -109,7 +105,6 @@ class LentOpens:
         return not any(ino in each for each in known) and not self._handles.is_lent(ino)
 
     async def _lend(self, inos: Sequence[int]) -> None:
-        """Those of these claimed inodes that may be."""
         if not inos:
             return
         self._following.append(inos[-1] + 1)
@@ -128,7 +123,6 @@ class LentOpens:
 
 
 def _inodes_from(tx: ReadTransaction, ino: int, count: int) -> list[int]:
-    """This inode, and those that follow it."""
     end = keys.inode(ino + 4 * _AHEAD)
     return [keys.number(key) for key, _ in tx.range(keys.inode(ino), end, count)]
 
@@ -142,8 +136,7 @@ def _entries_from(tx: ReadTransaction, parent: int, name: bytes) -> list[tuple[b
 
 
 def _settled(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored]:
-    """Those of these inodes that are files in containers, and have no dirty mark. Raises
-    Unavailable for a damaged record."""
+    """The packed files without dirty mark among these. Raises Unavailable for a damaged record."""
     wanted = [keys.inode(ino) for ino in inos] + [keys.dirty(ino) for ino in inos]
     found = tx.get_many(wanted)
     inodes = [

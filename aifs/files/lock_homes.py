@@ -1,9 +1,8 @@
-"""The host that grants the locks of an inode, and how that changes.
+"""The host that grants the locks of an inode, and how that changes (docs/design/homes.md, Locks).
 
-The locks of an inode have a *home*: the host that was the first to lock it. It grants them from its
-memory, and ``L ino`` in the map names its session, so that all find it. What others are granted
-they keep in mind; when the home has died, another host takes the record over and asks all for what
-they hold, before it grants anything. docs/design/homes.md (Locks) says why nobody has a lock twice.
+The *home* of an inode's locks is the first host to lock it. It grants them from its memory; ``L
+ino`` in the map names its session. If it dies, another host takes the record over, and asks all
+others which locks they hold, before it grants any.
 """
 
 import math
@@ -50,13 +49,13 @@ class LockHosts(Protocol):
         """Our own."""
 
     def live(self) -> Set[int]:
-        """The sessions that are not known to be over, ours among them, as they were at one
-        moment. One that is missing was over then, or began later."""
+        """The sessions that are not known to be over, ours among them, at one moment. A missing one
+        was over then, or began later."""
 
     async def ask(self, session: int, request: Sequence[Any]) -> Any:
-        """What ``Locks.serve`` of another host answers, in JSON. Raises Unavailable if it is not
-        known whether it has been carried out, and what it raises. A request that is cancelled here
-        is cancelled there, and so are all when the connection ends, before another one begins."""
+        """Have ``Locks.serve`` of another host answer, in JSON. Raises its errors, and Unavailable
+        if it is unknown whether it was done. Cancelled here, the request is cancelled there, like
+        all when the connection ends, before another one begins."""
 
 
 class PeerHosts:
@@ -93,8 +92,8 @@ class InodeLocks:
         self.changing: trio.Event | None = None
         """We are becoming, or ceasing to be, their home; set when that is over."""
         self.asked = 0
-        """How often a new home has asked what we hold: what an older one answers afterwards does
-        not count."""
+        """How often a new home has asked for our locks: later answers of older homes do not
+        count."""
         self.users = 0
         """Requests that are under way."""
         self.used_s = 0.0
@@ -104,9 +103,8 @@ class InodeLocks:
         self.closed = trio.Event()
         """Set when none is being closed any more."""
         self.last_handle: dict[LockOwner, int] = {}
-        """By owner of fcntl(2) locks, the handle by which it has asked for one last, until a
-        close(2) releases them. An owner that is left when that handle is gone is an open file
-        description, or has closed it without our knowledge: it holds nothing then."""
+        """By owner of fcntl(2) locks, the last handle by which it asked, until a close(2) releases
+        them. An owner left without that handle has closed it unseen: it holds nothing."""
 
     def note_taken(self, handle: int, space: int, owner: LockOwner) -> None:
         """An owner of this host takes a lock by an open file."""
@@ -174,11 +172,10 @@ class LockHomes:
     async def ask_home(
         self, ino: int, inode: InodeLocks, operation: str, *arguments: Any
     ) -> tuple[Any, int]:
-        """What the home of the inode's locks answers, and its session; waits as long as it takes to
-        find the home.
+        """The answer of the home of the inode's locks, and its session; waits until it is found.
 
-        When this returns, no later home has asked what we hold; so a caller that has to note the
-        answer does it before it awaits anything.
+        When this returns, no later home has asked what we hold: callers note the answer before they
+        await anything.
         """
         while True:
             asked, request = inode.asked, [operation, ino, *arguments]
@@ -210,14 +207,14 @@ class LockHomes:
     # --- which host is the home ---
 
     def at_home(self, ino: int) -> InodeLocks | None:
-        """What grants the locks of an inode, if we are their home and it is certain that our
-        session goes on. Does not suspend."""
+        """The lock table of the inode, if we are its home and our session certainly goes on. Does
+        not suspend."""
         inode = self._inodes.get(ino)
         return inode if inode and inode.is_home and self._engine.is_sure else None
 
     async def recorded(self, ino: int) -> int:
-        """The session of the home on record; 0: there is none. Waits while it is not certain that
-        our own session goes on."""
+        """The session of the home on record, or 0. Waits until our own session certainly goes
+        on."""
         return await self._engine.view(_recorded_home, ino)
 
     async def find_home(self, ino: int, inode: InodeLocks) -> int:
@@ -234,8 +231,8 @@ class LockHomes:
                 await self._become_home(ino, inode, recorded)
 
     async def _become_home(self, ino: int, inode: InodeLocks, before: int) -> None:
-        """Unless another host is. ``before``: the session of the home before, which is over; 0:
-        there was none; our own: we were interrupted."""
+        """Become the home unless another host is. ``before``: the ended session of the home before;
+        0: there was none; our own: we were interrupted."""
         inode.changing = trio.Event()
         try:
             is_ours, is_new = await self._engine.transact(_take_over, ino, before, self.me)
@@ -247,8 +244,7 @@ class LockHomes:
             inode.changing = None
 
     async def _learn(self, ino: int, inode: InodeLocks) -> None:
-        """What others hold. All that are live and could hold something are asked, until they
-        answer, or are over."""
+        """Ask all live hosts that could hold locks for them, until they answer, or are over."""
         inode.asked += 1
         for session in self._hosts.live() - {self.me}:
             held = None
@@ -264,7 +260,7 @@ class LockHomes:
                     table.put(unpacked(lock))
 
     async def _give_up(self, inos: list[int]) -> None:
-        """We are their home no more. Nobody has a lock of them, and nobody asks for one."""
+        """Cease to be the home of inodes without locks or requests."""
         if not inos:
             return
         for ino in inos:
@@ -311,7 +307,7 @@ class LockHomes:
         }
 
     async def _look_who_is_live(self, nursery: trio.Nursery) -> None:
-        """What sessions held that are over is free."""
+        """Free the locks of sessions that are over."""
         live = self._hosts.live()
         if live == self._live:
             return
@@ -336,8 +332,7 @@ class LockHomes:
         )
 
     async def _inherit(self) -> None:
-        """Be the home of what sessions that are over were the home of, so that it is given up when
-        nobody uses it."""
+        """Become the home after sessions that are over, so that unused records are given up."""
         for ino, session in await self._engine.view(_all_homes):
             if not self.is_live(session):
                 with self.using(ino) as inode:
@@ -358,7 +353,6 @@ def unpacked(fields: Packed) -> Lock:
 
 
 def _recorded_home(tx: ReadTransaction, ino: int) -> int:
-    """0: nobody's."""
     return int.from_bytes(tx.get(keys.lock_home(ino)) or b"", "big")
 
 
@@ -370,8 +364,7 @@ def _all_homes(tx: ReadTransaction) -> list[tuple[int, int]]:
 
 
 def _take_over(tx: Transaction, ino: int, before: int, me: int) -> tuple[bool, bool]:
-    """Whether we are the home now, and whether there was none before, so that nobody holds a
-    lock."""
+    """Whether we are the home now, and whether nobody was before, so that no locks are held."""
     home = _recorded_home(tx, ino)
     if home in (0, before):
         tx.put(keys.lock_home(ino), me.to_bytes(8, "big"))

@@ -1,10 +1,8 @@
-"""The locks of one file in one space: ranges of bytes of fcntl(2), or those of flock(2). Pure: no
-I/O, no tasks.
+"""The locks of one file: ranges of fcntl(2), or flock(2). Pure: no I/O, no tasks.
 
-It does what Linux does with a local file, in these points, too: a lock of flock(2) that becomes one
-of the other kind is given up first, and lost if it cannot be had; a request that does not wait gets
-a free lock, even if others wait. Those that wait get one that has become free in the order in which
-they came, at the moment when it becomes free. A stream of readers can keep a writer waiting: to let
+As on Linux with a local file, a flock(2) lock that becomes one of the other kind is given up first,
+and lost if it cannot be had; a request that does not wait gets a free lock, even if others wait.
+Waiters get freed locks in order of arrival. A stream of readers can keep a writer waiting: letting
 them wait behind it could make a circle of waiters that is none, because owners are not processes.
 """
 
@@ -41,8 +39,8 @@ class Lock(NamedTuple):
 
 
 class Wait:
-    """A request that waits for a lock. ``ticket`` is of the owner's session, and used once.
-    ``wake`` is called when the wait is over; ``granted`` then tells how."""
+    """A request that waits for a lock. ``ticket`` is the owner session's, used once. ``wake`` is
+    called when the wait is over; ``granted`` then tells how."""
 
     def __init__(self, lock: Lock, ticket: int, wake: Callable[[], None]) -> None:
         self.lock = lock
@@ -99,8 +97,7 @@ class LockTable:
         return True
 
     def leave_other_kind(self, lock: Lock) -> None:
-        """The owner wants ``lock``: of flock(2) it gives up what it has first, unless it is
-        that."""
+        """Before ``lock`` of flock(2), give up the owner's lock of the other kind."""
         held = self._held.get(lock.owner) if self._flock else None
         if held and held[0].exclusive != lock.exclusive:
             self.unlock(lock.owner, 0, LAST)
@@ -133,8 +130,7 @@ class LockTable:
         self._waiting.append(wait)
 
     def cancel(self, session: int, ticket: int) -> bool:
-        """The request with this ticket waits no more. Returns whether the ticket has got its lock
-        before, which then stays."""
+        """End the wait of this ticket. Returns whether it already has its lock, which stays."""
         for wait in [*self._waiting]:
             if (wait.lock.owner.session, wait.ticket) == (session, ticket):
                 self._waiting.remove(wait)
@@ -169,7 +165,6 @@ class LockTable:
         self._grant()
 
     def _grant(self) -> None:
-        """Something has become free."""
         found: Wait | None
         while found := next((w for w in self._waiting if not any(self.conflicts(w.lock))), None):
             self._waiting.remove(found)
@@ -191,7 +186,6 @@ def _without(locks: list[Lock], start: int, end: int) -> Iterator[Lock]:
 
 
 def _merged(locks: list[Lock]) -> list[Lock]:
-    """Neighbours of one kind are one lock."""
     merged = locks[:1]
     for lock in locks[1:]:
         last = merged[-1]

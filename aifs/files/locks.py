@@ -1,8 +1,7 @@
-"""flock(2) and fcntl(2) over hosts: what programs ask for, and what the home of an inode's locks
-answers; and circles of those that wait.
+"""flock(2) and fcntl(2) over hosts: requests of programs, answers of an inode's home, and circles.
 
-A wait in a circle never ends by itself. So one that lasts is looked at: the owner of the lock that
-it waits for, the lock that this owner waits for, and so on, from host to host.
+A wait in a circle never ends. So a long one is followed from the lock's owner to the lock that it
+waits for, and so on, from host to host.
 """
 
 import itertools
@@ -74,8 +73,7 @@ class Circles:
 
     @contextmanager
     def watched(self, ino: int, owner: LockOwner, ticket: int) -> Iterator[None]:
-        """Wait in it for a lock: it is left, as if that had returned, when the wait is in a
-        circle."""
+        """Leave the block, as if the wait in it had returned, if that is in a circle."""
         waiting = self._waiting[ticket] = _Waiting(ino, owner)
         self._changed.set()
         try:
@@ -115,8 +113,8 @@ class Circles:
                             waiting.scope.cancel()
 
     async def _is_in_circle(self, ticket: int, waiting: _Waiting) -> bool:
-        """Whether all in a circle wait for the next one at one moment. Each has been seen to wait
-        before any of them is seen to do so again, with the same ticket: so all did in between."""
+        """Whether all in a circle wait at one moment: each has been seen to wait, with the same
+        ticket, before and after all others."""
         start = waiting.owner
         seen: dict[LockOwner, list[_Edge]] = {start: []}
         for owner in (queue := [start]):
@@ -187,8 +185,7 @@ class Locks:
         return LockOwner(self._homes.me, number)
 
     def lock_at_once(self, ino: int, handle: int, space: int, lock: Lock, wait: bool) -> bool:
-        """As ``lock``, if that need neither suspend nor ask another host; else False, and ``lock``
-        has to be called. Raises WouldBlock."""
+        """``lock``, if it neither suspends nor asks another host; else False. Raises WouldBlock."""
         inode = self._homes.at_home(ino)
         if inode is None or inode.closing:
             return False
@@ -212,10 +209,9 @@ class Locks:
         return True
 
     async def lock(self, ino: int, handle: int, space: int, lock: Lock, wait: bool) -> None:
-        """The owner holds the lock on return. Raises WouldBlock, or with ``wait`` Deadlock.
+        """Hold the lock on return. Raises WouldBlock, or with ``wait`` Deadlock.
 
-        Cancelled means that nothing has changed, but for a lock of flock(2) that was given up for
-        one of the other kind.
+        Cancelled, nothing has changed, except a flock(2) lock given up for one of the other kind.
         """
         with self._homes.using(ino) as inode:
             while inode.closing:  # the kernel may call an owner as one that is on its way out
@@ -258,8 +254,8 @@ class Locks:
         return self.unlock_at_once(ino, FCNTL, owner, 0, LAST)
 
     def begin_close(self, ino: int) -> None:
-        """The last descriptor of an open file is closed, and ``end_close`` follows. Later requests
-        of this host find its locks released. Does not suspend."""
+        """The last descriptor of an open file is closed; ``end_close`` follows. Later requests of
+        this host find its locks released. Does not suspend."""
         inode = self._homes.begin_use(ino)
         if not inode.closing:
             inode.closed = trio.Event()
@@ -268,8 +264,8 @@ class Locks:
     async def end_close(
         self, ino: int, handle: int, flocker: LockOwner | None, is_gone: bool
     ) -> None:
-        """``flocker``: the open file, if it may have a lock of flock(2). ``is_gone``: no open file
-        has the handle any more."""
+        """``flocker``: the open file, if it may have a flock(2) lock. ``is_gone``: its handle is
+        unused."""
         inode = self._homes.known(ino)
         assert inode is not None  # it is in use since ``begin_close``
         try:
@@ -295,7 +291,7 @@ class Locks:
                 return bool(answer)
 
     async def _wait(self, ino: int, inode: InodeLocks, request: _Request) -> None:
-        """Until the lock is granted. Raises Deadlock."""
+        """Wait until the lock is granted. Raises Deadlock."""
         of_fcntl = request.space == FCNTL
         owner, is_granted = request.lock.owner, False
         try:
@@ -310,8 +306,7 @@ class Locks:
             raise Deadlock()
 
     async def _settle(self, ino: int, inode: InodeLocks, request: _Request) -> bool:
-        """We wait no more. Whether the lock had been granted before the home heard of it: then it
-        is ours."""
+        """End our wait. Whether the lock was granted before the home heard of that: it is ours."""
         with trio.CancelScope(shield=True):
             answer, home = await self._homes.ask_home(
                 ino, inode, "cancel", request.space, request.ticket
@@ -323,8 +318,8 @@ class Locks:
     # --- what hosts ask of us, we ourselves among them ---
 
     async def serve(self, session: int, request: Sequence[Any]) -> Any:
-        """The answer to a host, whose session this is: the name of an operation, and its arguments.
-        Raises Unavailable if the session is over."""
+        """Answer a host with this session: an operation, and arguments. Raises Unavailable if the
+        session is over."""
         operation, *arguments = request
         return await self._operations[operation](session, *arguments)
 
@@ -335,7 +330,6 @@ class Locks:
     async def _grant(
         self, session: int, ino: int, space: int, ticket: int, wanted: Packed, wait: bool
     ) -> bool | str:
-        """Whether the lock is granted."""
         with self._homes.using(ino) as inode:
             if await self._homes.find_home(ino, inode) != self._homes.me:
                 return NOT_HOME
@@ -359,7 +353,7 @@ class Locks:
             return waiting.granted
 
     async def _cancel(self, session: int, ino: int, space: int, ticket: int) -> bool | str:
-        """Nobody waits with this ticket any more. Whether it has got its lock."""
+        """End the wait of this ticket. Whether it has its lock."""
         with self._homes.using(ino) as inode:
             if await self._homes.find_home(ino, inode) != self._homes.me:
                 return NOT_HOME

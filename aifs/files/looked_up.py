@@ -1,13 +1,12 @@
-"""What the kernel has looked names up as, where hosts share a store. Touches the records.
+"""Names as the kernel has looked them up, where hosts share a store. Touches the records.
 
-The kernel marks the directory that it knows by a name as removed when rmdir(2), or a rename(2) onto
-the name, succeeds (S_DEAD): for good, nothing takes that back. If another host has given the name
-to a second directory just before, the first one may live on elsewhere, and would look empty here.
-So what removes a directory, or moves one, is carried out only on what the kernel has looked up.
+The kernel marks a directory as removed, for good (S_DEAD), when rmdir(2), or a rename(2) onto its
+name, succeeds. If another host has just given the name to a second directory, the first one may
+live on elsewhere, and would look empty here. So directories are removed and moved only if the
+kernel has looked up the same.
 
-Likewise, rename(2) succeeds without a request if both of its names lead to one inode for the
-kernel. If another host has just moved that inode, the kernel must not learn the new name while it
-may still know the old one.
+Likewise, rename(2) succeeds without a request if both names lead to one inode for the kernel. If
+another host has just moved it, the kernel must not learn the new name while it may know the old.
 """
 
 import time
@@ -41,8 +40,7 @@ _REPEAT_S = 0.02
 
 
 class LookedUp:
-    """Names that the kernel may know in a state before another host's change: those that have
-    changed since it has looked them up, of the last seconds."""
+    """Names of the last seconds that other hosts have changed since the kernel looked them up."""
 
     def __init__(self, engine: Engine, kernel: Kernel) -> None:
         self._engine = engine
@@ -50,8 +48,7 @@ class LookedUp:
         self._changed: dict[Name, float] = {}
         """When, on the monotonic clock; the oldest first."""
         self._unshown: dict[Name, int] = {}
-        """Names that lead to inodes which the kernel may know by older ones, and whose change is
-        not shown yet; the last change set of each."""
+        """Last change set of names whose inodes the kernel may know by older, unforgotten names."""
         self._shown: dict[Name, float] = {}
         """When others were, as in ``_changed``."""
         self._refused: dict[tuple[Name, int], float] = {}
@@ -65,8 +62,7 @@ class LookedUp:
         """Those in which this host has."""
 
     def changed(self, name: Name, ino: int, seq: int) -> None:
-        """Another host has changed what it leads to, in this change set: now to *ino*; 0: to
-        nothing."""
+        """Another host has changed the name, in this change set: now to *ino* (0: nothing)."""
         _note(self._changed, name, _KEPT_S)
         if ino and self._kernel.may_know(ino):
             self._unshown[name] = seq
@@ -86,10 +82,8 @@ class LookedUp:
             self._kernel.keep_no_names(directory)
 
     def is_shared(self, directory: int) -> bool:
-        """Whether several hosts change names in it, so that the kernel must keep none: it could not
-        forget them while it holds the directory's lock for a request of this host, which waits for
-        other hosts, which wait for that.
-        """
+        """Whether several hosts change names in it. The kernel keeps none of these: it could not
+        forget them while it holds the directory's lock for a request that waits for other hosts."""
         here, elsewhere = self._here.get(directory), self._elsewhere.get(directory)
         if here is None or elsewhere is None:
             return False
@@ -102,12 +96,10 @@ class LookedUp:
             _note(self._shown, name, _CALL_S)
 
     def require_shown(self, name: Name, thread: int) -> None:
-        """The kernel is about to learn what the name leads to. If it may know that inode by an
-        older name which still leads there for it, or did when this call began, raise Stale, once:
-        the kernel then repeats the call of this thread, and looks up anew all its names.
+        """Raise Stale, once, if the kernel may know the name's inode by an older name that led
+        there when this call began: it repeats the call of this thread, and looks all names up anew.
 
-        Waiting would not help: the kernel looks up the new name of a rename(2) after the old one,
-        and holds the locks that forgetting needs.
+        Waiting would not help: rename(2) holds the locks that forgetting needs.
         """
         if not (self._unshown or self._shown):
             return
@@ -125,18 +117,16 @@ class LookedUp:
         self._changed.pop(name, None)
 
     async def of(self, *names: Name) -> Mapping[Name, int]:
-        """The inodes that the kernel knows by these names, 0 for none; {}: nobody needs to know.
-        The kernel holds the locks of their directories, so it learns nothing until it is answered.
-        Raises Stale if it may know another state.
-        """
+        """The inodes that the kernel knows by these names (0: none); {}: not needed. Callers'
+        requests hold their directories' locks, so it learns nothing meanwhile. Raises Stale if it
+        may know another state."""
         found = await self._engine.view(_find, names)
         if not self._changed.keys().isdisjoint(names):
             raise Stale("another host has changed the name just before")
         return found
 
     def outdated(self, error: FsError, why: str) -> FsError:
-        """The answer to a request that has failed because of what the kernel had looked up: Stale,
-        so that it looks the name up anew."""
+        """Stale, so that the kernel looks up anew the name by which a request failed."""
         return Stale(why)
 
 
@@ -154,7 +144,6 @@ class LookedUpAlone(LookedUp):
 
 
 def _note(times: dict[Any, float], key: Hashable, kept_s: float) -> None:
-    """It is now the time of *key*. What is older than this goes."""
     now = time.monotonic()
     times.pop(key, None)
     times[key] = now
@@ -166,8 +155,7 @@ def _note(times: dict[Any, float], key: Hashable, kept_s: float) -> None:
 def if_looked_up(
     tx: Transaction, names: Mapping[Name, int], function: Callable[..., Result], *args: Any
 ) -> Result:
-    """The transaction function, if these names lead to these inodes: RMDIR and RENAME. Raises
-    Stale."""
+    """Run the function if the names lead to these inodes (RMDIR, RENAME). Raises Stale."""
     if _find(tx, names) != names:
         raise Stale("another host has changed the name just before")
     return function(tx, *args)

@@ -11,15 +11,13 @@ from aifs.meta.server_uses import is_file_whole
 
 
 class Needs:
-    """A clean copy is needed if the data servers cannot tell its file at present (a server is lost,
-    absent or failing, columns are known to be wrong), or if a scrub has found it to be wrong there.
-    Used from one trio thread."""
+    """A clean copy is needed if the data servers cannot read its file (a server lost, absent or
+    failing; wrong columns), or a scrub found it wrong there. Used from one trio thread."""
 
     def __init__(
         self, engine: Engine, servers: Servers, wrong_objects: Callable[[], Set[int]]
     ) -> None:
-        """``wrong_objects``: the oids of files of which the data servers are known to have lost
-        bytes."""
+        """``wrong_objects``: oids of files that are known to have lost bytes."""
         self._engine = engine
         self._servers = servers
         self._wrong_objects = wrong_objects
@@ -42,9 +40,7 @@ class Needs:
         self._needed = (self._needed - looked_at) | needed
 
     def is_needed(self, copy_id: int) -> bool:
-        """Whether a copy stayed, when somebody last wanted to drop it, because the data servers
-        lack bytes of it.
-        """
+        """Whether a copy could not be dropped, because the data servers miss bytes of it."""
         return copy_id in self._needed
 
     def released(self, copy_id: int) -> None:

@@ -46,9 +46,8 @@ class ObjectSets:
         """Tells other hosts what large files are read here; None: there are none."""
 
     def objects_of(self, inode: Inode, unread: int = 0) -> Bytes | None:
-        """What holds the bytes of a file on the capacity tier; None if nothing does. ``unread``:
-        mask of columns that must not be read.
-        """
+        """The bytes of a file on the capacity tier, or None. ``unread``: mask of columns not to
+        read."""
         layout = inode.layout
         if layout is None:
             return None
@@ -68,10 +67,9 @@ class ObjectSets:
         checked: bool = False,
         is_read: bool = False,
     ) -> ObjectSet:
-        """The objects of a striped file. ``checked``: what is read past the caches is compared with
-        checksums. ``is_read``: by programs, so other hosts that read them, too, are told, and what
-        is read is kept near.
-        """
+        """The objects of a striped file. ``checked``: reads past caches are compared with
+        checksums. ``is_read``: by programs, so hosts that read them hear of it, and reads are kept
+        near."""
         load = partial(self._engine.view, forms.get_checksums, oid)
         join = self._join if is_read else None
         return ObjectSet(
@@ -104,9 +102,7 @@ class ObjectSets:
         return Movers(tools, self._pool)
 
     def _damaged(self, layout: Striped, oid: int, ino: int, column: int) -> None:
-        """Found by somebody who read by this layout: if the column has moved meanwhile, its old
-        object may be gone.
-        """
+        """A reader by this layout found damage: an old object of a moved column may be gone."""
         for file in self._table.users_of(oid, ino):
             now = file.inode.objects
             if now is not None and now.servers[column] == layout.servers[column]:

@@ -1,6 +1,4 @@
-"""The in-core state of a regular file while it is open, or while its bytes are being moved or its
-size changed.
-"""
+"""A regular file in core, while it is open, its bytes are moved, or its size changes."""
 
 from typing import NamedTuple
 
@@ -14,11 +12,10 @@ from aifs.meta.records import Inode
 
 
 class Gate:
-    """Guards the bytes of one file: reads and writes enter together, changes of its form enter
-    alone.
+    """Guards the bytes of one file: reads and writes enter together, changes of its form alone.
 
-    Waiting is fair: while someone waits to enter alone, nobody else enters. Both forms are entered
-    with an await that does not suspend unless it must wait, and left synchronously.
+    Waiting is fair. Both forms are entered with an await that suspends only if it must wait, and
+    left synchronously.
     """
 
     __slots__ = ("_alone", "_inside", "_queue", "_waiting_alone")
@@ -74,10 +71,8 @@ class Gate:
 
 
 class Lease:
-    """The proof that nobody has written to the burst copy of a file, not through a mapping either,
-    since this was made; it is ``OpenInode.lease`` as long as it holds. A drain that is under way
-    has one, and a sync.
-    """
+    """The proof that the burst copy was not written since this was made, also by a mapping. It
+    holds as long as it is ``OpenInode.lease``. A drain that is under way has one, and a sync."""
 
     def __init__(self, copy: BurstCopy) -> None:
         """``copy`` is leased."""
@@ -91,9 +86,7 @@ class Lease:
         return not self.cancelled and self.copy.is_leased
 
     def cancel(self) -> None:
-        """It proves nothing any more. Does not block; others may write to the burst copy when this
-        returns.
-        """
+        """End the proof; others may write when this returns. Does not block."""
         self.cancelled = True
         self.copy.unlease()
 
@@ -193,14 +186,13 @@ class OpenInode:
         self.lease: Lease | None = None
         """The proof that nobody writes to the copy; None while nobody needs one."""
         self.home = 0
-        """The host that changes the file, or has its newest bytes in its burst directory, if that
-        is not this one; 0: none. Then nothing of its bytes changes here."""
+        """The other host that changes the file, or has its newest bytes in its burst directory, or
+        0. Then none of its bytes change here."""
         self.cached_at = 0
-        """The host that had a clean copy of it in its burst directory when we looked, if that is
-        not this one; 0: none."""
+        """The other host that had a clean copy when we looked, or 0."""
         self.joined = 0
-        """The host that has let us write to the file by way of it, while it has it open for writing
-        itself, or others have by way of it; 0: none has."""
+        """The host through which we write to the file, because it is open for writing there; or
+        0."""
         self.joined_as = 0
         """The number that it has given us for that, by which we leave."""
         self.unsynced_there: object | None = None
@@ -214,22 +206,18 @@ class OpenInode:
         self.trimmed = False
         """No object holds bytes beyond the size, so the file may grow."""
         self.backing = 0
-        """The kernel's id of the local file that the users' handles are passed through to: the
-        copy, the one object, or the one with all blocks. 0 while they are not, and then none of
-        them is."""
+        """The kernel's id of the local file (copy, one object, or all blocks) to which all handles
+        of users are passed through; 0: none is."""
         self.on_object = False
-        """Programs use the one object of a striped file by themselves, which it has to stay: users
-        are passed through to it, or have left a mapping."""
+        """Programs use the one object by themselves, or may have left a mapping: it has to stay."""
         self.source_backing = 0
         """The last backing id that passes through to all blocks of the objects."""
         self.uncached = False
-        """Handles of users were made that go past the kernel's page cache, as all do from then on
-        until there are none: what is written there changes nobody's pages."""
+        """Handles go past the kernel's page cache until there are none: writes change no pages."""
         self.cached = False
         """A handle of users that uses the kernel's page cache was made since there were none."""
         self.kept = 0
-        """The backing id that was the users', while there are none: the next ones get it, if they
-        are passed through to the same local file."""
+        """The backing id of former users: the next ones get it if the local file is the same."""
         self.was_opened = False
         """Programs have had it open since it is in core, or it was lent before."""
 
@@ -238,19 +226,18 @@ class OpenInode:
 
         # What of it has changed.
         self.changes = 0
-        """Counts modifications of the bytes, each before its first byte changes: so a sync or a
-        drain can tell whether another one has come since."""
+        """Counts changes of the bytes, each before its first byte, so a sync or drain notices
+        them."""
         self.unsaved = False
         """The record lags behind ``inode``."""
         self.unseen = False
-        """When its record was last told to other hosts on demand, programs could go on to write to
-        it by a mapping without its mtime changing."""
+        """When last shown on demand, a mapping could go on writing without a change of mtime."""
         self.shown: tuple[int, int] | None = None
-        """Mtime and blocks that stat(2) showed since the last change, which may have been a guess;
-        None if it was not asked for."""
+        """Mtime and blocks, maybe a guess, that stat(2) showed since the last change; None:
+        none."""
         self.shown_as: tuple[int, int] | None = None
-        """Size and mtime that all hosts had been shown when somebody had closed it; None: nobody
-        has since it is in core."""
+        """Size and mtime that all hosts were shown at a close; None: not closed since it is in
+        core."""
         self.copy_mtime_ns = 0
         """The copy's mtime when it was last looked at; 0: it was not."""
         self.synced_mtime_ns = 0
@@ -282,27 +269,25 @@ class OpenInode:
 
     @property
     def on_source(self) -> bool:
-        """Whether handles are passed through to the file with all blocks of its objects, which
-        becomes its copy before the first change."""
+        """Whether handles use the file with all blocks, which is its copy from the first change
+        on."""
         return self.backing != 0 and self.backing == self.source_backing and self.copy is None
 
     @property
     def own_source(self) -> int:
-        """The object set whose blocks programs may use by themselves, or have mapped, as this
-        file; 0: there is none. Clones are not passed through to what they share."""
+        """The object set whose blocks programs may use as this file, or have mapped; or 0. Clones
+        are not passed through to shared objects."""
         inode = self.inode
         is_own = inode.objects is not None and inode.named in (0, inode.ino)
         return inode.oid if is_own else 0
 
     @property
     def is_mapped(self) -> bool:
-        """Whether programs may write to a local file by mappings, of which the kernel hears
-        nothing for this one."""
+        """Whether programs may write by mappings, of which the kernel does not know."""
         return self.backing != 0 and self.mappers > 0 or self.outlived and self.inode.in_burst
 
     def adopt(self, stored: Inode) -> None:
-        """Transactions may come here in another order than that in which they count: what is older
-        than what has been taken over changes nothing."""
+        """Take a record over. Transactions come in any order: an older one changes nothing."""
         inode = self.inode
         if stored.seq < inode.seq:
             return
@@ -315,9 +300,7 @@ class OpenInode:
         inode.ctime_ns = max(inode.ctime_ns, stored.ctime_ns)
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """As Bytes.data_range, of whatever holds the bytes, which may be replaced
-        meanwhile.
-        """
+        """Bytes.data_range of whatever holds the bytes, even if it is replaced meanwhile."""
         while True:
             objects = self.objects
             if self.inode.in_burst:
@@ -329,8 +312,8 @@ class OpenInode:
                 return found
 
     def close_idle(self) -> int:
-        """Close descriptors, which are opened again when they are needed, if only handles of
-        programs need the file and no call uses it; how many. Does not block."""
+        """Close descriptors that only handles need and no call uses; they open again on demand.
+        Returns how many. Does not block."""
         if self.handles > self.users or not self.gate.is_free or self.lease is not None:
             return 0
         closed = 0 if self.objects is None else self.objects.close_idle()

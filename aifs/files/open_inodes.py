@@ -1,6 +1,5 @@
-"""Bringing inodes into core, and letting them go: the last one who needs an inode settles it, and
-records what core knows. Attributes of what is in core are told and changed here, too.
-"""
+"""Inodes in core: the first need brings one in, the last settles it and records what core knows.
+Attributes of what is in core are read and changed here, too."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -78,9 +77,7 @@ class OpenInodes:
     # --- into core, and out of it ---
 
     async def acquire(self, ino: int) -> OpenInode:
-        """The open inode of a regular file, with one more handle. Raises NotFound, Stale,
-        Unavailable.
-        """
+        """The open inode of a file, with one more handle. Raises NotFound, Stale, Unavailable."""
         await self.find_room()
         while (file := self._table.open.get(ino)) is None:
             if ino in self._table.claims:
@@ -125,7 +122,6 @@ class OpenInodes:
         self._note_open()
 
     def _note_open(self) -> None:
-        """A file is about to be opened: work that sleeps while none is looks after it."""
         if self.is_resting:
             self.is_resting = False
             now_s = trio.current_time()
@@ -133,8 +129,8 @@ class OpenInodes:
             self._upkeep.at(Work.WATCH_SERVERS, now_s + self._servers.watch_again_s(is_busy=True))
 
     def adopt_new(self, inode: Inode, copy: BurstCopy | None, kin: Kin | None) -> OpenInode:
-        """The open inode of a file that has just been created, with one handle; ``opening`` counts
-        it until the caller has given it a handle of the kernel."""
+        """The open inode of a new file, with one handle; ``opening`` counts it until the kernel has
+        its handle."""
         self._note_open()
         file = self._table.open[inode.ino] = OpenInode(inode, None, marked=False)
         file.handles = file.opening = 1
@@ -144,9 +140,8 @@ class OpenInodes:
         return file
 
     async def release(self, file: OpenInode) -> None:
-        """Give one handle back; the last one brings the objects to their lengths and forgets the
-        in-core state.
-        """
+        """Give one handle back; the last one settles the objects' lengths, and forgets the
+        state."""
         file.handles -= 1
         if file.joined and not file.may_be_written:
             await self._leave_home(file)
@@ -251,9 +246,7 @@ class OpenInodes:
     # --- attributes ---
 
     def attributes(self, file: OpenInode) -> Inode:
-        """The inode as stat(2) should show it now. Does not block: what an open file is made of is
-        local knowledge.
-        """
+        """The inode as stat(2) shows it. Does not block."""
         inode = file.inode
         if file.marked:
             if not inode.in_burst:
@@ -266,8 +259,8 @@ class OpenInodes:
         return inode
 
     async def look(self, ino: int) -> Inode:
-        """The inode as stat(2) should show it now, of a file that may be mapped, though it is not
-        open; without a copy that cannot be looked at, as it is known. Raises as ``acquire``."""
+        """The inode as stat(2) shows it, of a file that is perhaps mapped but not open; as known if
+        its copy cannot be looked at. Raises as ``acquire``."""
         async with self.held(ino) as file:
             if file.marked and file.inode.in_burst and not file.own_copy.is_open:
                 with suppress(Unavailable):
@@ -287,10 +280,9 @@ class OpenInodes:
         argument: Any,
         mtime_ns: int | None = None,
     ) -> Inode:
-        """Apply ``change(inode, argument)`` to the attributes of any inode, on record and in core,
-        or to neither. The inode as it is then. ``mtime_ns``: that it sets, which the burst copy of
-        a file that lies there is to tell, too. Raises NotFound, and what ``change`` raises.
-        """
+        """Apply ``change(inode, argument)`` to any inode, on record and in core, or to neither.
+        Returns the inode. ``mtime_ns``: also for its burst copy. Raises NotFound, and what
+        ``change`` raises."""
         while True:
             file = self._table.open.get(ino)
             stays_lent = self._handles.stays_lent(ino)
@@ -334,8 +326,8 @@ class OpenInodes:
                 self._table.end_opening(ino)
 
     async def save_all(self) -> None:
-        """Record the in-core attributes of every open file. Files whose close has failed, or was
-        cancelled, are closed."""
+        """Record the attributes of every open file; close files whose close failed or was
+        cancelled."""
         if self._engine.host:  # others see what was written past us when it is on record
             for file in self._table.open.values():
                 if file.backing and file.writers and file.inode.in_burst and file.own_copy.is_open:
@@ -352,8 +344,7 @@ class OpenInodes:
                 await self.release(file)
 
     def follow(self, stored: Inode) -> bool:
-        """Another host has made this of an inode's record. Whether programs have it open here. Does
-        not block."""
+        """Take over another host's record of an inode. Whether it is open here. Does not block."""
         file, ino = self._table.adopt(stored), stored.ino
         objects = stored.objects
         if objects is not None and not objects.is_protected:  # those are written in place
@@ -371,10 +362,8 @@ class OpenInodes:
         return True
 
     async def lose_columns(self, ino: int, oid: int, mask: int) -> bool:
-        """Columns of a file's objects were found to be wrong: from now on nobody reads them.
-        Whether that is on record (see moves.put_damaged). No gate is waited for, because the reader
-        of a column that turns out to be wrong may hold it.
-        """
+        """Read damaged columns no more. Whether that is on record (see moves.put_damaged). Does not
+        wait for the gate, which the reader of a column found wrong may hold."""
         ino = await self._engine.view(moves.find_user, ino, oid)
         while True:
             file = self._table.open.get(ino)
@@ -408,8 +397,7 @@ class OpenInodes:
             self._tier.touch(copy_id)
 
     async def record_accesses(self) -> float:
-        """Record when files were accessed that were opened without us; in how many seconds to do it
-        again."""
+        """Record accesses of files opened by the bridge; returns seconds until the next time."""
         self.hear_of_uses()
         inos = self._handles.accessed_inos
         for start in range(0, len(inos), _ACCESSES):

@@ -1,10 +1,9 @@
-"""Which inodes are in core: those that are open, what is known of them besides, and of files that
-were closed with a dirty mark; and the sizes that the kernel is told of files that grow without its
-knowing: another host changes them, or a program does past its page cache.
+"""Inodes in core: open ones, and files closed with a dirty mark; and the sizes shown to the kernel
+of files that grow without its knowing (by another host, or past its page cache).
 
 The kernel fills the page that holds a file's end with zeros. If it learns a larger size while it
-keeps that page, programs read the zeros in place of what was written there. So it is told the size
-from before until it has dropped its pages.
+keeps that page, programs read zeros in place of bytes. So it is told the old size until it has
+dropped its pages.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
@@ -23,8 +22,8 @@ from aifs.meta.records import Inode
 
 
 class Hold:
-    """``size``: the largest one that is told until it is let go. ``is_listed``: the kernel may keep
-    what it was told meanwhile."""
+    """``size``: the largest told until it is let go. ``is_listed``: the kernel may keep it
+    meanwhile."""
 
     __slots__ = ("free", "ino", "is_listed", "size")
 
@@ -64,8 +63,7 @@ class ToldSizes:
 
     @contextmanager
     def held(self, ino: int, size: int) -> Iterator[None]:
-        """Within the block a file of this size may grow. At its end the kernel has no pages from
-        before."""
+        """Let a file of this size grow within the block; then the kernel has no old pages."""
         hold = self.hold(ino, size)
         try:
             yield
@@ -83,7 +81,7 @@ class ToldSizes:
         return self._held.keys()
 
     def size(self, inode: Inode, is_listed: bool = False) -> int:
-        """What the kernel is told now. It must not keep a size that is not the inode's, unless it
+        """The size for the kernel now. It must not keep a size that is not the inode's, unless it
         ``is_listed`` with others."""
         holds = self._held.get(inode.ino)
         if holds is None:
@@ -97,8 +95,8 @@ class ToldSizes:
         return told
 
     async def settled(self, ino: int) -> None:
-        """The kernel may be told the size as it is now; later growth is not waited for. Never
-        awaited by a request that may hold pages, or the lock of a directory."""
+        """Wait until the kernel may have the current size, not later growth. Never awaited by a
+        request that may hold pages, or the lock of a directory."""
         for hold in tuple(self._held.get(ino, ())):
             await hold.free.wait()
 
@@ -117,22 +115,20 @@ class OpenTable:
         self.forgotten: set[int] = set()
         """Inodes that nobody can find any more, and that are open though they are not in core."""
         self.orphans: set[int] = set()
-        """Inodes that have no name, which the kernel may know: each is forgotten when it does not
-        know it any more."""
+        """Inodes without names that the kernel may know; forgotten once it does not."""
         self.overtaken: dict[int, object] = {}
-        """Files that may be open here, and have been changed or moved by another host: a task that
-        needs the bytes looks first where they are (``ByHome.follow_bytes``). With a token of the
-        last time."""
+        """Files, maybe open here, that another host changed: tasks that need their bytes call
+        ``ByHome.follow_bytes`` first. With a token of the last time."""
         self.stale: dict[int, int] = {}
-        """Files that another host has changed, until the kernel has none of the pages from before:
-        opening one has it drop them. With the ``seq`` of the last change."""
+        """Files changed by other hosts, until the kernel has no old pages: opening one drops them.
+        With the ``seq`` of the last change."""
         self.told = ToldSizes(handles.kernel)
         """The sizes that the kernel is told."""
         self.lost: dict[int, LostBytes] = {}
         """By inode number, what closed files have lost."""
         self.unsynced: dict[int, object | None] = {}
-        """Files with a dirty mark that were closed since it was made: a token of that close, None
-        if the objects could not be settled, or programs may have the file mapped."""
+        """Files closed with a dirty mark: a token of that close; None if the objects are not
+        settled, or may be mapped."""
         self.mapped: set[int] = set()
         """Those of them that programs may have mapped for writing."""
 
@@ -147,16 +143,13 @@ class OpenTable:
         return self.is_open(ino) or self.handles.recall(ino)
 
     def opening(self, *inos: int, lent: bool = False) -> "_Claims":
-        """Those of these inodes that are not open, nor being opened, are ours: a request to open
-        one waits until this ends, and then finds it in ``open``, or on record. ``lent``: also those
-        that are lent, open or not, which stays so; else they are no more.
-        """
+        """Claim those inodes that are not open, nor being opened: requests to open one wait until
+        this ends. ``lent``: also lent ones, which stay so; else they are taken back."""
         return _Claims(self, inos, lent)
 
     def begin_opening(self, ino: int) -> None:
-        """As ``opening``, of one inode that is not open, nor being opened, and is not lent or stays
-        lent.
-        """
+        """``opening`` of one inode that is not open, nor being opened, and not lent or stays
+        lent."""
         self.claims[ino] = Opening()
 
     def end_opening(self, ino: int) -> None:
@@ -169,8 +162,7 @@ class OpenTable:
         claim.end()
 
     def adopt(self, stored: Inode) -> OpenInode | None:
-        """A transaction has made this of an inode's record. The open inode, which has taken it
-        over, if there is one."""
+        """Take a transaction's record of an inode over; the open inode, if there is one."""
         file = self.open.get(stored.ino)
         if file is not None:
             file.adopt(stored)
@@ -208,8 +200,8 @@ class OpenTable:
         return [ino for ino, file in self.open.items() if file.users] + self.handles.lent_open()
 
     def changes_unseen(self, ino: int) -> bool:
-        """Whether a file may change without the kernel's knowing, which is to keep none of its
-        attributes then: by way of its home, or by a mapping of a local file."""
+        """Whether a file may change unseen by the kernel, which keeps no attributes then: by way of
+        its home, or by a mapping."""
         file = self.open.get(ino)
         return (file is not None and file.is_joined) or self.is_mapped(ino)
 
@@ -222,8 +214,7 @@ class OpenTable:
     # --- what other hosts have changed ---
 
     def cached_size(self, ino: int) -> int | None:
-        """The size of a file of which the kernel may keep pages for programs that have it open; or
-        None."""
+        """The size of an open file whose pages the kernel may keep; or None."""
         file = self.open.get(ino)
         if file is None:
             return self.handles.lent_size(ino)
@@ -239,8 +230,8 @@ class OpenTable:
             file.changes += 1  # what is being made of the bytes here must not count
 
     def take_places(self, ino: int) -> None:
-        """Another host has changed a record of an inode: what the bridge reads of it comes to us,
-        until core has looked. Does not block."""
+        """After a change by another host: reads come to us until core has looked. Does not
+        block."""
         self.handles.places.take(ino)
         file = self.open.get(ino)
         if file is not None:
@@ -254,8 +245,8 @@ class OpenTable:
         return [file for file in self.open.values() if file.inode.oid == oid]
 
     def overtake_objects(self, oid: int, but: OpenInode | None = None) -> None:
-        """The objects ``oid`` lie, or are read, in another way, as another host has recorded, or a
-        file that shares them: all that have them open look again, ``but`` that one. Does not
+        """Have all open files with the objects ``oid``, except ``but``, look again: they lie, or
+        are read, in another way, as another host or a file that shares them has recorded. Does not
         block."""
         for ino in [ino for ino, file in self.open.items() if file.inode.oid == oid]:
             if self.open[ino] is not but:
@@ -264,9 +255,8 @@ class OpenTable:
     # --- dirty marks of closed files, and what these have lost ---
 
     def proof_of_rest(self, ino: int) -> object | None:
-        """What says of a file with a dirty mark that is not open that at its last close nobody had
-        it mapped for writing; it holds as long as it is in ``unsynced``, and the file closed.
-        """
+        """The token of a closed file with a dirty mark that was not mapped for writing; it holds
+        while in ``unsynced``, and the file is closed."""
         return None if self.is_open(ino) else self.unsynced.get(ino)
 
     def is_unsynced(self, ino: int) -> bool:
@@ -294,10 +284,8 @@ class OpenTable:
 
     @contextmanager
     def forgetting(self, synced: Mapping[int, object | None]) -> Iterator[Collection[int]]:
-        """Files that have been synced: by inode number, the token that each had in ``unsynced``
-        before. Which of them nobody has opened since; a transaction within the block is to remove
-        their dirty marks. It must wait for nobody who opens files.
-        """
+        """Yield which of these synced files nobody has opened since, given their tokens of before;
+        a transaction within the block removes their dirty marks. It must not wait for openers."""
         quiet = [
             ino
             for ino, token in synced.items()
@@ -330,11 +318,8 @@ class _Claims:
 
 
 class Opening:
-    """A claim on an inode that is not open.
-
-    ``stored``: what the newest transaction meanwhile has made of its record; ``forgotten``: see
-    OpenInode.
-    """
+    """A claim on an inode that is not open. ``stored``: its newest record meanwhile; ``forgotten``:
+    see OpenInode."""
 
     __slots__ = ("_ended", "forgotten", "stored")
 

@@ -1,8 +1,7 @@
-"""Permission to change names, for requests that do it past the kernel's own checks (ioctls and
-extended attributes).
+"""Permission to change names, for requests past the kernel's checks (ioctls, attributes).
 
 The rules of path_resolution(7) and unlink(2): write and search permission on the directory, and in
-a sticky one ownership of the directory or of what is named.
+a sticky one ownership of the directory or of the entry.
 """
 
 import stat
@@ -19,9 +18,7 @@ READ, WRITE, SEARCH = 4, 2, 1
 
 
 def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEARCH) -> None:
-    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` all of
-    ``wanted``.
-    """
+    """Raises AccessDenied unless mode and ACL of ``directory`` give ``caller`` ``wanted``."""
     if caller.uid == 0:
         return
     of = (directory.acl, directory.mode, directory.uid, directory.gid)
@@ -30,9 +27,8 @@ def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEAR
 
 
 def require_may_change(inode: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied or NotPermitted unless xattr(7) lets ``caller`` change attributes: that
-    is write permission, and of a sticky directory its owner alone.
-    """
+    """Raises AccessDenied or NotPermitted unless xattr(7) lets ``caller`` change attributes: with
+    write permission; of a sticky directory, as its owner."""
     require_may(inode, caller, WRITE)
     if inode.is_dir and inode.mode & stat.S_ISVTX:
         require_owner(inode, caller)
@@ -44,9 +40,8 @@ def is_member(gid: int, caller: CallerLike) -> bool:
 
 
 def require_may_remove(directory: Inode, inode: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied or NotPermitted unless ``caller`` may take the name of ``inode`` out of
-    ``directory``.
-    """
+    """Raises AccessDenied or NotPermitted unless ``caller`` may take ``inode`` out of
+    ``directory``."""
     require_may(directory, caller)
     if directory.mode & stat.S_ISVTX and caller.uid not in (0, directory.uid, inode.uid):
         raise NotPermitted(
@@ -63,20 +58,16 @@ def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) 
 
 
 def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied unless ``caller`` may search all that lies above ``directory``; NotFound
-    if that has been removed.
-
-    For directories that are named by number, which shows nobody the way there.
-    """
+    """Raises AccessDenied unless ``caller`` may search all above ``directory``; NotFound if that
+    has been removed. For directories named by number."""
     while directory.ino != ROOT_INO:
         directory = namespace.get_directory(tx, directory.parent)
         require_may(directory, caller, SEARCH)
 
 
 def may_find(tx: ReadTransaction, inode: Inode, top: int, caller: CallerLike) -> bool:
-    """Whether ``caller`` may search all that lies above ``inode``, and list it from the directory
-    ``top`` on: only then may this one be told its path. Of what has several names nobody knows
-    where it lies."""
+    """Whether ``caller`` may search all above ``inode``, and list it from ``top`` on, so may see
+    its path. False for several names."""
     wanted = READ | SEARCH
     try:
         while inode.ino != ROOT_INO:
@@ -108,9 +99,7 @@ def groups_of(caller: CallerLike) -> set[int]:
 
 
 def _groups(pid: int) -> set[int]:
-    """The supplementary groups of a process; none if it cannot be looked at (it is gone, or in
-    another namespace).
-    """
+    """Supplementary groups of a process; none if it is gone, or in another namespace."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             line = next(line for line in file if line.startswith(b"Groups:"))

@@ -38,8 +38,7 @@ _SHARE = 4
 """Sources have at most this part of the descriptors that a process may have."""
 
 _PATIENCE_S = 0.1
-"""After so long files are not waited for that are opened for this: a program waits that needs none
-of them."""
+"""Longest wait to open local files here: a program waits that needs none of them."""
 
 LocalFile = tuple[DataServer, int]
 """A server, and a descriptor of a local file there; -1: there is none."""
@@ -57,8 +56,8 @@ class Places:
     """Used from one trio thread."""
 
     def __init__(self, kernel: Kernel, servers: Servers, engine: Engine, is_checked: bool) -> None:
-        """``is_checked``: reads are compared with checksums. Then files have places in blocks of
-        their own objects alone, which were compared before they were kept."""
+        """``is_checked``: only blocks of own objects, compared before they were kept, are
+        places."""
         self._kernel = kernel
         self._blocks = servers.blocks
         self._engine = engine
@@ -90,9 +89,9 @@ class Places:
     # --- giving ---
 
     async def give(self, file: OpenInode) -> None:
-        """Have the bridge answer reads of an open file, if it is settled and its bytes lie as they
-        are in local files. Opens those that are not open. Core is as the record is (``overtaken``
-        does not have the file)."""
+        """Have the bridge answer reads of an open, settled file whose bytes lie as they are in
+        local files. Opens these. Core is as the record is (``overtaken`` does not have the
+        file)."""
         inode, objects, size = file.inode, file.objects, file.inode.size
         if not self._may_place(file):
             return
@@ -129,8 +128,7 @@ class Places:
             self.put_chunks(inode.ino, size, extents)
 
     async def open_containers(self, extents: Sequence[Extent]) -> None:
-        """Have sources of those containers in which chunks lie that may have places. Raises
-        Unavailable."""
+        """Make sources of containers with chunks that may have places. Raises Unavailable."""
         for _, place in _plain(extents):
             if place.container not in self._numbers and self._containers is not None and self.is_on:
                 end = place.offset + HEADER_BYTES + place.stored
@@ -139,9 +137,8 @@ class Places:
                     self._open(place.container, unit, found)
 
     def put_chunks(self, ino: int, size: int, extents: Sequence[Extent]) -> bool:
-        """Have the bridge answer reads of an inode that begins with these extents. It is in core
-        and settled, or claimed and so on record. Whether the bridge has places of it. Does not
-        block."""
+        """Have the bridge answer reads of an inode with these first extents; whether it does. The
+        inode is in core and settled, or claimed and on record. Does not block."""
         found = [
             (start, at, number, self._sources[number])
             for start, at in _plain(extents)
@@ -159,7 +156,7 @@ class Places:
         return self._numbers.get(at.container) if near is None else near
 
     def _near(self, oid: int, offset: int, length: int) -> int | None:
-        """The source with these bytes if they are in blocks: at the same offset, in one file."""
+        """The source of bytes in blocks: at the same offset, in one file."""
         found = self._blocks.file_of(oid, offset, length)
         return None if found is None else self._open(-oid, self._blocks.segment, [found])
 
@@ -186,8 +183,8 @@ class Places:
         return self._passthrough is not None and is_settled and file.copy is None
 
     def _open(self, oid: int, unit: int, found: Sequence[LocalFile]) -> int | None:
-        """The source with these files, whose descriptors stay the caller's; None if there are none,
-        or there is no room for it."""
+        """The source of these files, whose descriptors stay the caller's; None: no files, or no
+        room."""
         passthrough, number = self._passthrough, self._numbers.get(oid)
         if number is not None or passthrough is None or not found:
             return number
@@ -222,13 +219,13 @@ class Places:
             self._close({number, *idle})
 
     def _take_failing(self) -> None:
-        """The same of those with bytes on a server that does not work."""
+        """Take sources on servers that do not work."""
         for source in list(self._sources.values()):
             if not all(server.is_at_hand for server, fd in source.files if fd >= 0):
                 self.take_objects(source.oid)
 
     def _take_removed(self) -> None:
-        """The same of objects that were removed: they keep their space as long as they are open."""
+        """Take sources of removed objects, which keep their space while open."""
         for number, source in list(self._sources.items()):
             if self._sources.get(number) is not source:
                 continue  # it went with another one
@@ -254,7 +251,6 @@ class Places:
         self._close(list(self._sources))
 
     def _close(self, numbers: Sequence[int] | set[int]) -> None:
-        """These sources are no more."""
         for number in numbers:
             source = self._sources.pop(number)
             del self._numbers[source.oid]
@@ -266,9 +262,8 @@ class Places:
 
 
 def _plain(extents: Sequence[Extent]) -> Iterator[tuple[int, Location]]:
-    """Those of the first extents of a file that lie in containers as they are: where they begin in
-    the file, and where they lie. Not shared ones: when one has gone bad, all files that name it are
-    read elsewhere from the next transaction on."""
+    """The first extents of a file that lie in containers as they are: offset and location. Not
+    shared ones: one that goes bad is read elsewhere from the next transaction on."""
     start = 0
     for length, place, is_shared in extents[:PLACES_MAX]:
         if place is not None and not is_shared and place.codec == PLAIN:

@@ -1,16 +1,13 @@
 """Quotas: a file or directory that is about to grow asks here first, and fails with EDQUOT.
 
-What is on record is counted by the transactions that change it (meta/quotas.py). What open files
-have grown by since is known here: so the *room* of a quota, which is what it has left, is what the
-records leave, without that, and without what is under way. It is looked at once a second while open
-files grow, and again before anybody is refused; in between what is granted is taken off. So one
-host never grants more than there is. Hosts of a cluster learn of each other's growth when it is on
-record, at the latest after a commit interval, and look again then.
+The *room* of a quota is its rest on record, less growth of open files and grants under way. It is
+read once a second while open files grow, and again before a refusal; grants are taken off in
+between. So one host never grants more than there is. Hosts of a cluster learn of each other's
+growth at the latest after a commit interval.
 
-What programs write past the daemon nobody can stop. A file of a quota is opened so only while there
-is room for PASSED_THROUGH bytes more, or for what the file is expected to have, and as much for
-each file that is open so. It is looked at when the room is: all others are refused by what it has
-taken, and its own fsync is if it has grown beyond.
+Writes past the daemon cannot be stopped. A file is opened so only while there is room for
+PASSED_THROUGH bytes more, or its expected size, for each file open so. Its growth is counted when
+the room is: other files are refused by it, and its own fsync if it has grown beyond.
 """
 
 import math
@@ -125,7 +122,6 @@ class Quotas:
             return rooms
 
     def _chain(self, project: int) -> Sequence[QuotaRoom]:
-        """All quotas that count what a project has, the innermost first."""
         room = self._rooms.get(project)
         return () if room is None else room.chain
 
@@ -137,9 +133,8 @@ class Quotas:
     # --- growing ---
 
     def granted(self, project: int, bytes_: int, inodes: int = 0) -> "Grant":
-        """A context manager: within its block the project may get so much more, which is on record,
-        or in core, when it ends. It raises QuotaExceeded, Unavailable; nothing is refused that does
-        not grow."""
+        """A context manager: its project may grow by so much, which is on record, or in core, when
+        the block ends. Raises QuotaExceeded, Unavailable. No growth is never refused."""
         return Grant(self, project, bytes_, inodes)
 
     def growing(self, file: OpenInode, end: int) -> "Grant":
@@ -162,7 +157,7 @@ class Quotas:
             self._meanwhile.add(grant)
 
     def _is_old(self, project: int) -> bool:
-        """Whether more may be used than was so when we looked, not counting what was granted."""
+        """Whether more may be used than when we looked, grants aside."""
         for room in self._chain(project):
             if room.is_old:
                 return True
@@ -171,7 +166,7 @@ class Quotas:
         return bool(self._growing) and trio.current_time() > self._looked_s + _LOOK_S
 
     def _lacking(self, grant: "Grant") -> QuotaRoom | None:
-        """The innermost quota that has no room for it, as far as we have looked."""
+        """The innermost quota known to have no room for it."""
         for room in self._chain(grant.project):
             if room.lacks(grant):
                 return room
@@ -189,8 +184,7 @@ class Quotas:
             self._growing.setdefault(file, _size_of(file))
 
     def may_pass_through(self, file: OpenInode) -> bool:
-        """Whether there is room for what a program may write to the file past the daemon. Does not
-        block."""
+        """Whether there is room for writes past the daemon. Does not block."""
         chain = self._chain(file.inode.project)
         if not chain:
             return file.inode.project < FIRST_PROJECT or self._looked_s != _NEVER_S
@@ -209,8 +203,7 @@ class Quotas:
                         raise QuotaExceeded(room.describe())
 
     async def require_kept(self, project: int) -> None:
-        """Raises QuotaExceeded if there is more than a quota allows that counts the project, as by
-        what was made without asking before."""
+        """Raises QuotaExceeded if a quota of the project is exceeded, as by growth before it."""
         for room in await self.over(project):
             if room.bytes < 0 or room.inodes < 0:
                 raise QuotaExceeded(room.describe())
@@ -225,8 +218,7 @@ class Quotas:
         return self._chain(project)
 
     async def tightest(self, project: int) -> tuple[QuotaRoom | None, QuotaRoom | None]:
-        """Of all quotas that count what a project has, the one with the least room for bytes, and
-        for inodes; None: nothing limits these."""
+        """The quotas of a project with the least room for bytes, and for inodes; None: no limit."""
         rooms = await self.over(project)
         of_bytes = [room for room in rooms if room.quota.bytes_max != UNLIMITED]
         of_inodes = [room for room in rooms if room.quota.inodes_max != UNLIMITED]
@@ -237,8 +229,7 @@ class Quotas:
 
 
 class Grant:
-    """See ``Quotas.granted``. A class of its own, as this is on the way of every new file and write
-    in a quota."""
+    """See ``Quotas.granted``. A class, because each new file and write in a quota uses it."""
 
     __slots__ = ("_quotas", "bytes", "inodes", "project")
 
@@ -265,7 +256,6 @@ def _chain_of(room: QuotaRoom, rooms: Mapping[int, QuotaRoom]) -> Sequence[Quota
 
 
 def _size_of(file: OpenInode) -> int:
-    """As it is now; of a file that is passed through, as its copy tells, if that works."""
     if file.backing and file.inode.in_burst and file.own_copy.is_open:
         with suppress(FsError):
             return file.own_copy.stat().st_size

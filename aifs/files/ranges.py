@@ -1,6 +1,4 @@
-"""Operations on byte ranges of files that are neither reads nor writes: fallocate, SEEK_DATA,
-copy_file_range.
-"""
+"""Byte ranges of files: fallocate, SEEK_DATA, copy_file_range."""
 
 import os
 
@@ -22,11 +20,8 @@ WHOLE = SIZE_MAX
 
 
 async def fallocate(io: FileIO, file: OpenInode, mode: int, offset: int, length: int) -> None:
-    """fallocate(2) with the modes above. Space can be reserved in the burst tier alone, so files
-    that are elsewhere refuse that; data servers free the space of holes and zeros.
-
-    Raises NotSupported, NoSpace, Invalid, FileTooLarge.
-    """
+    """fallocate(2) with the modes above. Only the burst tier reserves space; data servers free that
+    of holes and zeros. Raises NotSupported, NoSpace, Invalid, FileTooLarge."""
     if mode not in _MODES:
         raise NotSupported("fallocate: this mode is not supported")
     if offset < 0 or length <= 0:
@@ -105,16 +100,13 @@ async def _write_zeros(io: FileIO, file: OpenInode, offset: int, end: int) -> No
 
 
 def _tells_holes(file: OpenInode) -> bool:
-    """Not while somebody may write to the file by way of the daemon: the kernel keeps back what a
-    mapping has written. Nor where another host has the file.
-    """
+    """Not while the daemon writes to the file (the kernel keeps back writes of a mapping), nor
+    where another host has it."""
     return not file.home and (bool(file.backing) or not file.writers)
 
 
 async def seek(io: FileIO, file: OpenInode, offset: int, whence: int) -> int:
-    """The next data or hole from ``offset`` on. Where servers that should tell do not work, all is
-    data.
-    """
+    """The next data or hole from ``offset`` on. If servers fail to tell, all is data."""
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
         raise Invalid("lseek: neither SEEK_DATA nor SEEK_HOLE")
     if file.is_joined:
@@ -154,9 +146,8 @@ async def _seek_objects(file: OpenInode, offset: int, whence: int) -> int:
 async def copy(
     io: FileIO, source: OpenInode, offset_in: int, target: OpenInode, offset_out: int, length: int
 ) -> int:
-    """Copy up to ``length`` bytes, in the kernel where both files are in the burst tier. Returns
-    how many.
-    """
+    """Copy up to ``length`` bytes, by the kernel if both are in the burst tier. Returns how
+    many."""
     for file in (source, target):
         if file.is_joined:
             await io.by_home.look_at_home(file)

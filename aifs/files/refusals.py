@@ -1,6 +1,4 @@
-"""The last request of each user on each inode that was refused, and why. In memory: it is for the
-program that has just asked.
-"""
+"""The last refused request of each user on each inode, and why; in memory."""
 
 import errno
 import time
@@ -24,21 +22,17 @@ _LOGGED, _LOGGED_S = 60, 60.0
 
 
 class Refusals:
-    """The newest of ``_USERS_MAX`` users, on ``_INODES_MAX`` inodes each: nobody pushes out those
-    of others by asking.
-    """
+    """The newest of ``_USERS_MAX`` users, on ``_INODES_MAX`` inodes each, so users do not
+    compete."""
 
     def __init__(self) -> None:
         self._of: dict[int, dict[int, dict[str, Any]]] = {}
         self._logged: dict[int, tuple[float, int]] = {}
-        """By user, since when lines of the log for that user are counted, and how many there
-        were."""
+        """By user: since when lines of the log are counted, and their number."""
 
     @contextmanager
     def noted(self, ino: int, caller: CallerLike, request: str) -> Iterator[None]:
-        """Keep the reason of a request that is refused inside for ``caller``, and log the reason of
-        a wrong one.
-        """
+        """Keep the reason of a refusal inside for ``caller``; log that of a wrong request."""
         try:
             yield
         except FsError as error:
@@ -68,9 +62,8 @@ class Refusals:
         return lines < _LOGGED
 
     def find(self, ino: int, caller: CallerLike) -> dict[str, Any] | None:
-        """The last request of ``caller`` on this inode that was refused (core/ioctl.py); None:
-        none is known.
-        """
+        """The last refused request of ``caller`` on this inode (core/ioctl.py); None: none
+        known."""
         return self._of.get(caller.uid, {}).get(ino)
 
     HINTS = (

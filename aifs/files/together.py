@@ -107,8 +107,8 @@ class Together:
     # --- what others tell; whatever they say, it does no harm ---
 
     async def _serve_join(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """A host reads a file that has its meeting place here, as [inode number, oid]. Returns its
-        other readers."""
+        """Add a reader of a file that meets here, by [inode number, oid]. Returns its other
+        readers."""
         ino, oid = arguments
         return Answer(self._joined((ino, oid), asker.name))
 
@@ -130,8 +130,8 @@ class Together:
             self._readers.pop((ino, oid), None)
 
     def _hear_met(self, peer: Peer, arguments: Any, body: Body) -> None:
-        """A host reads the file, as [inode number, oid, its name, how far it was, whether it is to
-        be told of us]."""
+        """Note a reader of the file, by [inode number, oid, its name, its position, whether to tell
+        it of us]."""
         ino, oid, name, end, is_new = arguments
         reading = self._readings.get((ino, oid))
         if reading is not None:
@@ -140,7 +140,7 @@ class Together:
                 self._tell(name, _MET, [ino, oid, self.own, reading.end_of_known, False])
 
     async def _give(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """A MiB of a file, as [inode number, oid, offset, whether to load it]; nothing if it is not
+        """A MiB of a file, by [inode number, oid, offset, whether to load it]; empty if it is not
         here. And whether the file is read here. Raises Unavailable."""
         ino, oid, offset, load = arguments
         reading = self._readings.get((ino, oid))
@@ -229,8 +229,7 @@ class _Reading:
         return False
 
     def _whom_to_ask(self, offset: int) -> tuple[str, bool]:
-        """The host that is to have a MiB, and whether it loads it; '': it comes from the
-        servers."""
+        """The host for a MiB, and whether it loads it; '': the servers."""
         own, number = self._own, offset // HASHED
         host = max([own, *self.hosts], key=lambda name: weight(name, number))
         if host != own:

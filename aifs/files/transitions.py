@@ -1,15 +1,14 @@
-"""The state machine of a file's bytes: nobody else changes where they are.
+"""The state machine of a file's bytes: no other module changes where they are.
 
 A *form* says where the bytes of a file are: in its record, in objects or chunks on the capacity
-tier, in a burst copy alone, or on the capacity tier with a clean copy beside. A file changes it in
-these steps, whatever the change is (``change_form``):
+tier, in a burst copy alone, or on the capacity tier with a clean copy. Each change
+(``change_form``) has these steps:
 
-1. what is going to be made is on record as garbage, under an id that was never used;
-2. it is made, and durable, from a plain value that says all that is needed for it (burst/making):
-   until the flip nothing counts, and the file stays what it is;
+1. the new objects are on record as garbage, under an id that was never used;
+2. they are made, and durable, from a plain value with all that is needed (burst/making);
 3. with the file's gate held alone, one transaction *flips* the file, if it has not been changed
    meanwhile, and core takes the new form over before the gate is left;
-4. what was replaced, or made in vain, is garbage for the collector.
+4. replaced objects, and those made in vain, are garbage for the collector.
 
 A transaction may let other tasks run before and after its commit. So a task that changes the form
 or the dirty mark, or needs them to stay, holds the gate; a task that writes a file's record holds
@@ -62,8 +61,8 @@ class Flip:
 
     file: OpenInode
     form: dict[str, Any]
-    """The fields of its inode that change: of its form, and ``size`` and ``blocks``. What others
-    have changed until the flip, while new bytes were made, stays."""
+    """The changed fields of its inode: of its form, ``size`` and ``blocks``. Others stay as they
+    are."""
     record: dict[str, Any] = field(default_factory=dict)
     """What else is recorded: fields of FormChange."""
     objects: Bytes | None = None
@@ -72,8 +71,7 @@ class Flip:
     """The copy that the file did not have."""
 
     def becomes(self) -> Inode:
-        """The inode as it will be. New objects are the file's own, even if the old ones are
-        shared."""
+        """The inode as it will be. New objects are its own, even if the old ones are shared."""
         before = self.file.inode
         after = before.but(**self.form)
         if after.layout is None or after.oid != before.oid:
@@ -82,8 +80,7 @@ class Flip:
 
 
 class Transitions:
-    """Used from one trio thread. The gate of each file is held alone, except where a method says
-    otherwise."""
+    """Used from one trio thread. Callers hold the gate alone, unless a method says otherwise."""
 
     def __init__(
         self,
@@ -96,8 +93,7 @@ class Transitions:
         homes: Homes,
         places: Places,
     ) -> None:
-        """``objects_of``: what holds the bytes of a file on the capacity tier, if the columns of a
-        mask must not be read."""
+        """``objects_of``: the bytes on the capacity tier, without the columns of a mask."""
         self._homes = homes
         self._places = places
         self._engine = engine
@@ -119,14 +115,13 @@ class Transitions:
         holds: Callable[[], bool],
         is_alone: bool = False,
     ) -> bool:
-        """Make what ``describe`` says, and flip the file to what it ``becomes`` with that; whether
-        it was done. The file may change while it is described.
+        """Make what ``describe`` says, and flip the file to what it ``becomes``; whether it was
+        done.
 
-        ``holds`` says whether the file is still what it was before it was described; it is asked
-        meanwhile, and when nobody can change the file any more. ``is_alone``: the caller holds the
-        gate. Each time that it is asked to, ``describe`` says the same target, and where the bytes
-        lie then: chunks may have been moved. Raises what ``describe`` and ``carry_out`` raise,
-        NoSpace and Unavailable; then the file is what it was.
+        ``holds``: whether the file is what it was before; asked meanwhile, and when nobody can
+        change it. ``is_alone``: the caller holds the gate. ``describe`` says the same target each
+        time, and where the bytes lie then: chunks may have moved. Raises errors of ``describe`` and
+        ``carry_out``, NoSpace and Unavailable; then the file is what it was.
         """
         if not holds():
             return False
@@ -148,7 +143,6 @@ class Transitions:
         movers: Movers,
         holds: Callable[[], bool],
     ) -> Made | None:
-        """None if the file is not what it was when it was described."""
         while holds():
             try:
                 return await movers.carry_out(carry_out, making, lambda: not holds())
@@ -162,9 +156,8 @@ class Transitions:
 
     @asynccontextmanager
     async def making(self, target: Target) -> AsyncIterator[None]:
-        """``target`` may be made within the block. It is garbage afterwards, unless a flip has made
-        it a file's. The gate is not needed.
-        """
+        """Let ``target`` be made within the block. It is garbage afterwards, unless flipped.
+        Callers need not hold the gate."""
         await self.begin_making([target])
         try:
             yield
@@ -184,10 +177,9 @@ class Transitions:
         new: Collection[bytes],
         lost: Mapping[int, int],
     ) -> Sequence[Extent]:
-        """Return what the flip has to record of the chunk list ``oid``: no transaction should take
-        long, so nothing is left to it of a long one, which is on record on return, and made until
-        ``end_making``. ``new``, ``lost`` and errors: see Containers.list_extents.
-        """
+        """Record a long chunk list ``oid`` beforehand, made until ``end_making``, so that the flip
+        is short. Returns what the flip has to record. ``new``, ``lost``, errors:
+        Containers.list_extents."""
         if len(extents) <= LISTED_AT_ONCE:
             return extents
         self._being_made.add(oid)
@@ -195,9 +187,7 @@ class Transitions:
         return ()
 
     def end_making(self, oid: int) -> None:
-        """What has been made is garbage, unless a flip has made it a file's. Does not block; may be
-        called of what was never begun.
-        """
+        """Make garbage of what no flip has used, also if never begun. Does not block."""
         if oid in self._being_made:
             self._being_made.discard(oid)
             self._collector.add_garbage(oid)
@@ -208,11 +198,11 @@ class Transitions:
         lost: Mapping[int, int] = NOTHING_LOST,
         new: Collection[bytes] = (),
     ) -> None:
-        """Files become what they are to be, in one transaction, on record and in core.
+        """Flip files in one transaction, on record and in core.
 
-        What their new forms refer to is durable; what they had before is garbage on return.
-        ``lost`` and ``new``: see forms.change_forms. Raises NoSpace, Unavailable, and Stale as
-        that does; then all of them are what they were.
+        Their new objects are durable; the old ones are garbage on return. ``lost`` and ``new``: see
+        forms.change_forms. Raises NoSpace, Unavailable, Stale as that does; then nothing has
+        changed.
         """
         await self._flip(forms.grow_forms, flips, lost, new)
 
@@ -288,8 +278,8 @@ class Transitions:
     async def share(
         self, file: OpenInode, function: Callable[..., Inode | None], *args: Any
     ) -> Inode | None:
-        """Make a clone of a file that is settled, by ``function`` (see clones.clone_file): from now
-        on it shares its bytes. What that returns."""
+        """Clone a settled file by ``function`` (see clones.clone_file), which now shares its bytes.
+        Returns the result."""
         if file.unsaved:
             await self.save(file)
         async with _recording([file]):
@@ -299,12 +289,10 @@ class Transitions:
         return clone
 
     def follow(self, file: OpenInode, stored: Inode) -> bool:
-        """Another host has made this of the record of a file that is not changed here. Whether the
-        bytes lie elsewhere now, or are others: then ``look_again`` is due. Neither blocks nor
-        suspends.
+        """Take over another host's record of a file that is not changed here. Whether the bytes lie
+        elsewhere, or are others: then ``look_again`` is due. Neither blocks nor suspends.
 
-        Bytes that are in the record are not taken over here: the holder of the gate may be making
-        something of them, which has to be refused (B11).
+        Bytes in the record are left: the holder of the gate may be using the old ones (B11).
         """
         inode = file.inode
         if (inode.size, inode.mtime_ns) != (stored.size, stored.mtime_ns):
@@ -316,9 +304,8 @@ class Transitions:
         return not namespace.has_form_of(stored, inode)
 
     async def look_again(self, file: OpenInode) -> None:
-        """Take over what another host has made of the bytes, which nobody changes here. What is
-        known of its columns is looked up, too.
-        """
+        """Take over another host's form of the bytes, which nobody changes here, and the
+        columns."""
         async with _recording([file]):
             stored, changer, unread = await self._engine.view(forms.load, file.inode.ino)
             if file.marked:
@@ -341,11 +328,11 @@ class Transitions:
     # --- copies ---
 
     def find_copy(self, file: OpenInode, changer: int | None) -> None:
-        """``file.inode`` is what is on record, with the dirty mark of ``changer`` (forms.load): the
-        file is with its home, and has its copy, if it has one that counts here. Does not suspend.
+        """``file.inode`` is on record, with the dirty mark of ``changer`` (forms.load): find its
+        home, and its copy that counts here. Does not suspend.
 
-        A clean copy on another host is nothing to this one: the file is read from the data servers.
-        Before the first change here, ``ByHome`` asks that host to drop its copy.
+        A clean copy on another host is ignored: the file is read from the data servers. Before the
+        first change here, ``ByHome`` asks that host to drop it.
         """
         inode = file.inode
         home = 0 if inode.copy is None else self._homes.of(inode.copy.server)
@@ -362,8 +349,7 @@ class Transitions:
             self.attach(file, self._tier.open(inode.copy))
 
     def attach(self, file: OpenInode, copy: BurstCopy) -> None:
-        """The open file has this copy; also in the middle of its being open. The gate is not
-        needed if the record says so."""
+        """Give an open file this copy. Callers need not hold the gate if the record says so."""
         file.copy = copy
         self._tier.opened(copy)
         self._pin(file, copy)
@@ -394,8 +380,8 @@ class Transitions:
     async def move_column(
         self, file: OpenInode, before: SetRecord, column: int, server: int, unread: int
     ) -> bool:
-        """The object of a column is whole on ``server``: from now on it is read there (see
-        moves.flip). Whether the record agrees to that."""
+        """Read a column, which is whole on ``server``, there from now on (see moves.flip). Whether
+        the record agrees."""
         async with _recording([file]):
             after = await self._engine.transact(moves.flip, before, column, server, unread)
             if after is not None:
@@ -403,12 +389,11 @@ class Transitions:
         return after is not None
 
     async def lose_columns(self, file: OpenInode, oid: int, mask: int) -> bool:
-        """Columns of these objects were found to be wrong: from now on nobody reads them. Whether
-        that is on record (see moves.put_damaged).
+        """Read the wrong columns of these objects no more. Whether that is on record (see
+        moves.put_damaged).
 
-        The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So a
-        task that holds the gate and reads asks after each read whether the objects have been
-        replaced.
+        The gate is not needed, and must not be waited for: a rebuild could begin meanwhile. So
+        readers that hold the gate ask after each read whether the objects were replaced.
         """
         async with _recording([file]):
             unread = await self._engine.transact(moves.put_damaged, oid, file.inode.ino, mask)
@@ -419,15 +404,12 @@ class Transitions:
         return unread != 0
 
     async def view(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
-        """What a view finds on record of the file, when core says the same. The gate is not
-        needed."""
+        """A view of the file's record, when core says the same. The gate is not needed."""
         async with _recording([file]):
             return await self._engine.view(function, *args)
 
     def _replace_objects(self, file: OpenInode, layout: Striped, unread: int) -> None:
-        """The record says that the objects lie so, and that the columns of the mask ``unread`` must
-        not be read. Does not suspend.
-        """
+        """Take over new places of objects, and the mask ``unread`` of columns. Does not suspend."""
         self._take_places(file)
         self._places.take_objects(file.inode.oid)  # clones of it have the same
         before, file.inode.layout = file.objects, layout
@@ -438,8 +420,8 @@ class Transitions:
     # --- marks ---
 
     async def mark(self, file: OpenInode) -> None:
-        """The bytes may change without notice when this returns. A file that lost checksums by that
-        has lost them durably."""
+        """Mark the file: its bytes may change without notice on return. Lost checksums are lost
+        durably."""
         had_checksums = await self._record(file, forms.put_mark, file.inode)
         self._adopt_mark(file, True)
         if had_checksums:
@@ -447,8 +429,7 @@ class Transitions:
                 await self._engine.barrier()
 
     async def shrink(self, file: OpenInode, size: int) -> None:
-        """The record of a file in objects says durably, with a mark, that it has ``size`` bytes
-        (I6)."""
+        """Record durably, with a mark, that a file in objects has ``size`` bytes (I6)."""
 
         def put(tx: Transaction, inode: Inode) -> None:
             # Not in core before: another host's record of the file may come in until the commit.
@@ -473,23 +454,21 @@ class Transitions:
         file.marked = marked
 
     def _take_places(self, file: OpenInode) -> None:
-        """Reads of the file come to us: its bytes may change, or lie elsewhere."""
         file.placed = None
         self._places.take(file.inode.ino)
 
     # --- what the record holds of the bytes (the gate is held, shared or alone) ---
 
     async def put_inline(self, file: OpenInode, change: Callable[[bytes], bytes]) -> None:
-        """The bytes in the record become what ``change`` makes of them, and count when that is on
-        record."""
+        """Replace the bytes in the record by those of ``change``; they count when on record."""
         inode = file.inode
         file.changed(clock.kernel_ns())
         data, blocks = await self._record(file, forms.put_inline, inode, change)
         inode.data, inode.size, inode.blocks = data or None, len(data), blocks
 
     async def grow(self, file: OpenInode, size: int) -> None:
-        """The file has at least ``size`` bytes, which count when that is on record: a write that
-        ends below a size that somebody else is recording must wait for that."""
+        """Make the file at least ``size`` bytes long, on record: a write below a size that is being
+        recorded waits for that."""
         await self._record(file, forms.put_size, file.inode, size)
         file.inode.size = max(file.inode.size, size)
 
@@ -540,10 +519,8 @@ class Transitions:
         file.adopt(stored)
 
     async def _record(self, file: OpenInode, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a transaction function that writes the file's record from what is in core. What it
-        returns has to be in core before the caller suspends: a task that waits to record it runs
-        only then.
-        """
+        """Run a transaction function that writes the file's record from core. Callers put its
+        result into core before they suspend: tasks that wait to record run only then."""
         await file.recording.enter_alone()
         unsaved, file.unsaved = file.unsaved, False  # what changes while we wait is not saved yet
         try:
@@ -558,10 +535,8 @@ class Transitions:
 def _unless_overtaken(
     files: Iterable[OpenInode], function: Callable[..., Result]
 ) -> Callable[..., Result]:
-    """``function``, which raises ChangedElsewhere, each time that it runs, if another host has
-    changed one of these files, whose gates are held alone, since now: it may have written in place
-    and have come to rest, which no record tells.
-    """
+    """``function``, raising ChangedElsewhere at each run if another host has changed one of these
+    files since now, whose gates are held alone: no record tells of changes in place."""
     changes = [(file, file.changes) for file in files]
 
     @wraps(function)
@@ -575,7 +550,6 @@ def _unless_overtaken(
 
 
 def _objects_of(target: Target) -> NewObjects:
-    """A target as its garbage record names it: a copy is the one object of its device."""
     if isinstance(target, Copy):
         return NewObjects(0, target.id, Striped(1, (target.server,)))
     assert target is not None
@@ -583,8 +557,8 @@ def _objects_of(target: Target) -> NewObjects:
 
 
 class _Held:
-    """Some gates, held alone within the block. Those of many files are entered in one order, so
-    that no two wait for each other."""
+    """Some gates, held alone within the block; entered in one order, so that no two tasks wait for
+    each other."""
 
     __slots__ = ("_entered", "_gates")
 
@@ -615,7 +589,6 @@ def alone(files: Iterable[OpenInode]) -> _Held:
 
 
 def _recording(files: Iterable[OpenInode]) -> _Held:
-    """Hold ``recording`` of all these."""
     return _Held([file.recording for file in in_order(files)])
 
 

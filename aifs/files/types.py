@@ -13,14 +13,11 @@ SIZE_MAX = 1 << 62
 """Largest file size in bytes; servers may have smaller limits of their own (EFBIG)."""
 
 AHEAD = os.O_NONBLOCK
-"""Among the flags of open(2): not for what a program wants of the file, but to have it in memory
-for others. On regular files it means nothing else. What ``open_file`` opens as ``foreign`` has it.
-"""
+"""A flag of open(2) to bring a file into memory for others; else unused on regular files.
+``open_file`` has it as ``foreign``."""
 
 ATIMES = ("noatime", "relatime", "strictatime")
-"""When opening a file for reading counts as access: never, once a day or after a change, or each
-time.
-"""
+"""When opening to read counts as access: never, once a day or after a change, or each time."""
 
 
 class CallerLike(Protocol):
@@ -83,9 +80,7 @@ class Lent(NamedTuple):
     opens: int
     """How many handles it has."""
     accessed_ns: int
-    """When it was last opened so that this counts as access and we have not heard of it; 0: it was
-    not.
-    """
+    """When it was last opened as an access that we have not heard of, or 0."""
 
 
 class ReadPlace(NamedTuple):
@@ -111,70 +106,63 @@ class Passthrough(Protocol):
     def detach(self, backing: int) -> None: ...
 
     def lend(self, ino: int, backing: int, copy_id: int, due_ns: int, asks: bool) -> Lent | None:
-        """From now on an open of the inode for reading is answered without us: it is passed through
-        to ``backing`` (0: not passed through). It counts as access, but not again for a day, if it
-        comes at ``due_ns`` or later; 0: each one counts. ``asks``: not while opens are watched.
-        Returns what is not lent any more for that, perhaps this inode itself. What is lent already,
-        as the same, has another ``due_ns`` and ``asks``.
+        """Have opens for reading answered without us, passed through to ``backing`` unless it is 0.
+
+        An open at ``due_ns`` or later counts as access, then not for a day; 0: each does. ``asks``:
+        not while opens are watched. Returns what is not lent any more, perhaps this inode. Lending
+        again replaces ``due_ns`` and ``asks``.
         """
 
     def note_attributes(self, ino: int, record: bytes) -> None:
-        """The record of an inode that is lent, as it is now: names that lead to it may be looked up
-        without us."""
+        """The record of a lent inode as it is now: its names may be looked up without us."""
 
     def note_entries(self, entries: list[tuple[bytes, bytes]]) -> None:
         """Keys and records of entries of directories, as they are now: the same of their names."""
 
     def take_back(self, ino: int, idle: bool = False) -> Lent | None:
-        """An inode that was lent, as it was. Its handles are ours from now on: they are ``LENT |
-        ino``. ``idle``: only if it has none, else the next request about it will come to us.
-        """
+        """Take back a lent inode, as it was. Its handles are ours: ``LENT | ino``. ``idle``: only
+        if it has none, else its next request comes to us."""
 
     def find_lent(self, ino: int) -> Lent | None:
         """The inode, if it is lent."""
 
     def open_lent(self, ino: int, flags: int, uid: int) -> bool:
-        """As if the open of the inode by this user came first when it is lent. Whether it was
-        answered without us: then the answer to it is the handle LENT_HERE."""
+        """Open a lent inode as this user. Whether it was answered without us: its handle is
+        LENT_HERE."""
 
     def all_lent(self, which: Literal["open", "used", "all"]) -> list[Lent]:
-        """The inodes that are lent: those that have handles, or that were used since that was asked
-        last, whose access is ours to record now, or all of them. Takes a millisecond.
-        """
+        """Lent inodes: with handles; used since the last call, whose access is ours to record now;
+        or all. Takes a millisecond."""
 
     def watch_opens(self, on: bool) -> None:
         """Whether opens of inodes that are lent are noted from now on, each anew."""
 
     def noted_opens(self) -> list[tuple[int, int]]:
-        """Inode and uid of each open that was noted since this was asked last, the first one alone
-        of those by the same user; in order, without opens that are ``AHEAD``."""
+        """Inode and uid of opens noted since the last call, the first of each user, in order;
+        without opens that are ``AHEAD``."""
 
     def put_source(self, number: int, unit: int, in_memory: bool, fds: Sequence[int]) -> None:
-        """From its first place on, and as long as it has one, this is a source: bytes that are
-        striped over the files behind ``fds`` in units of ``unit`` bytes; -1 for one that does not
-        exist. ``in_memory``: reads there never wait. Else only those are answered without us that
-        need not wait. Raises ValueError beyond SOURCES_MAX and COLUMNS_MAX.
-        """
+        """Add a source, as long as it has places: bytes striped over ``fds`` (-1: missing) in units
+        of ``unit`` bytes. ``in_memory``: reads never wait; else reads that would wait come to us.
+        Raises ValueError beyond SOURCES_MAX and COLUMNS_MAX."""
 
     def put_places(
         self, ino: int, size: int, places: Sequence[ReadPlace]
     ) -> tuple[bool, Sequence[int]]:
-        """Reads of an inode of ``size`` bytes are answered without us from now on, where it has
-        ``places``, which are in order and do not overlap; nobody changes it. Returns whether that
-        is so: not of more than PLACES_MAX. And the sources that have lost their last place by it,
-        and are no more: another file may have given way.
-        """
+        """Have reads of an unchanging inode of ``size`` bytes answered where it has ``places``, in
+        order and disjoint. Returns whether that is so (not of more than PLACES_MAX), and the
+        sources that are no more, without places: another file may have given way."""
 
     def take_places(self, ino: int) -> Sequence[int]:
         """Reads of the inode come to us from now on. Returns the sources that are no more."""
 
     def take_source(self, number: int) -> Sequence[int]:
-        """The same of all inodes that have a place in this source; EVERY_SOURCE: of those that were
-        not read since that was asked last. Takes a millisecond."""
+        """Take the places of all inodes in this source; EVERY_SOURCE: of those not read since the
+        last call. Takes a millisecond."""
 
     def read_units(self) -> list[tuple[int, int]]:
-        """The sources that were read without us since this was asked last, and of each a mask: bit
-        ``u mod 64`` for unit ``u``. Takes a fraction of a millisecond."""
+        """Sources read without us since the last call, each with a mask: bit ``u mod 64`` for unit
+        ``u``. Takes a fraction of a millisecond."""
 
 
 SOURCES_MAX, COLUMNS_MAX, PLACES_MAX = 1 << 14, 16, 64
@@ -191,11 +179,10 @@ LENT_HERE = 0
 
 
 class Opened(NamedTuple):
-    """An open file: its handle, and the backing id that it is passed through to (0: it is not).
+    """An open file: its handle, and its backing id (0: not passed through).
 
-    ``direct``: its reads and writes come to us, uncached; if there is a backing id, too, only its
-    mappings are passed through. ``stale``: another host has changed the bytes, of which the kernel
-    may have old pages.
+    ``direct``: reads and writes come to us, uncached; only mappings are passed through. ``stale``:
+    another host has changed the bytes, of which the kernel may have old pages.
     """
 
     handle: int

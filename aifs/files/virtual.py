@@ -1,12 +1,10 @@
-"""What virtual files and directories are called, and their inode numbers, which no inode on record
-can have."""
+"""Names of virtual files and directories, and their inode numbers, which no record can have."""
 
 from aifs.core.errors import ReadOnly
 from aifs.core.names import VIRTUAL
 
 FIRST = 1 << 62
-"""Of all numbers of what is virtual: it and the number of the directory are that of
-``.aifs-data``."""
+"""In all virtual numbers. With the directory's number: ``.aifs-data``."""
 
 ORDERS = FIRST | 1 << 59
 """The same of ``.aifs-data/order``."""

@@ -1,6 +1,4 @@
-"""Background write-back: what was closed without fsync becomes durable after a while, or when
-somebody asks for it.
-"""
+"""Background write-back: files closed without fsync become durable after a while, or on request."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -28,9 +26,8 @@ _AT_ONCE = 64
 
 
 class WriteBack:
-    """While files are open, saves in-core attributes every ``commit_interval_s``; syncs closed
-    dirty files every ``writeback_interval_s``.
-    """
+    """Saves attributes of open files every ``commit_interval_s``; syncs closed dirty files every
+    ``writeback_interval_s``."""
 
     def __init__(
         self,
@@ -64,9 +61,7 @@ class WriteBack:
         return NEVER_S  # the next file that is opened asks for it
 
     async def sync_all(self) -> None:
-        """The bytes of all files are on stable storage when this returns. Raises NoSpace,
-        Unavailable.
-        """
+        """Bring all files to stable storage. Raises NoSpace, Unavailable."""
         opened = list(
             self._io.table.open
         )  # before anything waits: a file that is closed or opened meanwhile belongs to one
@@ -75,13 +70,11 @@ class WriteBack:
             await self.sync_inode(ino)
 
     async def sync_closed_files(self) -> None:
-        """The bytes of all files that are closed now are on stable storage when this returns.
+        """Bring all closed files to stable storage; many by syncing the servers' filesystems.
 
-        Few files are synced one by one; for many it is cheaper to sync the servers' filesystems as
-        a whole. Raises NoSpace or Unavailable; files on servers that work are synced all the same.
-        A file that cannot be synced though its server works is logged, and keeps its dirty mark:
-        nobody waits for it, and others must not either. What the system has failed to write back it
-        has forgotten, so that is not tried again.
+        Raises NoSpace or Unavailable; files on working servers are synced all the same. A file that
+        cannot be synced though its server works is logged, and keeps its dirty mark: it is not
+        tried again, because the system has forgotten what it failed to write.
         """
         io = self._io
         batch = {
@@ -102,19 +95,18 @@ class WriteBack:
             _log.warning("inode %d: what was written to it last may be lost: %s", ino, error)
 
     async def sync_files(self, inos: Iterable[int]) -> None:
-        """These files, open or not, are on stable storage when this returns. Raises as
-        ``sync_bytes``."""
+        """Bring these files, open or not, to stable storage. Raises as ``sync_bytes``."""
         synced = await self.sync_bytes(inos)
         if synced:
             await self._io.table.forget_marks(synced)
             await self._engine.barrier()
 
     async def sync_bytes(self, inos: Iterable[int]) -> dict[int, object | None]:
-        """The bytes of these files, open or not, are on stable storage when this returns; their
-        attributes are recorded, and so they are durable before anything that is recorded later.
+        """Bring the bytes of these files, open or not, to stable storage, and record their
+        attributes, which are durable before later records.
 
-        Returns those that were not, for ``OpenTable.forgetting``. If some cannot be synced, the
-        rest are all the same; the first error is raised: NoSpace or Unavailable.
+        Returns those that were unsynced, for ``OpenTable.forgetting``. Others are synced despite an
+        error; the first one is raised: NoSpace or Unavailable.
         """
         io = self._io
         synced = {
@@ -143,8 +135,8 @@ class WriteBack:
         return synced
 
     async def _sync_copies(self, inos: Sequence[int], errors: list[FsError]) -> list[int]:
-        """Sync those of these closed files that nobody can change, and that lie in the burst tier,
-        all together and without opening them in core. Returns the others."""
+        """Sync closed, unchangeable files in the burst tier together, without bringing them into
+        core. Returns the others."""
         io = self._io
         await io.inodes.find_room()
         places = await self._engine.view(forms.find_burst_files, inos)
@@ -175,9 +167,7 @@ class WriteBack:
         return left
 
     async def sync_inode(self, ino: int) -> None:
-        """One file, open or not, is on stable storage when this returns; nothing happens if it is
-        deleted.
-        """
+        """Bring one file, open or not, to stable storage, unless it is deleted."""
         try:
             file = await self._io.inodes.acquire(ino)
         except NotFound:
