@@ -3,6 +3,7 @@ helpers (-sfnv, -o, -t after the paths), and the start of the daemon.
 """
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -162,17 +163,21 @@ def mount_command(
 def _go_on(
     loaded: "Config", mountpoint: str, options: "MountOptions", kept: str, foreground: bool
 ) -> None:
-    """Serve the mount of a daemon that has died. ``kept``: descriptors of the mount and of what is
-    kept, from the keeper."""
+    """Serve the mount of a daemon once that has died. ``kept``: descriptors of the mount, of what
+    is kept, and of a pipe that says when, from the keeper."""
     log.setup(None if foreground else loaded.log.file, loaded.log.level)
     os.umask(0o022)
     try:
         from aifs.fuse.kept import KeptMount
         from aifs.fuse.session import serve
 
-        device, table = map(int, kept.split(":"))
-        for fd in (device, table):
+        device, table, turn = map(int, kept.split(":"))
+        for fd in (device, table, turn):
             os.set_inheritable(fd, False)
+        gc.freeze()
+        if not os.read(turn, 1):
+            return  # the keeper has ended
+        os.close(turn)
         serve(loaded, mountpoint, options, lambda: None, kept=KeptMount(table, device))
     except (AifsError, OSError, ImportError) as error:
         _logger.error("the daemon stops: %s", describe_error(error))

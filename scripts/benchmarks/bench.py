@@ -32,6 +32,7 @@ from hosts import hosts_rows
 from latency import latency_row
 from movement import movement_rows
 from operations import operations_rows
+from outlive import outlive_rows
 from protection import protection_rows
 from publishing import publishing_rows
 from report import Row, rate, show
@@ -72,6 +73,7 @@ SPECIAL = (
     "first-reads",
     "memory",
     "operations",
+    "outlive",
     "start",
 )
 
@@ -235,6 +237,9 @@ def bench(
                 rows += operations_rows(base, size.files, rounds)
                 rows.append(trash_row(base, size.files, rounds))
                 rows += clones_rows(base, size.files, size.entries, rounds)
+        if "outlive" in chosen:
+            with log.status("outlive"):
+                rows += outlive_rows(base, 5 if quick else 20, size, rounds)
         if "start" in chosen:
             with log.status("start"):
                 rows += start_rows(base, QUICK_START if quick else NORMAL_START, rounds, wheels)

@@ -4,6 +4,7 @@ import errno
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def keepers(store: Mounted) -> list[int]:
         ) in b" ".join(words):
             found.append(int(path.parent.name))
     return found
+
+
+def standing_by(store: Mounted) -> int:
+    """The daemon that waits for its turn, when there is one."""
+    (keeper,) = keepers(store)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        if waiting := {int(pid) for pid in children} - {daemon_of(store)}:
+            return waiting.pop()
+        time.sleep(0.01)
+    raise TimeoutError("no daemon stands by")
 
 
 @pytest.fixture
@@ -238,6 +251,7 @@ def test_it_ends_when_no_daemon_serves(scratch: Path) -> None:
         settings = store.source / "aifs.yaml"
         right = settings.read_text()
         settings.write_text("no: {such: section}\n")
+        os.kill(standing_by(store), signal.SIGKILL)  # it has read them already
         file = os.open(store.path, os.O_RDONLY)
         store.kill_only()
         with pytest.raises(OSError) as raised:
@@ -247,6 +261,18 @@ def test_it_ends_when_no_daemon_serves(scratch: Path) -> None:
         settings.write_text(right)
         subprocess.run(["umount", "-l", store.path], check=True, timeout=TIMEOUT_S)
         store.mount()
+
+
+def test_one_stands_by_that_goes_on(kept: Mounted) -> None:
+    for _ in range(2):
+        waiting = standing_by(kept)
+        kill(kept)
+        assert daemon_of(kept) == waiting
+    (keeper,), waiting = keepers(kept), standing_by(kept)
+    os.kill(keeper, signal.SIGKILL)
+    ended = os.pidfd_open(waiting)
+    assert select.select([ended], [], [], TIMEOUT_S)[0]
+    os.close(ended)
 
 
 def test_without_its_keeper_it_goes_on_and_ends_with_the_daemon(kept: Mounted) -> None:
