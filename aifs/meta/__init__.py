@@ -1,3 +1,1 @@
-"""The namespace as records in an ordered transactional key-value store. Knows nothing of file
-bytes. Imports core and layout.
-"""
+"""The namespace as records in an ordered transactional key-value store; no file bytes."""

@@ -29,8 +29,7 @@ _SINGLE = (USER_OBJ, GROUP_OBJ, MASK, OTHER)
 
 
 class AclEntry(NamedTuple):
-    """The permissions of one user, one group, or all of a kind: a sum of 4 read, 2 write, 1
-    execute."""
+    """Permissions of a user, a group, or all of a kind: a sum of 4 read, 2 write, 1 execute."""
 
     tag: int
     permissions: int
@@ -70,9 +69,7 @@ def mode_of(entries: list[AclEntry]) -> int:
 
 
 def applied(value: bytes, mode: int) -> tuple[int, bytes]:
-    """The mode, and the ACL, after ``value`` has been set as access ACL: empty where the mode
-    says it all.
-    """
+    """Mode and ACL after setting the access ACL ``value``: empty if the mode says it all."""
     entries = decode(value)
     mode = mode & ~0o777 | mode_of(entries)
     return mode, value if len(entries) > len(_OF_MODE) else b""
@@ -86,9 +83,7 @@ def after_chmod(value: bytes, mode: int) -> bytes:
 
 
 def inherited(default: bytes, mode: int) -> tuple[int, bytes]:
-    """Mode and access ACL of what is made, with ``mode``, in a directory of this default ACL; no
-    umask counts.
-    """
+    """Mode and access ACL of a new ``mode`` in a directory of this default ACL, without umask."""
     group = _group_tag(entries := decode(default))
     shift = {USER_OBJ: 6, group: 3, OTHER: 0}
     masked = [
@@ -108,9 +103,8 @@ def _group_tag(entries: list[AclEntry]) -> int:
 def granted(
     value: bytes, mode: int, owner: int, group: int, uid: int, groups: Container[int], wanted: int
 ) -> bool:
-    """Whether ``uid``, member of ``groups``, may all of ``wanted`` to an inode of this mode and
-    ACL, as acl(5) says.
-    """
+    """Whether acl(5) gives ``uid``, member of ``groups``, all of ``wanted`` on this mode and
+    ACL."""
     if uid == owner:
         return mode >> 6 & wanted == wanted
     if not value or not mode & stat.S_IRWXG:

@@ -11,8 +11,8 @@ _GROUPS_MAX = 1024  # of an asker's groups, the first
 
 
 class Asker(NamedTuple):
-    """The user that has asked for something that the daemon does later, with this user's rights. It
-    stands for a caller (files/types.py) whose process may have ended."""
+    """A user for whom, and with whose rights, the daemon acts later, as a caller
+    (files/types.py)."""
 
     uid: int
     gids: tuple[int, ...]

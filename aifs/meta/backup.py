@@ -123,9 +123,7 @@ class Segment:
 
 
 def decode_segment(name: Name, store: str, data: bytes) -> Segment:
-    """Raises Unavailable, which says why, unless this is that segment of that store, as it was
-    written.
-    """
+    """Raises Unavailable, with the reason, unless ``data`` is that segment of that store."""
     start = _HEAD.size + _DIGEST_BYTES
     head, digest, body = data[: _HEAD.size], data[_HEAD.size : start], data[start:]
     if len(digest) < _DIGEST_BYTES or not head.startswith(_MAGIC):
@@ -155,9 +153,8 @@ def said_ns(data: bytes) -> int:
 
 
 class Chain(NamedTuple):
-    """Segments that make a state, in the order in which they are applied, and the number of its
-    last transaction.
-    """
+    """Segments that make a state, in order of application, and the number of its last
+    transaction."""
 
     segments: tuple[Name, ...]
     seq: int

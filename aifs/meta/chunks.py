@@ -82,12 +82,11 @@ def decode_container(record: bytes) -> Container:
 def get_extents(
     tx: ReadTransaction, oid: int, chunk: int, offset: int
 ) -> tuple[int, Sequence[Extent]]:
-    """Extents of a list that follow each other, among them the one with byte ``offset``; and where
-    the first of them begins. Shared chunks have their places.
+    """Neighbouring extents of a list, among them the one with byte ``offset``, and the first one's
+    start. Shared chunks have their places.
 
-    ``chunk``: the largest size of the file's chunks; where all have it, this reads one record, else
-    a number that grows with the logarithm of the list's length. Raises Unavailable if the list does
-    not reach that far, or the shared chunk there is missing.
+    ``chunk``: the largest size of the file's chunks. If all have it, this reads one record, else
+    logarithmically many. Raises Unavailable for a list that ends before, or a missing shared chunk.
     """
     guess = tx.get(keys.chunk_list(oid, offset // chunk // CHUNKS_PER_RECORD * CHUNKS_PER_RECORD))
     start, extents = decode_list(guess) if guess is not None else (0, [])
@@ -112,8 +111,6 @@ def _length(extents: Sequence[Extent]) -> int:
 
 
 def _find_record(tx: ReadTransaction, oid: int, offset: int) -> bytes | None:
-    """The last record that begins at or before ``offset``."""
-
     def is_before(record: int) -> bool:
         value = tx.get(keys.chunk_list(oid, record * CHUNKS_PER_RECORD))
         return value is not None and start_of(value) <= offset
@@ -132,8 +129,8 @@ def _find_record(tx: ReadTransaction, oid: int, offset: int) -> bytes | None:
 
 
 def shares_of(tx: ReadTransaction, record: bytes) -> list[tuple[int, int, int]]:
-    """(container, server, bytes with headers) of all chunks that a record of a chunk list names,
-    shared ones included. Raises Unavailable."""
+    """(container, server, bytes with headers) of all chunks in a record of a chunk list, also
+    shared ones. Raises Unavailable."""
     shares = decode_shares(record)
     known = {container: server for container, server, _ in shares}
     for digest in shared_digests(record):
@@ -170,12 +167,11 @@ def _unknown(digest: bytes) -> Unavailable:
 def put_lists(
     tx: Transaction, lists: Mapping[int, Sequence[Extent]], new: Collection[bytes] = ()
 ) -> None:
-    """Record the chunk lists of some files, by oid. Chunks are durable in containers that the table
-    has. Grows the store.
+    """Record the chunk lists of some files, by oid; the chunks are durable. Grows the store.
 
-    ``new``: digests of the shared chunks that have been appended for this (see shared.take). The
-    caller points the inodes to the oids in the same transaction. Raises Stale if a shared chunk
-    that was found earlier has gone, Unavailable for an unknown container.
+    ``new``: digests of shared chunks appended for this (see shared.take). Callers point the inodes
+    to the oids in the same transaction. Raises Stale if a shared chunk found earlier has gone,
+    Unavailable for an unknown container.
     """
     every = [extent for extents in lists.values() for extent in extents]
     _count_named(tx, every, new)
@@ -193,13 +189,9 @@ def put_loose(
     new: Collection[bytes] = (),
     lost: Mapping[int, int] = NOTHING_LOST,
 ) -> None:
-    """Record the next part of a chunk list that no file names yet: extents from number ``first``
-    on, a multiple of CHUNKS_PER_RECORD, which begin at byte ``start``. See put_lists for the rest.
-    ``lost``: see put_lost.
-
-    The list is *loose*: it is dropped again unless a file gets it (put_named). For long lists,
-    since no transaction should take long.
-    """
+    """Record the next part of a long chunk list that no file names yet: extents from ``first``, a
+    multiple of CHUNKS_PER_RECORD, which begin at byte ``start``. Else as put_lists; ``lost``: see
+    put_lost. The list is *loose*: it is dropped again unless a file gets it (put_named)."""
     _count_named(tx, extents, new)
     tx.put(keys.loose(oid), keys.host_value(tx.host))
     put_records(tx, oid, extents, first, start)
@@ -220,8 +212,7 @@ def _count_named(tx: Transaction, extents: Sequence[Extent], new: Collection[byt
 def put_records(
     tx: Transaction, oid: int, extents: Sequence[Extent], first: int = 0, start: int = 0
 ) -> None:
-    """The records of a list alone, or those from extent ``first`` on, which begins at byte
-    ``start``; nothing is counted."""
+    """The records of a list from extent ``first`` on, at byte ``start``; nothing is counted."""
     for number in range(0, len(extents), CHUNKS_PER_RECORD):
         part = extents[number : number + CHUNKS_PER_RECORD]
         tx.put(keys.chunk_list(oid, first + number), encode_list(start, part))
@@ -231,9 +222,8 @@ def put_records(
 def replace_shared(
     tx: Transaction, places: Sequence[Location], lost: Mapping[int, int] = NOTHING_LOST
 ) -> list[int]:
-    """Good copies of shared chunks that turned out to be bad have been appended: all lists that
-    name them get these; ids of containers that are garbage now. A copy of a chunk that no list
-    names any more counts as dead."""
+    """Have all lists name good copies of bad shared chunks. Returns the containers that are garbage
+    now. A copy of a chunk that no list names any more counts as dead."""
     alive, before = [], []
     for place in places:
         old = shared.replace(tx, place)
@@ -246,28 +236,22 @@ def replace_shared(
 
 
 def put_lost(tx: Transaction, lost: Mapping[int, int]) -> None:
-    """Record which columns of containers an append has not made durable (a mask by container), in
-    the transaction that records its chunks: after these.
-    """
+    """Record which columns of containers (masks) an append has not made durable; called after the
+    records of its chunks, in their transaction."""
     for container, columns in lost.items():
         if find_container(tx, container) is not None:
             put_unread(tx, container, 0, columns)
 
 
 def put_dead(tx: Transaction, dead: Iterable[Location], lost: Mapping[int, int]) -> None:
-    """Record an append of which no chunk is named: it counts as dead. Raises Unavailable for an
-    unknown container.
-    """
+    """Count an append that nothing names as dead. Raises Unavailable for an unknown container."""
     count_in(tx, (), dead)
     put_lost(tx, lost)
 
 
 def drop_chunks(tx: Transaction, oid: int) -> list[int]:
-    """Forget the chunk list; ids of what is garbage now: containers.
-
-    A very long list is *loose* from now on, and garbage itself: to be dropped piece by piece
-    (``drop_some``), since no transaction should take long.
-    """
+    """Forget the chunk list. Returns the containers that are garbage now. A very long list is
+    *loose* from now on, and garbage itself, to be dropped by ``drop_some``."""
     first = keys.chunk_list(oid, 0)
     record = tx.get(first)
     if record is not None and is_last(record) and DROPPED_AT_ONCE:
@@ -279,9 +263,8 @@ def drop_chunks(tx: Transaction, oid: int) -> list[int]:
 
 
 def drop_some(tx: Transaction, oid: int) -> tuple[list[int], bool]:
-    """Forget some of a loose list; ids of the containers that are garbage now, and whether that was
-    all.
-    """
+    """Forget some of a loose list. Returns the containers that are garbage now, and whether it is
+    done."""
     records = list(tx.range(*keys.chunk_lists(oid), DROPPED_AT_ONCE))
     is_all = not records or len(records) < DROPPED_AT_ONCE
     if is_all:
@@ -304,9 +287,7 @@ def _drop(tx: Transaction, records: Sequence[tuple[bytes, bytes]]) -> list[int]:
 
 
 class Move(NamedTuple):
-    """A chunk of a file, by its number, or a shared chunk (``oid`` is 0), that has been copied to
-    another place.
-    """
+    """A copied chunk of a file, by its number, or shared chunk (``oid`` is 0)."""
 
     oid: int
     number: int
@@ -317,11 +298,8 @@ class Move(NamedTuple):
 def move_chunks(
     tx: Transaction, moves: Sequence[Move], lost: Mapping[int, int] = NOTHING_LOST
 ) -> list[int]:
-    """Point lists, and records of shared chunks, to the copies where they still name the old
-    places; ids of containers that are garbage now.
-
-    ``lost``: see put_lost.
-    """
+    """Point lists and records of shared chunks from old places, if they still name them, to the
+    copies. Returns the containers that are garbage now. ``lost``: see put_lost."""
     done = [move for move in moves if not move.oid and shared.move(tx, move.old, move.new)]
     by_record: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
@@ -373,9 +351,8 @@ def is_sealed(tx: ReadTransaction, container: int) -> bool:
 
 
 def open_containers(tx: ReadTransaction, host: int | None = None) -> dict[int, Container]:
-    """Those that are not sealed, to which ``host`` appends (None: any). One whose record is missing
-    or damaged is left out: fsck names it.
-    """
+    """Unsealed containers to which ``host`` appends (None: any), without damaged or missing
+    records, which fsck names."""
     found = {}
     marks = list(tx.range(*keys.all_of(b"a")))
     for container in [keys.number(k) for k, v in marks if host in (None, keys.host_of(v))]:
@@ -387,10 +364,8 @@ def open_containers(tx: ReadTransaction, host: int | None = None) -> dict[int, C
 
 @grows
 def put_container(tx: Transaction, container: int, layout: Striped) -> None:
-    """An empty, open container. None of its objects must exist before this is recorded.
-
-    Raises Unavailable if one of its servers has been removed from the store.
-    """
+    """Record an empty, open container, before any of its objects exists. Raises Unavailable if one
+    of its servers has been removed from the store."""
     if not layout.is_protected:
         servers.mark_unprotected(tx, layout.servers)
     tx.put(keys.container(container), Container(layout, 0, 0).encode())
@@ -398,9 +373,7 @@ def put_container(tx: Transaction, container: int, layout: Striped) -> None:
 
 
 def seal_container(tx: Transaction, container: int) -> list[int]:
-    """Nothing will be appended any more; [container] if it is garbage now. No chunk in it may wait
-    to be recorded.
-    """
+    """Seal a container without pending chunks; [container] if it is garbage now."""
     tx.delete(keys.open_container(container))
     return _count_out(tx, {container: 0})
 
@@ -416,8 +389,8 @@ def adjust_live(tx: Transaction, container: int, change: int) -> list[int]:
 
 
 def count_in(tx: Transaction, alive: Iterable[Location], dead: Iterable[Location] = ()) -> None:
-    """Chunks lie in containers now, which therefore reach at least so far: some that somebody
-    names, and some that were appended in vain. Raises Unavailable for an unknown container."""
+    """Count named and dead chunks in containers, which reach so far. Raises Unavailable for an
+    unknown container."""
     grown: dict[int, tuple[int, int]] = {}
     for places, counts in ((alive, 1), (dead, 0)):
         for place in places:
@@ -507,9 +480,8 @@ def encode_list(start: int, extents: Sequence[Extent]) -> bytes:
 
 
 def decode_list(record: bytes | None) -> tuple[int, list[Extent]]:
-    """Where the first extent begins, and the extents. Of shared chunks only the digest is known
-    (see ``named``). Raises Unavailable for a damaged record, or none, as the others do.
-    """
+    """The first extent's start, and the extents; shared chunks by digest alone (see ``named``).
+    Raises Unavailable for a damaged or missing record, as the others do."""
     try:
         version, count, _, start = _LIST.unpack_from(record or b"")
         if version != FORMAT or not 0 < count <= CHUNKS_PER_RECORD:

@@ -49,13 +49,13 @@ class Terms(NamedTuple):
         return self._replace(flags=flags, project=directory.project if flags else 0)
 
     def may_copy(self, attribute: bytes) -> bool:
-        """Whether clones get this extended attribute. The others are set by root alone, and may
-        grant privileges (``security.capability``): they stay with the owner, as set-id bits do."""
+        """Whether clones get this attribute: root's may grant privileges, and stay with the
+        owner."""
         return not self.uid or attribute.startswith(b"user.")
 
     def copy(self, source: Inode, ino: int, parent: int) -> Inode:
-        """The inode of a clone, without its bytes. Set-id bits stay with the owner, and chattr's
-        flags with the original."""
+        """A clone's inode without bytes. Set-id bits stay with the owner, chattr's flags with the
+        original."""
         new = source.but(
             ino=ino,
             parent=parent,
@@ -92,11 +92,11 @@ def clone_file(
     terms: Terms,
     with_bytes: bool = True,
 ) -> Inode | None:
-    """Make a clone of a file, or of whatever is no directory, whose ``name`` is free; its inode.
+    """Clone whatever is no directory to a free ``name``; returns the clone's inode.
 
-    None, and nothing is changed, if its bytes cannot be shared now. Else core is to know that they
-    are, if it has the file open. Without ``with_bytes`` the clone is empty. Raises NotFound for a
-    file without names, and what ``terms`` do.
+    None, with nothing changed, if its bytes cannot be shared now. Else callers note in core that
+    they are. Without ``with_bytes`` the clone is empty. Raises NotFound for a file without names,
+    and the errors of ``terms``.
     """
     original = namespace.get_inode(tx, source)
     terms.require_readable(original)
@@ -155,8 +155,7 @@ def _copy_xattrs(
 
 @grows
 def begin_tree(tx: Transaction, source: int, ino: int, terms: Terms) -> None:
-    """Make the top of a clone of this directory, which has no name yet. Raises NotFound,
-    NotADirectory."""
+    """Make the nameless top of a directory's clone. Raises NotFound, NotADirectory."""
     directory = namespace.get_directory(tx, source)
     terms.require_readable(directory)
     top = terms.copy(directory, ino, keys.ROOT_INO)
@@ -173,7 +172,7 @@ class NamesToClone(NamedTuple):
     inos: list[int]
     """The inodes that they lead to."""
     xattrs: Xattrs
-    """Their extended attributes; to look for them costs the more, the more a transaction has
+    """Their extended attributes: a transaction looks for them the slower, the more it has
     changed."""
 
 
@@ -224,12 +223,10 @@ def clone_slice(
     linked: Mapping[int, int],
     terms: Terms,
 ) -> ClonedSlice:
-    """Clone the first names of the directory ``source`` behind the cookie ``after`` into
-    ``target``, at most as many as there are fresh ``ids``.
+    """Clone the first names of ``source`` behind cookie ``after`` into ``target``, one for each id.
 
-    ``ready``: files that are not open, so that records say all of them. ``linked``: as
-    ``ClonedSlice.linked``, of what has been cloned before. Raises what ``terms`` do, for any of
-    them.
+    ``ready``: files that are not open, so that records say all. ``linked``: ``ClonedSlice.linked``
+    of earlier slices. Raises the errors of ``terms``.
     """
     done, inodes = ClonedSlice(after=after), 0
     entries = list(tx.range(*keys.entries_after(source, after), len(ids)))
@@ -278,8 +275,8 @@ def add_link(tx: Transaction, ino: int, directory: int, name: bytes, cookie: int
 def show_tree(
     tx: Transaction, ino: int, subdirectories: int, parent: int, name: bytes, cookie: int, now: int
 ) -> Inode:
-    """The clone of a tree is complete, and gets its name. Raises as namespace.create; Stale if
-    another host has taken it for abandoned."""
+    """Give a complete clone its name. Raises as namespace.create; Stale if another host has taken
+    it for abandoned."""
     directory = namespace.require_free(tx, parent, name)
     doomed = dooming.find_doomed(tx, ino)
     if doomed is None or doomed.maker != tx.host:

@@ -1,10 +1,8 @@
-"""What becomes of the records when the metadata of a store go from one host's directory into a
-database, or back. Pure.
+"""Records of a store whose metadata go from a host's directory into a database, or back. Pure.
 
-The store was closed in order, nothing in it is undrained, and its open containers are sealed. What
-only a host can use stays behind: it would name hosts, sessions and burst directories that the new
-place does not know. docs/design/moving.md has the table; each kind of record of keys.py is in one
-of the sets below, or has a function.
+The store was closed in order, drained, and its open containers are sealed. Records that only a host
+can use stay behind. docs/design/moving.md has the table; each kind of keys.py is in one of the sets
+below, or has a function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,10 +31,8 @@ class Crossing:
     """``pairs`` has the records as they will be."""
 
     def __init__(self, host: int, extra: Mapping[bytes, bytes]) -> None:
-        """``host``: the one that sees to groups from now on; 0: the store has one host. ``extra``:
-        records that are new, or have other values than by their kinds; among them the superblock
-        and the table of servers.
-        """
+        """``host``: sees to groups from now on; 0: the only one. ``extra``: new or replaced
+        records, superblock and table of servers among them."""
         self._host = host
         self._extra = extra
         self.kinds: dict[int, Callable[[bytes, bytes], bytes | None]] = {
@@ -50,9 +46,7 @@ class Crossing:
         """Records of kinds that have a function: the new value, or None."""
 
     def pairs(self, found: Iterable[Pair]) -> Iterator[Pair]:
-        """From all records, in order; in order. Raises StoreError for one that is damaged, or that
-        this version does not know.
-        """
+        """Convert all records, in order. Raises StoreError for a damaged or unknown one."""
         return merge(self._changed(found), sorted(self._extra.items()))
 
     def _changed(self, found: Iterable[Pair]) -> Iterator[Pair]:
@@ -75,23 +69,20 @@ class Crossing:
                 yield key, kept
 
     def _garbage(self, key: bytes, value: bytes) -> bytes | None:
-        """Nobody makes it any more. What lay in burst directories goes with them."""
+        """Without its maker; garbage in burst directories goes with them."""
         garbage = decode_garbage(value)
         left = tuple(server for server in garbage.layout.servers if server < BURST_FIRST)
         layout = Striped(garbage.layout.unit, left)
         return garbage._replace(layout=layout, maker=0).encode() if left else None
 
     def _group(self, key: bytes, value: bytes) -> bytes | None:
-        """The host that the store goes to sees to it; nobody else has a part."""
+        """Only the part of the new host."""
         if keys.is_group(key):
             return groups.decode_group(value)._replace(host=self._host).encode()
         return value if keys.part_host(key) is None else None
 
 
 def _inode(key: bytes, value: bytes) -> bytes:
-    """Without its copy in the burst tier, which is a cache. Raises Unavailable if it is all there
-    is.
-    """
     if not has_copy(value):
         return value
     inode = decode_inode(keys.number(key), value)
@@ -102,7 +93,6 @@ def _inode(key: bytes, value: bytes) -> bytes:
 
 
 def _job(key: bytes, value: bytes) -> bytes | None:
-    """Of objects that nobody knows of, burst directories have the largest numbers of servers."""
     unlisted = keys.job(b"unlisted")
     is_burst = key.startswith(unlisted) and key[len(unlisted) :][:2] >= BURST_FIRST.to_bytes(
         2, "big"
@@ -134,6 +124,6 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """BLAKE3-256, as hexadecimal digits: of each pair the lengths, as decimal digits with a
-        space behind each, then the key and the value."""
+        """BLAKE3-256 in hex: of each pair decimal lengths, each with a space, then key and
+        value."""
         return self._hash.hexdigest()

@@ -1,6 +1,4 @@
-"""Which columns of an object set must not be read (``q`` records), as transaction functions (see
-kv.py).
-"""
+"""Columns that must not be read (``q`` records), as transaction functions (see kv.py)."""
 
 from aifs.meta import keys
 from aifs.meta.kv import ReadTransaction, Transaction, grows
@@ -15,15 +13,13 @@ def find_unread(tx: ReadTransaction, oid: int) -> int:
 
 @grows
 def put_unread(tx: Transaction, oid: int, ino: int, mask: int) -> None:
-    """These columns, besides those that are known to be, must not be read; mask 0: see
-    Degraded."""
+    """Add columns that must not be read; mask 0: see Degraded."""
     tx.put(keys.degraded(oid), Degraded(ino, mask | find_unread(tx, oid)).encode())
 
 
 def note_repair(tx: Transaction, oid: int) -> None:
-    """Wrong bytes of these protected objects were put right where they are (moves.begin_repair).
-    Other hosts hear of it as they do of columns that are wrong, and give up what they keep of them;
-    a host that is away sees by the counter that it has missed something."""
+    """Note that wrong bytes of protected objects were repaired in place (moves.begin_repair), so
+    that other hosts drop what they keep of them; absent hosts notice by the counter."""
     tx.add(keys.COUNTER_REPAIRS, 1)
     record = tx.get(keys.degraded(oid))
     if record is not None and decode_degraded(record).unread:
@@ -33,8 +29,8 @@ def note_repair(tx: Transaction, oid: int) -> None:
 
 
 def state_of_blocks(tx: ReadTransaction, is_checked: bool) -> int:
-    """A number that is another one if blocks that a host has kept do not count any more: bytes were
-    found to be wrong, or reads are compared with checksums now (``is_checked``), or no more."""
+    """A number that changes when blocks kept by a host become invalid: bytes were found wrong, or
+    ``is_checked`` (reads are compared with checksums) has changed."""
     return 2 * tx.counter(keys.COUNTER_REPAIRS) + is_checked
 
 

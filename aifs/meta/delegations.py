@@ -30,8 +30,7 @@ _INO = struct.Struct("<Q")
 
 
 class Delegate(NamedTuple):
-    """The host that has a directory: the value of its record, session (u64) and host (u16),
-    big-endian."""
+    """The host that has a directory: its record's session (u64) and host (u16), big-endian."""
 
     session: int
     host: int
@@ -50,9 +49,7 @@ def count(tx: ReadTransaction) -> Counter[int]:
 
 
 class Covered(NamedTuple):
-    """The delegations that cover what a transaction has touched since its mark, by the keys of
-    their records.
-    """
+    """Delegations, by record key, that cover the transaction's accesses since its mark."""
 
     delegations: set[bytes]
     is_all: bool
@@ -117,12 +114,11 @@ def find_covered(tx: Recording, loosely: bool) -> Covered:
 
 
 def _behind(start: bytes) -> bytes:
-    """The end of the keys that begin with the first number of ``start``."""
     return start[:1] + (int.from_bytes(start[1:9], "big") + 1).to_bytes(9, "big")[1:]
 
 
 def _cover_of_inode(tx: Recording, number: bytes) -> bytes:
-    """The delegation of an inode, whose place must not change unseen; b"" for none."""
+    """The delegation of an inode, read so that its place cannot change unseen; b"" for none."""
     key = b"i" + number
     record = LeveledTransaction.get(tx, key) or LeveledView.get(tx, key)
     if key not in tx.reads:
@@ -131,7 +127,6 @@ def _cover_of_inode(tx: Recording, number: bytes) -> bytes:
 
 
 def _cover(key: bytes, record: bytes) -> bytes:
-    """The same, of the inode that has this record."""
     place = place_of(record)
     if place.is_dir:
         return b"D" + key[1:]

@@ -41,9 +41,8 @@ class DamagedTree(Unavailable):
 
 
 class Doomed(NamedTuple):
-    """The top of the tree that a doomed directory was removed with, when (ns), and by which user;
-    the host that makes it, if it is not to be removed yet.
-    """
+    """The top of a doomed directory's tree, when (ns) and by which user it was removed; the host
+    that makes it, if it is not to be removed yet."""
 
     tree: int
     since_ns: int
@@ -73,12 +72,12 @@ def decode_doomed(record: bytes) -> Doomed:
 def doom(
     tx: Transaction, parent: int, name: bytes, now: int, uid: int, by: Remover | None = None
 ) -> Inode:
-    """Remove the name of a directory, and doom it with all that lies below, unless there is a trash
-    for it; the inode as it is now. Snapshots go to no trash: nobody removes one but by its name.
+    """Remove the name of a directory, and doom it with its tree, or put it in its trash; returns
+    the inode. Snapshots go to no trash: they are removed only by name.
 
-    The cost does not depend on what lies below, except in a store that has had immutable or
-    append-only files: there up to LOOKED_AT_MAX names are looked at. Raises NotFound,
-    NotADirectory, NameTooLong, NotPermitted.
+    The cost does not depend on the tree, except in a store that has had immutable or append-only
+    files: then up to LOOKED_AT_MAX names are looked at. Raises NotFound, NotADirectory,
+    NameTooLong, NotPermitted.
     """
     dentry = namespace.get_dentry(tx, parent, name)
     inode = namespace.get_inode(tx, dentry.ino)
@@ -131,9 +130,7 @@ def _put(tx: Transaction, inode: Inode, doomed: Doomed, now: int) -> Inode:
 
 
 def all_doomed(tx: ReadTransaction) -> list[tuple[int, Doomed]]:
-    """The doomed directories, in order of inode number. A damaged record is fsck's to
-    name.
-    """
+    """The doomed directories by inode number, without damaged records, which fsck names."""
     return [(ino, doomed) for ino, doomed in _all(tx) if doomed.maker is None]
 
 
@@ -155,8 +152,7 @@ def all_makers(tx: ReadTransaction) -> dict[int, int]:
 
 
 def put_abandoned(tx: Transaction, inos: Iterable[int]) -> None:
-    """The tops of trees that nobody goes on to make are doomed from now on, unless they have their
-    names."""
+    """Doom the tops of trees that nobody goes on to make, unless they have their names."""
     for ino in inos:
         doomed = find_doomed(tx, ino)
         if doomed is not None:
@@ -182,9 +178,8 @@ class Slice:
 
 
 def find_slice(tx: ReadTransaction, ino: int, after: int, limit: int) -> list[int]:
-    """The inodes of up to ``limit`` names of a directory, behind a cookie, which ``remove_slice``
-    removes first. Raises DamagedTree.
-    """
+    """The first ``limit`` inodes behind a cookie, which ``remove_slice`` removes first. Raises
+    DamagedTree."""
     try:
         entries = tx.range(*keys.entries_after(ino, after), limit)
         return [decode_entry(value)[0] for _, value in entries]
@@ -195,13 +190,11 @@ def find_slice(tx: ReadTransaction, ino: int, after: int, limit: int) -> list[in
 def remove_slice(
     tx: Transaction, ino: int, closed: Container[int], after: int, limit: int, now: int
 ) -> Slice:
-    """Remove up to ``limit`` names of a doomed directory, the first ones behind the cookie
-    ``after``: those before it are removed, and to look through them again would take ever longer.
-    The directory itself goes when nothing is left in it.
+    """Remove up to ``limit`` names of a doomed directory, behind cookie ``after``: looking through
+    removed ones again would take ever longer. An empty directory goes itself.
 
-    Files without other names are erased, if they are in ``closed``, and no other host can have them
-    open: others become orphans.
-    Raises DamagedTree, with nothing changed.
+    Files without other names are erased if they are ``closed`` and no other host can have them
+    open; others become orphans. Raises DamagedTree, with nothing changed.
     """
     done = Slice(after=after)
     record = tx.get(keys.doomed(ino))

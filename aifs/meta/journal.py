@@ -168,8 +168,7 @@ class _Segment:
         return cls(path, fd, salt)
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """Most segments hold far less than they have room for: the rest is read only if the
-        records may go on there."""
+        """Reads the rest of a segment only if records may go on there; most hold little."""
         head = files.read_at(self.fd, _FIRST_LOOK, 0)
         found = list(decode(head, self.salt))
         end = FIRST_RECORD + sum(_RECORD.size + len(payload) for _, payload in found)
@@ -180,9 +179,7 @@ class _Segment:
         return decode(files.read_at(self.fd, os.fstat(self.fd).st_size, 0), self.salt)
 
     def cut(self) -> None:
-        """Give back what the file has grown beyond its reserve. Its records are no longer
-        needed.
-        """
+        """Give back the file's growth beyond its reserve. Its records are no longer needed."""
         if os.fstat(self.fd).st_size > SEGMENT_BYTES:
             files.truncate(self.fd, SEGMENT_BYTES)
 
@@ -200,9 +197,7 @@ class Journal:
 
     @classmethod
     def create(cls, directory: str) -> "Journal":
-        """An empty journal in place of what is there; it and the names beside it are durable on
-        return.
-        """
+        """Make an empty journal in place of any; durable, with its names, on return."""
         segments = []
         try:
             for path in _paths(directory):
@@ -241,11 +236,8 @@ class Journal:
         return False
 
     def replay(self, applied: int) -> Iterator[tuple[int, Writes]]:
-        """(seq, changes) of the transactions after ``applied``, in order, up to the first that is
-        missing.
-
-        To be read to its end before the first ``append``. What it yields is on stable storage.
-        """
+        """(seq, changes) of transactions after ``applied``, in order, up to the first missing; all
+        are on stable storage. To be read to its end before the first ``append``."""
         runs = []
         for segment in (self._active, self._other):
             files.sync_file(segment.fd)
@@ -261,11 +253,9 @@ class Journal:
                 applied = seq
 
     def append(self, seq: int, writes: Writes) -> None:
-        """Record a transaction with one write; ``seq`` follows that of the last.
-
-        It survives kill -9 on return and a power cut after a sync. Raises OSError: then nothing is
-        recorded, and the next append takes the place.
-        """
+        """Record transaction ``seq``, which follows the last, with one write. It survives kill -9
+        on return, a power cut after a sync. Raises OSError: nothing is recorded, the next append
+        takes the place."""
         faults.reach(BEFORE_APPEND)
         segment = self._active
         record = encode(seq, writes, segment.salt)
@@ -275,18 +265,14 @@ class Journal:
         faults.reach(AFTER_APPEND)
 
     def switch(self, seq: int) -> None:
-        """Append to the other segment from now on; ``seq`` is that of the last record in this one.
-
-        The caller no longer needs the records of the other.
-        """
+        """Append to the other segment, no longer needed; ``seq`` is of the last record in this
+        one."""
         self._active, self._other = self._other, self._active
         self._active_since = seq
         self.used_bytes = 0
 
     def unsynced(self, durable: int) -> list[int]:
-        """Descriptors whose sync makes all records durable, given that those up to ``durable``
-        are.
-        """
+        """Descriptors to sync for all records, if those up to ``durable`` are durable."""
         segments = [self._active] if durable >= self._active_since else [self._other, self._active]
         return [segment.fd for segment in segments]
 

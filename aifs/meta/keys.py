@@ -288,9 +288,7 @@ def host_of(value: bytes) -> int:
 
 
 def describe(key: bytes) -> str:
-    """A key for people: its letter, and what follows it, names as text and other things as
-    numbers.
-    """
+    """A readable key: its letter, then names as text, other parts as numbers."""
     kind, rest = key[:1].decode(errors="backslashreplace"), key[1:]
     if kind in "cj":
         return f"{kind} {rest.decode(errors='backslashreplace')}"

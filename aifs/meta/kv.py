@@ -62,9 +62,7 @@ def check_pair(key: bytes, value: bytes) -> None:
 
 
 Tap = Callable[[dict[bytes, bytes | None], int], None]
-"""Is told the changes of a transaction (None: deleted), and how long its record in the journal
-is.
-"""
+"""Gets a transaction's changes (None: deleted), and its length in the journal."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -73,19 +71,15 @@ Follower = Callable[[Mapping[bytes, bytes | None]], None]
 
 
 def grows(function: Function) -> Function:
-    """Mark a transaction function that makes the store larger.
-
-    An engine that is short of space refuses it with NoSpace, so that what frees space can always be
-    recorded.
-    """
+    """Mark a transaction function that enlarges the store. An engine short of space refuses it with
+    NoSpace, so that freeing space can always be recorded."""
     function.grows = True  # type: ignore[attr-defined]
     return function
 
 
 def answers(function: Function) -> Function:
-    """Mark a transaction function that does all that a request of a program is about: one that is
-    repeated must not do it once more, if this has been committed.
-    """
+    """Mark a transaction function that does all of a program's request: a repeated request must not
+    repeat it once committed."""
     function.answers = True  # type: ignore[attr-defined]
     return function
 
@@ -113,22 +107,17 @@ class ReadTransaction(ABC):
     """The number of the host whose transaction or view this is; 0 where the store has one host."""
 
     seq: int
-    """When this is: of two transactions or views that have read one record, and found it different,
-    the one with the larger number has the newer state. What a transaction has made of a record is
-    newer than what a view with a smaller number has read of it, and than what any other transaction
-    with a smaller number has made of it.
-    """
+    """When this is: of two states of one record, the one with the larger number is newer. A
+    transaction's record is newer than any read, or made, with a smaller number."""
 
     @abstractmethod
     def get(self, key: bytes) -> bytes | None:
         """The value, or None."""
 
     def get_loosely(self, key: bytes) -> bytes | None:
-        """The value, or None, for a caller that uses nothing of it that ``add`` and ``patch``
-        change: other hosts may do these to the key before the transaction is committed.
-
-        It may put the value anew if it overwrites all that is patched.
-        """
+        """The value, or None, for a caller that uses nothing that ``add`` and ``patch`` change:
+        other hosts may do these to the key until the commit. It may put the value anew if it
+        overwrites all that is patched."""
         return self.get(key)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -137,11 +126,8 @@ class ReadTransaction(ABC):
 
     @abstractmethod
     def range(self, start: bytes, end: bytes, limit: int = 0) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs with start <= key < end in ascending order, at most ``limit`` of them unless it is
-        0.
-
-        The map must not be changed through this transaction while the iterator is in use.
-        """
+        """Ascending pairs with start <= key < end, at most ``limit`` unless 0. The map must not be
+        changed through this transaction while the iterator is in use."""
 
     def counter(self, key: bytes) -> int:
         """The value of a counter (8 bytes, little-endian, signed; missing is 0)."""
@@ -149,9 +135,8 @@ class ReadTransaction(ABC):
 
 
 class Transaction(ReadTransaction):
-    """A view that sees its own changes. A function that puts a record anew has read it before, or
-    must not depend on what it was.
-    """
+    """A view that sees its own changes. A function that puts a record has read it before, or does
+    not depend on it."""
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -165,27 +150,21 @@ class Transaction(ReadTransaction):
         self.put(key, (self.counter(key) + delta).to_bytes(8, "little", signed=True))
 
     def patch(self, key: bytes, offset: int, part: bytes) -> None:
-        """Overwrite the bytes of a value from ``offset`` on. Of two hosts that do, the last one
-        counts; it is refused only if the value has been put or deleted meanwhile.
-
-        Raises ValueError if there is no value, or it ends before ``part`` does.
-        """
+        """Overwrite bytes of a value from ``offset`` on; the last host counts. Refused only if the
+        value was put or deleted meanwhile. Raises ValueError if there is no value, or too short a
+        one."""
         self.put(key, patched(self.get(key), offset, part))
 
 
 class Engine(ABC):
-    """One open store. One task-scheduler thread (trio's) calls it; engines that block do so in
-    threads.
-    """
+    """One open store, used from one task-scheduler thread (trio's); blocking is done in threads."""
 
     host: int = 0
     """As ``host`` of the transactions. It is that of the host's name, and stays."""
 
     seq: int
-    """Sequence number of the last transaction that is known to have changed something; they ascend,
-    not always by one. It is at least that of every transaction that has returned, but seldom that
-    of one's own: others may have committed since.
-    """
+    """Number of the last transaction known to have changed something; ascends, with gaps. At least
+    that of every returned transaction, others may have committed since."""
 
     durable_seq: int
     """All transactions up to this number are on stable storage."""
@@ -204,27 +183,20 @@ class Engine(ABC):
 
     @abstractmethod
     async def transact(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run ``function(tx, *args)``; when this returns, its changes are visible to all and
-        survive kill -9.
+        """Run ``function(tx, *args)``; on return its changes are visible to all and survive kill
+        -9; a power cut, after the next ``barrier`` or the commit interval.
 
-        They survive a power cut after the next ``barrier``, or within the commit interval.
-
-        Raises what the function raises; NoSpace if the change cannot be recorded (nothing is
-        changed); Unavailable if the engine has failed.
+        Raises the function's errors; NoSpace if the change cannot be recorded (nothing is changed);
+        Unavailable if the engine has failed.
         """
 
     @abstractmethod
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run ``function(tx, *args)`` with a ReadTransaction; what the function raises is
-        raised.
-        """
+        """Run ``function(tx, *args)`` with a ReadTransaction; its errors are raised."""
 
     async def sure(self) -> None:
-        """On return this host may tell what it knows from views and ``follow``: others wait until
-        it has heard of what they change. At once where there is one host; ``view`` does it itself.
-
-        Raises Unavailable if the engine has failed.
-        """
+        """Wait until this host may answer from views and ``follow``: others wait until it has heard
+        of their changes. At once with one host; ``view`` does it itself. Raises Unavailable."""
         return
 
     @property
@@ -233,70 +205,58 @@ class Engine(ABC):
         return True
 
     def tell_sure(self, tell: Callable[[float], None]) -> None:
-        """Now, and whenever it changes, ``tell`` is called with the time, in seconds of
-        CLOCK_BOOTTIME, until which ``sure`` returns at once. Never where there is one host. It does
-        not block.
-        """
+        """Call ``tell`` now, and at changes, with the time (s, CLOCK_BOOTTIME) until which ``sure``
+        returns at once. Never with one host. Does not block."""
         return
 
     @abstractmethod
     async def barrier(self, seq: int | None = None) -> None:
-        """All transactions that have returned are on stable storage when this returns.
-
-        With ``seq`` those up to that sequence number; returns at once if they are already. What a
-        power cut leaves is always all transactions up to some number, and none after it.
-        Raises Unavailable if the engine has failed before it could make them so.
-        """
+        """Bring all returned transactions, or those up to ``seq``, to stable storage; at once if
+        they are. A power cut leaves all transactions up to some number, and none after it. Raises
+        Unavailable if the engine fails before."""
 
     async def shown(self, of_all: bool = False) -> None:
-        """All transactions that have returned are *shown* when this returns: every live host has
-        their changes in its replica, and its kernel has forgotten what was there before. At once
-        where there is one host. ``of_all``: so is what other hosts have changed, as far as it is in
-        this one's replica.
+        """Wait until all returned transactions are *shown*: every live host has them in its
+        replica, and its kernel has forgotten the state before. At once with one host. ``of_all``:
+        so are others' changes that this replica has.
 
-        Raises Unavailable if the engine has failed. A Cancelled leaves what was changed as it is.
-        Call it outside of locks, as other hosts may wait for theirs meanwhile.
+        Raises Unavailable if the engine has failed. Cancelled leaves the changes as they are. Call
+        it outside of locks: other hosts may wait for theirs.
         """
         return
 
     def follow(self, follower: Follower) -> None:
-        """From now on ``follower`` is called with each change set of another host, in their order,
-        once it is in the replica and before any task runs that could read it there: ``seq`` is that
-        of views that see it. Never where there is one host. There is one follower, from before
-        ``run`` on; it owes ``note_shown``.
+        """Call ``follower`` with each change set of another host, in order, once it is in the
+        replica and before any task can read it; ``seq`` is that of views that see it. Never with
+        one host. There is one follower, from before ``run`` on; it owes ``note_shown``.
 
         It does not block, does not raise, and must not keep the mapping.
         """
         return
 
     def note_shown(self, seq: int) -> None:
-        """What the follower was told up to ``seq``, as it was then, is shown on this host: nobody
-        sees the state before any more. The numbers ascend. Does not block.
-        """
+        """This host shows nothing older than the follower's changes up to ``seq``. The numbers
+        ascend. Does not block."""
         return
 
     def status(self) -> dict[str, int]:
-        """What has been written to the journal of this host since the store was opened:
-        ``transactions``, ``bytes``, ``syncs``."""
+        """Writes to this host's journal since the opening: ``transactions``, ``bytes``,
+        ``syncs``."""
         return {}
 
     def tell_commits(self, tell: Callable[[int], None]) -> None:
-        """From now on ``tell`` is called before the transaction of a function that is marked with
-        ``answers`` is recorded, with its number; with 0 if it is not recorded after all. Never
-        where there are several hosts."""
+        """Call ``tell`` with the number of each transaction marked with ``answers`` before it is
+        recorded; with 0 if it is not after all. Never with several hosts."""
         return
 
     @abstractmethod
     def listen(self, tap: Tap) -> None:
-        """From now on ``tap`` is called with the changes of each transaction. It must not keep the
-        mapping itself.
-        """
+        """Call ``tap`` with the changes of each transaction. It must not keep the mapping."""
 
     @abstractmethod
     def read_damaged_as(self, value: bytes | None) -> None:
-        """From now on damaged records have this value; None, as in the beginning: reading one
-        raises DamagedRecord.
-        """
+        """Read damaged records as this value; None (the default): reading one raises
+        DamagedRecord."""
 
     @abstractmethod
     async def run(self) -> None:
@@ -304,9 +264,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make everything durable and let go of the store. Blocks; called when no task uses the
-        engine.
-        """
+        """Make everything durable, and close the store. Blocks; no task uses the engine."""
 
     @abstractmethod
     def abandon(self) -> None:

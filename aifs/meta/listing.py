@@ -1,10 +1,7 @@
-"""Reading directories: a range of entries, and the inodes that they lead to, in two reads of the
-store.
+"""Reading directories: entries and their inodes, in two reads of the store.
 
-What is read stays as it is recorded: of the hundreds of entries of one reply nothing is decoded
-here that the reply does not need, and the bridge makes the reply from the records (fuse/records.h
-reads the key and the record of an entry, and the head of an inode's; meta/keys.py and
-meta/records.py say how they lie).
+Records stay encoded: the bridge makes the reply from them (fuse/records.h reads keys and records of
+entries, and heads of inodes, as laid out in meta/keys.py and meta/records.py).
 """
 
 import struct
@@ -17,9 +14,8 @@ from aifs.meta.records import Inode, decode_entry, decode_inode, encode_entry
 
 
 class Listing:
-    """Entries of one directory in the order of their cookies; iterated over, they are (name, Inode,
-    cookie). What may be put in place of a record: that of the inode as it is in core.
-    """
+    """Entries of a directory by cookie: (name, Inode, cookie). A record may be replaced by the
+    inode as it is in core."""
 
     __slots__ = ("entries", "inodes", "is_last", "seq", "unkept")
 
@@ -52,9 +48,7 @@ class Listing:
         return struct.unpack(f">{len(self.entries)}Q", numbers)
 
     def put_dots(self, directory: Inode, place: int) -> None:
-        """Have ``.`` and ``..``, from ``place`` on, in front, with cookies that no other entry has:
-        0 and 1.
-        """
+        """Put ``.`` and ``..``, from ``place`` on, in front, with cookies of their own: 0 and 1."""
         type_, parent = directory.mode >> 12, directory.parent or directory.ino
         dots = [
             (keys.entry(directory.ino, cookie), encode_entry(ino, type_, name))
@@ -66,9 +60,7 @@ class Listing:
 
 
 def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> Listing:
-    """Up to ``limit`` entries behind ``cookie`` (0: from the start). Raises NotFound for an entry
-    that leads nowhere.
-    """
+    """Up to ``limit`` entries behind ``cookie`` (0: all). Raises NotFound for a dangling entry."""
     entries = list(tx.range(*keys.entries_after(ino, cookie), limit))
     records = tx.get_many([b"i" + entry[:8] for _, entry in entries])
     if None in records:

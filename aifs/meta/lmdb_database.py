@@ -73,25 +73,22 @@ def with_check_value(key: bytes, value: bytes) -> bytes:
 
 
 class Database:
-    """The LMDB environment, and the one read transaction through which everybody reads it.
+    """The LMDB environment, and the one read transaction for all reads; made if missing. Opening
+    blocks; raises StoreError, BrokenDatabase.
 
-    Made if the directory holds none. Opening blocks; raises StoreError, BrokenDatabase.
+    Its pages are checked without LMDB, which ends the process at some damaged ones: the first
+    ``FIRST_PAGES`` on opening, the others by ``check_more``. A file ``unchecked`` stands beside it
+    until then: if the process dies before, the next opening checks all, as always with
+    ``thorough``, which also checks their contents.
 
-    Its pages are looked at without LMDB, which ends the process at some that are damaged: when it
-    is opened the first ``FIRST_PAGES``, then the others with ``check_more``. Until that is done a
-    file ``unchecked`` stands beside it. So if the process dies before, perhaps of such a page, all
-    are looked at when the database is opened next, as always with ``thorough``, and then all that
-    is in them, too.
-
-    For a record that is not as it was stored, ``get`` raises DamagedRecord, and ``run`` has the
-    error in place of the value; the log names it, once.
+    For a damaged record, ``get`` raises DamagedRecord, and ``run`` has the error in place of the
+    value; the log names it, once.
     """
 
     def __init__(self, directory: str, thorough: bool = True) -> None:
         self._directory = directory
         self.damaged_as: bytes | None = None
-        """The value that damaged records read as, after all have been named; None: they are not
-        read."""
+        """The value of damaged records, after all have been named; None: they are not read."""
         self._named: set[bytes] = set()
         """Keys of damaged records that the log has named."""
         self._path = os.path.join(directory, "data.mdb")
@@ -133,9 +130,8 @@ class Database:
         return self._check is None
 
     def check_more(self, pages: int | None) -> bool:
-        """Look at so many more pages, or at all; whether all have been looked at. Blocks, in any
-        thread, while no transaction is being committed. Raises BrokenDatabase, OSError.
-        """
+        """Check so many more pages, or all; whether all are done. Blocks, in any thread, while no
+        transaction is being committed. Raises BrokenDatabase, OSError."""
         if self._check is not None:
             try:
                 if not self._check.look(pages):
@@ -179,11 +175,8 @@ class Database:
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def usage(self) -> tuple[int, int]:
-        """Bytes of the file that LMDB has ever used, and how many of these hold something in the
-        newest snapshot.
-
-        It takes the others before it grows, though those of the last two transactions not yet.
-        """
+        """Bytes of the file that LMDB has ever used, and bytes in use in the newest snapshot. LMDB
+        reuses the others before it grows, except those of the last two transactions."""
         self.renew()
         tables = [
             self._snapshot.stat(table) for table in (self._env.open_db(), self._records, self._own)
@@ -199,12 +192,8 @@ class Database:
         )  # the list of free pages needs less than 16 bytes for each
 
     def reserve(self, length: int, used: int, live: int) -> bool:
-        """Hold disk space for the next ``length`` bytes that LMDB will fill; whether there is as
-        much. Blocks.
-
-        LMDB writes into it without needing the disk to have room, as nobody else can take it
-        meanwhile. ``used`` and ``live``: its present ``usage``.
-        """
+        """Hold disk space for LMDB's next ``length`` bytes, which nobody else can take; whether
+        there is as much. Blocks. ``used`` and ``live``: its present ``usage``."""
         now = os.stat(self._path)
         if now.st_size - used >= length or now.st_blocks * 512 - live >= length:
             return True
@@ -218,12 +207,8 @@ class Database:
         return True
 
     def _extend(self, needed: int) -> None:
-        """Make the file as long as LMDB thinks that it is.
-
-        It may rightly be shorter: LMDB does not write pages that were taken and freed in one
-        transaction. But where it was cut by accident, LMDB shall find empty pages and say so, where
-        reading beyond the end means SIGBUS.
-        """
+        """Make the file as long as LMDB thinks: it does not write pages taken and freed in one
+        transaction. In a file cut by accident LMDB then finds empty pages, and no SIGBUS."""
         if os.path.getsize(self._path) < needed:
             fd = files.open_file(self._path)
             try:
@@ -264,10 +249,9 @@ class Database:
         return DamagedRecord(key, what)
 
     def reopen(self) -> None:
-        """Begin anew from what is on disk, which is whole. Raises DatabaseError. Raises OSError if
-        the file cannot be opened, because its directory has been taken away, say; then reads go on
-        as before. LMDB opens a file only once in a process, so this is found out first.
-        """
+        """Begin anew from the disk, which is whole. Raises DatabaseError; OSError if the file
+        cannot be opened, found out first because LMDB opens a file only once a process: then reads
+        go on."""
         files.close_file(files.open_file(self._path))
         self._close()
         self._open(create=False)  # a directory that has been taken away is not made anew
@@ -338,9 +322,7 @@ class Database:
                 self._writer.delete(key)
 
     def commit(self, applied: int | None) -> None:
-        """The changes are on stable storage on return, with the ``applied`` sequence number.
-        Blocks, in any thread.
-        """
+        """Bring changes, with the number ``applied``, to stable storage. Blocks, in any thread."""
         assert self._writer is not None
         if applied is not None:
             value = with_check_value(_APPLIED, _SEQ.pack(applied))

@@ -32,21 +32,16 @@ COMMIT_AGE_S = 10.0
 """The longest that a change waits for its way into LMDB; it bounds what the next mount replays."""
 
 CHUNK_KEYS = 2048
-"""Keys per LMDB transaction: at worst as many dirty pages, 8 MiB. LMDB uses freed pages again two
-transactions later.
-"""
+"""Keys per LMDB transaction: at most as many dirty pages, 8 MiB, reused two transactions later."""
 
 SLICE_KEYS = 128
 """Keys that are given to LMDB before other tasks have their turn: some 200 us."""
 
 RESERVE_SEGMENTS = 4
-"""Room for LMDB to fill, in journal segments: what both segments may hold, twice because B-tree
-pages are not full.
-"""
+"""Room for LMDB, in journal segments: both segments, twice because B-tree pages are not full."""
 
 CHECK_PAUSE_S = 0.01
-"""Between two looks at pages of LMDB that were not looked at when it was opened: so a million
-records take 3 s and some percent of a processor."""
+"""Pause between checks of unchecked LMDB pages: 3 s, and little processor, per million records."""
 
 _TRIM_EVERY = 256  # operations; each may map a few times 64 KiB, the kernel's fault-around
 _RECOVERY_GAP = 1 << 32  # more transactions than a journal can hold; see journal.py
@@ -67,11 +62,8 @@ REPLAYED = faults.declare(
 
 
 class LmdbEngine(Engine):
-    """The store in ``directory``; made there if the directory holds none yet.
-
-    Opening blocks (recovery) and raises StoreError. The caller sees to it that nobody else has it
-    open.
-    """
+    """The store in ``directory``, made if missing. Opening blocks (recovery), raises StoreError.
+    The caller keeps others from opening it."""
 
     def __init__(
         self,
@@ -80,17 +72,14 @@ class LmdbEngine(Engine):
         first_seq: int = 0,
         thorough: bool = True,
     ) -> None:
-        """``first_seq``: where the sequence numbers of a store that is made begin. ``thorough``:
-        see Database; if not, ``run`` looks at the pages that opening has left.
-        """
+        """``first_seq``: of a new store. ``thorough``: see Database; else ``run`` checks the other
+        pages."""
         self._directory = directory
         self._commit_interval_s = commit_interval_s
         self._memtable = Memtable()
         self._frozen = Memtable()  # empty when nothing is on its way into LMDB
         self._frozen_seq = 0
-        """The number of the last transaction that the frozen memtable has, or LMDB if it is
-        empty.
-        """
+        """Of the last transaction in the frozen memtable, or in LMDB if that is empty."""
         self._frozen_at_s = 0.0
         """When it was frozen, by trio's clock."""
         self._first_seq = first_seq
@@ -216,9 +205,8 @@ class LmdbEngine(Engine):
             self._wake.set()
 
     def begin(self) -> tuple[Memtable, Memtable, Database]:
-        """What a view or transaction of a caller's own reads, from the newest level to the oldest.
-        It ends before any other one begins, and before the caller suspends.
-        """
+        """The levels that a caller's own view or transaction reads, newest first. It ends before
+        any other begins, and before the caller suspends."""
         self._count_operation()
         return self._memtable, self._frozen, self.database
 
@@ -280,7 +268,6 @@ class LmdbEngine(Engine):
                 nursery.start_soon(self._check_pages)
 
     async def _check_pages(self) -> None:
-        """Look at what has not been looked at when the database was opened."""
         done = False
         while not done and not self._failure:
             await trio.sleep(CHECK_PAUSE_S)
@@ -331,9 +318,8 @@ class LmdbEngine(Engine):
         )
 
     async def commit(self) -> None:
-        """Bring the memtable, or the one frozen before that LMDB did not take, into LMDB. Raises
-        Unavailable when the engine has failed: LMDB may end the process at a broken page.
-        """
+        """Bring the frozen memtable, or the present one, into LMDB. Not once the engine has failed
+        (Unavailable): LMDB may end the process at a broken page."""
         if self._failure:
             raise Unavailable(self._failure)
         if not self._frozen.entries:
@@ -359,9 +345,7 @@ class LmdbEngine(Engine):
         return self._journal.used_bytes
 
     def freeze(self) -> None:
-        """What is in the memtable is what the next ``commit`` brings into LMDB. Nothing is on its
-        way there.
-        """
+        """Freeze the memtable for the next ``commit``; none is on its way."""
         self._frozen, self._memtable = self._memtable, Memtable()
         self._frozen_seq = self.seq
         self._journal.switch(self.seq)
@@ -373,11 +357,11 @@ class LmdbEngine(Engine):
     async def _write_frozen(
         self, call: Callable[..., Awaitable[None]], give_way: Callable[[], Awaitable[None]]
     ) -> None:
-        """Commit the frozen memtable and ``_frozen_seq``, the journal being synced that far.
+        """Commit the frozen memtable and ``_frozen_seq``; the journal is synced that far. May be
+        repeated after DatabaseError or OSError.
 
-        ``call`` runs what blocks. LMDB's pages are filled here, in turn with the scheduler's other
-        tasks: a thread would fight with them for the interpreter at every key, which costs them
-        more than the work itself. Raises DatabaseError or OSError, and may then be called again.
+        ``call`` runs what blocks. LMDB's pages are filled here, between other tasks: a thread would
+        contend for the interpreter at every key, which costs more than the work itself.
         """
         database = self.database
         if (
@@ -404,12 +388,12 @@ class LmdbEngine(Engine):
         await call(self._reserve, *self.database.usage())
 
     def _write_frozen_now(self) -> None:
-        """As ``_write_frozen``, without a scheduler. Blocks."""
+        """``_write_frozen`` without a scheduler. Blocks."""
         with suppress(StopIteration):
             self._write_frozen(_directly, _directly).send(None)
 
     def _reserve(self, used: int, live: int) -> None:
-        """See whether LMDB, whose file has this usage, has room for what may still come. Blocks."""
+        """Check whether LMDB, with this usage, has room for what may come. Blocks."""
         short = not self.database.reserve(RESERVE_SEGMENTS * journal.SEGMENT_BYTES, used, live)
         if short and not self.short_of_space:
             log.warning(
@@ -459,9 +443,8 @@ class LmdbEngine(Engine):
         self.database.close(orderly=False)
 
     def _commit_all(self) -> None:
-        """Bring everything into LMDB; what it does not take stays in the journal for the next
-        mount.
-        """
+        """Bring everything into LMDB, if it works; the rest stays in the journal for the next
+        mount."""
         try:
             while self._frozen.entries or self._memtable.entries:
                 if not self._frozen.entries:

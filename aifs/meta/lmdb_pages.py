@@ -41,11 +41,8 @@ class BrokenPage(Exception):
 
 
 class PageCheck:
-    """One look at every page in use of LMDB's file at ``path``; ``thorough``: also at every node.
-
-    A file that does not begin as LMDB's do passes, as LMDB itself refuses it. Raises OSError. All
-    methods block.
-    """
+    """A check of every page in use of LMDB's file; ``thorough``: also of every node. Files without
+    LMDB's beginning pass: LMDB refuses them. Raises OSError. All methods block."""
 
     def __init__(self, path: str, thorough: bool) -> None:
         self._fd = files.open_file(path, write=False)
@@ -56,11 +53,8 @@ class PageCheck:
         """A database, by its place in the list, and a key in it: all before that is done."""
 
     def look(self, most: int | None = None) -> bool:
-        """Look at ``most`` more leaves, or at all; whether all are done.
-
-        It takes some 5 us a page that is in memory; thorough, 20. LMDB may have committed since the
-        last call, but not during one. Raises BrokenPage, OSError.
-        """
+        """Check ``most`` more leaves, or all; whether all are done. Takes 5 us a page in memory; 20
+        if thorough. LMDB may commit between calls, not during one. Raises BrokenPage, OSError."""
         head = files.read_at(self._fd, _META.size, 0)
         if len(head) < _META.size or _META.unpack(head)[:2] != (_MAGIC, _VERSION):
             return True
@@ -76,7 +70,7 @@ class PageCheck:
         files.close_file(self._fd)
 
     def _follow(self, page_bytes: int) -> None:
-        """If LMDB has committed, go on from the same place in its newest pages."""
+        """After a commit of LMDB, go on from the same place in its newest pages."""
         if page_bytes not in (1 << shift for shift in range(8, 17)):
             raise BrokenPage(f"page 0: says that pages have {page_bytes} bytes")
         starts = [files.read_at(self._fd, page_bytes, n * page_bytes) for n in (0, 1)]
@@ -87,7 +81,7 @@ class PageCheck:
             self._walk = self._look(_Pages(self._fd, page_bytes, last), free, main)
 
     def _look(self, pages: "_Pages", free: int, main: int) -> Iterator[tuple[int, bytes]]:
-        """Yields the place that has been reached, for each leaf."""
+        """Yields the place reached, for each leaf."""
         done, key = self._place
         databases: list[int] = []
         # The list of databases is short, and leads to all other pages but the free list: its nodes
@@ -119,12 +113,9 @@ class _Pages:
     def look(
         self, root: int, databases: list[int] | None, after: bytes = b"", in_order: bool = True
     ) -> Iterator[bytes]:
-        """The tree below page ``root``, in order of its keys, from key ``after`` on. Yields for
-        each leaf the key before which all is done.
-
-        ``databases``: the nodes in leaves are looked at, and this takes the roots of the databases
-        that are values there; None: they are not.
-        """
+        """The tree below page ``root`` from key ``after`` on, in order. Yields, for each leaf, the
+        key before which all is done. ``databases``: takes the roots of databases found in leaves;
+        None: no nodes are checked."""
         last_key = b""
         todo = [] if root == _NO_PAGE else [(root, b"")]
         while todo:
@@ -161,7 +152,6 @@ class _Pages:
             yield first_key
 
     def _check_node(self, page: int, data: bytes, offset: int, databases: list[int]) -> bytes:
-        """Returns the key."""
         low, high, flags, length = _NODE.unpack_from(data, offset)
         start, size = offset + _NODE.size, low | high << 16
         value = start + length
@@ -183,7 +173,7 @@ class _Pages:
 
 
 def _child(data: bytes, offset: int) -> tuple[int, bytes]:
-    """The page below that a node of a branch names, and the key from which on its records are."""
+    """The page below a branch's node, and its first key."""
     low, high, top, length = _NODE.unpack_from(data, offset)
     start = offset + _NODE.size
     return low | high << 16 | top << 32, data[start : start + length]

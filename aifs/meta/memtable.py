@@ -33,9 +33,8 @@ _MISSING: Any = object()  # "this level does not know the key", where None is "t
 class Memtable:
     """Key to newest value, or None for a deleted key.
 
-    Applying a transaction costs a dictionary update. Keys are sorted when a range is first asked
-    for, and only those of the ranges' kind, which is their first byte: a store asks for few kinds,
-    and changes others much more often.
+    An update is one of a dictionary. Keys are sorted, by kind (first byte), when a range of that
+    kind is first asked for: stores ask for few kinds, and change others.
     """
 
     __slots__ = ("_kinds", "_unsorted", "entries")
@@ -50,9 +49,7 @@ class Memtable:
         self._unsorted.extend(writes)
 
     def range(self, start: bytes, end: bytes) -> Run:
-        """The entries with start <= key < end; the table must not change while the run is in
-        use.
-        """
+        """Entries with start <= key < end; the table must not change while the run is in use."""
         for key in self._unsorted:
             kind = self._kinds.get(key[0])
             if kind is None:
@@ -69,11 +66,8 @@ class Memtable:
                 yield key, entries[key]
 
     def chunks(self, size: int) -> Iterator[list[tuple[bytes, bytes | None]]]:
-        """All entries in order of key, ``size`` at a time; at least one list, which may be empty.
-
-        For a table that does not change any more, from any thread. Sorting holds the interpreter,
-        so it is done kind by kind.
-        """
+        """Lists of ``size`` entries in order of key, at least one, maybe empty. For a table that
+        does not change, from any thread. Sorting holds the interpreter, so it is done by kind."""
         kinds: dict[int, list[bytes]] = {}
         for key in self.entries:
             kinds.setdefault(key[0], []).append(key)
@@ -104,9 +98,7 @@ class _Kind:
 
 
 def sorted_range(writes: Writes, start: bytes, end: bytes) -> Run:
-    """The entries with start <= key < end of a small unsorted table: one transaction's own
-    writes.
-    """
+    """Entries with start <= key < end of a transaction's own, small, unsorted writes."""
     return iter(sorted(item for item in writes.items() if start <= item[0] < end))
 
 
@@ -119,7 +111,7 @@ def overlay(upper: Run, lower: Run) -> Run:
 
 
 def _merged(first: Pair, upper: Run, low: Pair | None, lower: Run) -> Run:
-    """Both have pairs left, of which these are the first."""
+    """Merge two runs that begin with these pairs."""
     for high in chain((first,), upper):
         while low is not None and low[0] < high[0]:
             yield low
@@ -133,9 +125,7 @@ def _merged(first: Pair, upper: Run, low: Pair | None, lower: Run) -> Run:
 
 
 def visible(run: Run, limit: int) -> Iterator[tuple[bytes, bytes]]:
-    """The run without its tombstones, at most ``limit`` pairs unless it is 0. Raises
-    DamagedRecord.
-    """
+    """The run without tombstones, at most ``limit`` pairs unless 0. Raises DamagedRecord."""
     return islice(_values(run), limit) if limit else _values(run)
 
 

@@ -14,8 +14,8 @@ _SLICE = 256
 def put_mirror(
     tx: Transaction, ino: int, copy: Copy, mirror: Copy, of: MirrorOf
 ) -> list[int] | None:
-    """The burst copy that is the file has this mirror, and no other one; the ids of those that are
-    garbage now. None: it is not the file any more."""
+    """Give the burst copy that is the file this one mirror; returns the ids of garbage. None: it is
+    not the file any more."""
     inode, record = namespace.find_inode(tx, ino), tx.get(keys.burst_copy(copy.id))
     if inode is None or record is None or not inode.in_burst or inode.copy != copy:
         return None
@@ -51,9 +51,8 @@ class Mirrored(NamedTuple):
 def find_mirrored(
     tx: ReadTransaction, after: int, servers: Iterable[int]
 ) -> tuple[list[Mirrored], int | None]:
-    """Files with a copy, or a mirror, on one of these burst directories: those among the next
-    records of copies with ids larger than ``after``; the last id that was looked at, None: there
-    are no more."""
+    """Files with copies or mirrors on these burst directories, among the next records of copies
+    behind id ``after``; the last id looked at, or None at the end."""
     _, end = keys.all_of(b"b")
     found, last, wanted = [], None, set(servers)
     for key, value in tx.range(keys.burst_copy(after + 1), end, _SLICE):
@@ -79,8 +78,8 @@ def look_up(tx: ReadTransaction, ino: int) -> Mirrored | None:
 
 
 def take_over(tx: Transaction, seen: Mirrored) -> Inode | None:
-    """The mirror is the file from now on, and what its home has is garbage; the inode as it is
-    then. None: something of this has changed since it was seen, so its home lives again."""
+    """Make the mirror the file, and its home's copy garbage; returns the inode. None: something has
+    changed since it was seen, so the home lives again."""
     now = look_up(tx, seen.inode.ino)
     if now is None or (now.inode.encode(), now[1:]) != (seen.inode.encode(), seen[1:]):
         return None

@@ -1,12 +1,11 @@
 """Columns that are missing, wrong, or on the move, as transaction functions (see kv.py).
 
-Two small records say all that is needed (see keys.py): ``q oid``, *degraded*: these columns must
-not be read, a rebuild is due; ``m oid server``, *stray*: an object may lie there although the
-layout does not name the server. A column moves in one transaction, ``flip``; the steps around it
-are said in ``upkeep/moves``.
+``q oid``, *degraded*: these columns must not be read, a rebuild is due; ``m oid server``, *stray*:
+an object may lie there unnamed by its layout (keys.py). A column moves in one transaction,
+``flip``; the steps around it: ``upkeep/moves``.
 
 An *object set* is (ino, oid): the objects of a file, or with inode number 0 those of a container.
-``ino`` is what the objects are named by: several files may share them (meta/shared.py).
+``ino`` is in the objects' names: several files may share them (meta/shared.py).
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -26,8 +25,7 @@ _INO_BYTES = 8
 
 
 class SetRecord(NamedTuple):
-    """By which inode number the objects are named (0: a container's), their id, how they lie, and
-    for how many bytes."""
+    """The inode number that names objects (0: a container's), their id, layout, and bytes."""
 
     ino: int
     oid: int
@@ -36,9 +34,7 @@ class SetRecord(NamedTuple):
 
 
 def find_objects(tx: ReadTransaction, ino: int, oid: int) -> SetRecord | None:
-    """None if the file, or container, has no such objects (any more). Raises Unavailable for a
-    damaged record.
-    """
+    """The record of these objects, or None. Raises Unavailable for a damaged record."""
     if ino == 0:
         container = chunks.find_container(tx, oid)
         return None if container is None else SetRecord(0, oid, container.layout, container.length)
@@ -57,16 +53,13 @@ def _find_user(tx: ReadTransaction, ino: int, oid: int) -> Inode | None:
 
 
 def find_user(tx: ReadTransaction, ino: int, oid: int) -> int:
-    """A file that has these objects: the one they are named by, if it has them still; else, too,
-    if nobody has."""
+    """A file with these objects: the one that names them, unless only others have them."""
     inode = _find_user(tx, ino, oid)
     return ino if inode is None else inode.ino
 
 
 def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
-    """Whether the objects may be changed in place: the file has a dirty mark, or the container is
-    open.
-    """
+    """Whether the objects may be changed in place: by a dirty mark, or in an open container."""
     if ino == 0:
         return tx.get(keys.open_container(oid)) is not None
     return tx.get(keys.dirty(ino)) is not None and not shared.users(tx, oid, 1)
@@ -77,10 +70,8 @@ def is_changing(tx: ReadTransaction, ino: int, oid: int) -> bool:
 
 @grows
 def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
-    """Columns (a mask) were found to be wrong. The mask of all that must not be read; 0, and
-    nothing is recorded, if that is no news, or old, or would leave less than the file's bytes can
-    be told by.
-    """
+    """Record wrong columns (a mask). Returns all that must not be read; 0, with nothing recorded,
+    if it is no news, or old, or too few columns would be left."""
     objects, known = find_objects(tx, ino, oid), find_unread(tx, oid)
     if objects is None or not mask & ~known or mask >> len(objects.layout.servers):
         return 0
@@ -93,10 +84,9 @@ def put_damaged(tx: Transaction, oid: int, ino: int, mask: int) -> int:
 
 @grows
 def begin_repair(tx: Transaction, oid: int, ino: int) -> bool:
-    """Wrong bytes of these objects are going to be put right where they are; False: nobody has the
-    objects. From now on their record says that something is due, until ``note_repair``: if this
-    host dies meanwhile, the rebuild calls that, or nobody would say that the bytes are others now.
-    """
+    """Before wrong bytes are repaired in place; False: the objects are nobody's. Until
+    ``note_repair`` the record says that something is due, so if this host dies the rebuild calls
+    that."""
     objects = find_objects(tx, ino, oid)
     if objects is None:
         return False
@@ -118,9 +108,8 @@ class Stray(NamedTuple):
 
 @grows
 def put_stray(tx: Transaction, stray: Stray) -> bool:
-    """Before an object is made on a server that the layout does not name; False if there may be one
-    already.
-    """
+    """Record an object on a server unnamed by the layout, before it is made; False if one is
+    recorded."""
     key = keys.stray(stray.oid, stray.server)
     if tx.get(key) is not None:
         return False
@@ -129,8 +118,8 @@ def put_stray(tx: Transaction, stray: Stray) -> bool:
 
 
 def put_left_behind(tx: Transaction, stray: Stray) -> bool:
-    """An object has perhaps been made where the layout named the server. Whether it is a stray: the
-    objects are not the file's any more, or that one lies elsewhere; then this is on record."""
+    """Whether an object perhaps made where the layout named the server is a stray, now on record:
+    the objects are not the file's any more, or that one lies elsewhere."""
     objects = find_objects(tx, stray.ino, stray.oid)
     if objects is not None and stray.server in objects.layout.servers:
         return False
@@ -163,13 +152,11 @@ def load_strays(tx: ReadTransaction) -> list[Stray]:
 def flip(
     tx: Transaction, before: SetRecord, column: int, server: int, unread: int | None = None
 ) -> SetRecord | None:
-    """The object of ``column`` is whole and durable on ``server``: from now on it lies there and
-    may be read.
+    """Have ``column``, whole and durable on ``server``, lie and be read there from now on; an
+    object on another old server becomes a stray.
 
-    If that is another server than before, what lies on the old one is a stray from now on. None,
-    and nothing is changed, if the objects are not what they were ``before``, may be changed just
-    now, or are degraded otherwise than by the mask ``unread``: it may have been made of a column
-    that is known to be wrong now.
+    None, with nothing changed, if the objects are not as ``before``, may be changed now, or are
+    degraded otherwise than by ``unread``: the column may be made of one known to be wrong now.
     """
     ino, oid, layout, _ = before
     if find_objects(tx, ino, oid) != before or is_changing(tx, ino, oid):
@@ -207,9 +194,7 @@ def _put_layout(tx: Transaction, objects: SetRecord) -> None:
 
 
 class Due(NamedTuple):
-    """Columns that have to be made anew or to move, and how many bytes that is. None: the file is
-    to be protected.
-    """
+    """Columns to be made anew or to move, and their bytes. None: the file is to be protected."""
 
     ino: int
     oid: int
@@ -219,9 +204,7 @@ class Due(NamedTuple):
 
 
 def due_columns(layout: Striped, unread: int, staying: Set[int]) -> tuple[int, ...]:
-    """Columns that must not be read, then those on servers that are not among those where columns
-    may stay.
-    """
+    """Columns that must not be read, then those on servers where none may stay."""
     numbers = range(len(layout.servers))
     wrong = tuple(number for number in numbers if unread >> number & 1)
     return wrong + tuple(
@@ -232,11 +215,8 @@ def due_columns(layout: Striped, unread: int, staying: Set[int]) -> tuple[int, .
 def scan_degraded(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int
 ) -> tuple[list[Due], bytes]:
-    """What a slice of the ``q`` records calls for, and where the next slice starts (empty: there is
-    none).
-
-    Records that say nothing (any more) come with ``length`` 0 and no columns.
-    """
+    """Work due in a slice of the ``q`` records, and where the next slice starts (empty: nowhere).
+    Void records come with ``length`` 0 and no columns."""
 
     def judge(key: bytes, value: bytes) -> Due:
         oid, (ino, unread) = keys.number(key), decode_degraded(value)
@@ -256,11 +236,8 @@ def scan_files(
     staying: Set[int],
     waiting: Set[int] = frozenset(),
 ) -> tuple[list[Due], bytes]:
-    """The same of a slice of the inodes: striped files that have columns on other servers than
-    those where they may stay.
-
-    What is not protected waits for the servers ``waiting``.
-    """
+    """``scan_degraded`` for inodes: striped files with columns where none may stay. Unprotected
+    ones wait for the servers ``waiting``."""
     plain = staying | waiting
 
     def judge(key: bytes, value: bytes) -> Due | None:

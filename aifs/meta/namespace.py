@@ -1,10 +1,8 @@
-"""Namespace operations as transaction functions (see kv.py): names, links and attributes; no file
-bytes.
+"""Namespace operations as transaction functions (see kv.py): names, links, attributes; no bytes.
 
-Each function takes the transaction first and raises FsError subclasses. Numbers that must be fresh
-(inode numbers, cookies) are arguments, because a transaction function may run twice. ``now`` is
-nanoseconds since the epoch. Permissions are the kernel's business (``default_permissions``); link
-counts, setgid inheritance and times are ours.
+Functions take the transaction first and raise FsErrors. Fresh numbers (inodes, cookies) are
+arguments, because functions may run twice. ``now`` is ns since the epoch. The kernel checks
+permissions (``default_permissions``); link counts, setgid inheritance and times are ours.
 """
 
 import stat
@@ -50,8 +48,7 @@ SYMLINK_MAX = 4095
 LINK_MAX = 2**31 - 1
 
 SEVERAL = 0
-"""``parent`` of a file that has or had several names: nobody knows in which directories they are.
-"""
+"""``parent`` of a file that has or had several names, in unknown directories."""
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -81,8 +78,8 @@ def find_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def put_inode(tx: Transaction, inode: Inode) -> None:
-    """Record an inode that this transaction has read, or makes. A caller that takes its project
-    away counts that (``quotas.replace``)."""
+    """Record an inode that this transaction has read, or makes; callers that take its project away
+    count that (``quotas.replace``)."""
     key, record = keys.inode(inode.ino), inode.encode()
     if inode.project:
         quotas.count(tx, tx.get_loosely(key), record)
@@ -90,12 +87,8 @@ def put_inode(tx: Transaction, inode: Inode) -> None:
 
 
 def put_bytes(tx: Transaction, opened: Inode) -> Inode:
-    """Record where the bytes of an open inode are now, and what else core knows better than the
-    record. The inode as it is recorded. Raises NotFound.
-
-    Names, owner, mode, flags and policy are the record's: another transaction may have changed them
-    since core has read them.
-    """
+    """Record where the bytes of an open inode are, and what else core knows better; names, owner,
+    mode, flags and policy stay the record's. Returns the recorded inode. Raises NotFound."""
     inode = get_inode(tx, opened.ino)
     take_bytes(inode, opened)
     put_inode(tx, inode)
@@ -110,9 +103,8 @@ def take_bytes(inode: Inode, opened: Inode) -> None:
 
 
 def has_form_of(inode: Inode, opened: Inode) -> bool:
-    """Whether the newest bytes of ``inode`` are where ``opened`` has them, and the same if they are
-    in the record; if not, another host has moved or changed them, and what core knows is older.
-    """
+    """Whether ``inode`` has its newest bytes where ``opened`` has them, and the same inline; if
+    not, another host has moved or changed them."""
     one, other = (each.copy if each.in_burst else None for each in (inode, opened))
     has_bytes = (inode.data or None) == (opened.data or None)
     is_shared = inode.named != 0, opened.named != 0
@@ -133,8 +125,7 @@ def take_attributes(inode: Inode, opened: Inode) -> None:
 
 
 def require_name(name: bytes) -> None:
-    """Raises NameTooLong, ReadOnly (it is virtual) or Invalid unless a file can be given this
-    name."""
+    """Raises NameTooLong, ReadOnly (virtual) or Invalid unless a file may have this name."""
     if len(name) > NAME_MAX:
         raise NameTooLong()
     if name == VIRTUAL:
@@ -144,11 +135,8 @@ def require_name(name: bytes) -> None:
 
 
 def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
-    """The inode that ``name`` leads to. Raises NotFound, NotADirectory, NameTooLong.
-
-    Also of ``.``, which is any linked inode itself, and of ``..``: the kernel asks for what a file
-    handle names.
-    """
+    """The inode of ``name``. Raises NotFound, NotADirectory, NameTooLong. Also of ``.``, any linked
+    inode itself, and of ``..``: the kernel asks so for file handles."""
     if name in (b".", b".."):
         inode = get_inode(tx, parent)
         if inode.links == 0:
@@ -199,12 +187,12 @@ def _require_directory(inode: Inode) -> Inode:
 @answers
 @grows
 def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int = 0) -> Inode:
-    """Give the new ``inode`` its first name; its number is also the cookie of that name.
+    """Give the new ``inode`` its first name, with its number as cookie; returns the recorded inode.
 
-    The group and, for directories, the setgid bit are inherited from a setgid parent (inode(7)),
-    the layout policy from any parent, and the ACL from the parent's default ACL; ``umask`` counts
-    where there is none. With a ``copy`` it starts in the burst tier. Returns the inode as it was
-    recorded. Raises Exists, NotFound, NotADirectory, NameTooLong, TooManyLinks.
+    Group and, for directories, setgid bit come from a setgid parent (inode(7)), the layout policy
+    from any parent, the ACL from the parent's default ACL, or else ``umask`` counts. With a
+    ``copy`` it starts in the burst tier. Raises Exists, NotFound, NotADirectory, NameTooLong,
+    TooManyLinks.
     """
     directory = require_free(tx, parent, name)
     new = _make(tx, directory, inode, umask, 2 if stat.S_ISDIR(inode.mode) else 1)
@@ -215,9 +203,7 @@ def create(tx: Transaction, parent: int, name: bytes, inode: Inode, umask: int =
 
 @grows
 def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) -> Inode:
-    """A file that inherits as one in ``parent`` would, and is an orphan until ``link`` names it
-    (O_TMPFILE).
-    """
+    """A file inheriting from ``parent``, an orphan until ``link`` names it (O_TMPFILE)."""
     directory = get_directory_loosely(tx, parent)
     _require_not_immutable(directory)
     new = _make(tx, directory, inode, umask, 0)
@@ -226,7 +212,6 @@ def create_nameless(tx: Transaction, parent: int, inode: Inode, umask: int = 0) 
 
 
 def _make(tx: Transaction, directory: Inode, inode: Inode, umask: int, links: int) -> Inode:
-    """Record a new inode with what it inherits from ``directory``."""
     gid, mode, access_acl, default_acl = inode.gid, inode.mode, b"", b""
     if not stat.S_ISLNK(mode):
         if directory.default_acl:
@@ -283,11 +268,8 @@ def link(
     now: int,
     nameless: bool = False,
 ) -> Inode:
-    """Another name for a file; with ``nameless`` the first one, of what ``create_nameless`` has
-    made.
-
-    Raises NotPermitted for a directory, NotFound for an unlinked file, and as create.
-    """
+    """Give a file another name; ``nameless``: the first, after ``create_nameless``. Raises
+    NotPermitted for a directory, NotFound for an unlinked file, and as create."""
     directory = require_free(tx, parent, name)
     inode = get_inode(tx, ino)
     if inode.is_dir:
@@ -316,9 +298,8 @@ def link(
 
 @answers
 def unlink(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | None = None) -> Inode:
-    """Remove a name that is not a directory's; the last one goes to the trash, if there is one for
-    it, else it leaves an orphan. Returns the inode as it is now.
-    """
+    """Remove a name of no directory; the last one goes to its trash, or leaves an orphan. Returns
+    the inode."""
     dentry = get_dentry(tx, parent, name)
     inode = get_inode(tx, dentry.ino)
     if inode.is_dir:
@@ -344,10 +325,8 @@ def rmdir(tx: Transaction, parent: int, name: bytes, now: int, by: Remover | Non
 
 
 def remove_orphan(tx: Transaction, ino: int, xattrs: Collection[bytes]) -> list[int]:
-    """This host does not hold an inode without names any more, which is erased unless another one
-    does; the ids of what it leaves as garbage. [] too if it is not an orphan (any more).
-    ``xattrs``: what ``find_xattrs`` says of it.
-    """
+    """Erase an inode without names unless another host holds it; returns ids of garbage. [] also if
+    it is no orphan. ``xattrs``: of ``find_xattrs``."""
     if tx.get(keys.orphan(ino)) is None:
         return []
     if tx.host:
@@ -369,9 +348,7 @@ def _put_orphan(tx: Transaction, ino: int) -> None:
 
 @grows
 def put_holds(tx: Transaction, inos: Collection[int]) -> list[int]:
-    """This host has these inodes open: those that are orphans stay until it lets go of them
-    (``remove_orphan``), and are returned.
-    """
+    """Hold the orphans among these open inodes until ``remove_orphan``; returns them."""
     held = [ino for ino in inos if tx.get(keys.orphan(ino)) is not None]
     for ino in held:
         tx.put(keys.hold(ino, tx.host), b"")
@@ -384,16 +361,13 @@ def is_held(tx: ReadTransaction, ino: int) -> bool:
 
 
 def find_xattrs(tx: ReadTransaction, ino: int) -> list[bytes]:
-    """The keys of all extended attributes of an inode. A caller that erases many asks for all
-    first: a range costs the more, the more the transaction has changed.
-    """
+    """Keys of an inode's extended attributes. Callers that erase many ask for all first: a range
+    costs the more, the more the transaction has changed."""
     return [key for key, _ in tx.range(*keys.xattrs(ino))]
 
 
 def erase(tx: Transaction, inode: Inode, xattrs: Collection[bytes]) -> list[int]:
-    """Erase an inode that nothing refers to, with the extended attributes of these keys; the ids of
-    what it leaves as garbage.
-    """
+    """Erase an unreferenced inode with these extended attributes; returns ids of garbage."""
     ino = inode.ino
     if inode.project:
         quotas.count(tx, tx.get(keys.inode(ino)), None)
@@ -425,9 +399,7 @@ def drop_group(tx: Transaction, ino: int) -> None:
 
 
 def put_undrained(tx: Transaction, inode: Inode, durable: bool, now: int) -> None:
-    """From now on the burst copy of ``inode`` holds its newest bytes, and changes without notice
-    (dirty mark).
-    """
+    """Have the burst copy hold the newest bytes, changing without notice (dirty mark)."""
     assert inode.copy is not None
     put_copy(tx, inode.ino, inode.copy, undrained=True, durable=durable, now=now)
     put_mark(tx, inode.ino)
@@ -453,9 +425,8 @@ def put_copy(
 
 
 def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
-    """Turn objects or chunks of ``inode`` on the capacity tier into garbage, unless clones have
-    them still; the ids of what is to be deleted.
-    """
+    """Make objects or chunks of ``inode`` garbage, unless clones have them; returns ids to
+    delete."""
     if inode.layout is None or (inode.named and shared.leave(tx, inode.oid, inode.ino)):
         return []
     if inode.objects is not None:
@@ -467,8 +438,7 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
 
 
 def discard_copy(tx: Transaction, copy: Copy) -> int:
-    """Turn a burst copy, and its mirror, into garbage; its id. The mirror is its host's to
-    delete."""
+    """Make a burst copy, and its mirror (its host's to delete), garbage; returns its id."""
     if tx.host:
         drop_mirror(tx, copy.id)
     tx.delete(keys.burst_copy(copy.id))
@@ -477,8 +447,8 @@ def discard_copy(tx: Transaction, copy: Copy) -> int:
 
 
 def drop_mirror(tx: Transaction, copy_id: int) -> list[int]:
-    """The mirror of a burst copy, if it has one, is garbage; its id. The caller puts or deletes the
-    copy's record."""
+    """Make a burst copy's mirror garbage; returns its id. Callers put or delete the copy's
+    record."""
     record = tx.get(keys.burst_copy(copy_id))
     mirror = None if record is None else decode_burst(record).mirror
     if mirror is None:
@@ -490,7 +460,6 @@ def drop_mirror(tx: Transaction, copy_id: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _garbage_on(server: int) -> bytes:
-    """The garbage record of every burst copy there."""
     return Garbage(0, Striped(1, (server,))).encode()
 
 
@@ -513,8 +482,7 @@ def drop_checksums(tx: Transaction, oid: int) -> bool:
 
 
 class Overtaken(Exception):
-    """What the caller has decided by is not so any more: a name leads to another inode, or another
-    host has begun a group."""
+    """A premise of the caller has changed: where a name leads, or a directory's group."""
 
 
 def rename(
@@ -529,12 +497,12 @@ def rename(
     expected: Collection[int],
     by: Remover | None = None,
 ) -> tuple[Inode, Inode | None]:
-    """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE. What it moves is ``expected``, by inode
-    numbers: else it raises Overtaken.
+    """rename(2) with RENAME_NOREPLACE and RENAME_EXCHANGE, of the ``expected`` inode numbers: else
+    it raises Overtaken.
 
-    Returns the moved inode, and the one that the target name led to before: with EXCHANGE it now
-    has the old name, else it has lost this one (as with ``unlink``). The second is None where there
-    was none, or both names lead to one file already, which changes nothing.
+    Returns the moved inode, and the target's inode before, which has the old name (EXCHANGE), or
+    has lost this one (as ``unlink``). None: there was none, or both names lead to one file (no
+    change).
     """
     if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
         raise Invalid("unknown or contradicting rename flags")
@@ -605,9 +573,7 @@ def _target_of_rename(tx: Transaction, parent: int, name: bytes, flags: int) -> 
 
 
 def require_not_below(tx: Transaction, ino: int, directory: int) -> None:
-    """Raises Invalid if ``directory`` is ``ino`` or lies below it: a rename would cut off a
-    loop.
-    """
+    """Raises Invalid if ``directory`` is ``ino`` or lies below it: a loop would be cut off."""
     while directory != keys.ROOT_INO:
         if directory == ino:
             raise Invalid("a directory cannot move below itself")
@@ -651,8 +617,8 @@ def _require_not_immutable(directory: Inode) -> None:
 
 
 def require_same_project(tx: ReadTransaction, directory: Inode, inode: Inode) -> None:
-    """A move between projects is a copy; so is a move out of a quota. The directory of a quota
-    takes that along, wherever the same one counts it. Raises CrossDevice."""
+    """Raises CrossDevice for a move between projects, or out of a quota. A quota's directory moves
+    where the same one counts it."""
     project = quotas.inherited(directory)
     if project == inode.project:
         return
@@ -673,8 +639,7 @@ def _require_empty(tx: Transaction, inode: Inode) -> None:
 
 
 def put_name(tx: Transaction, parent: int, name: bytes, inode: Inode, cookie: int) -> None:
-    """A dentry and its place in the listing. Every new name is put here. Raises as
-    ``require_name``."""
+    """Put a new name, a dentry and its place in the listing. Raises as ``require_name``."""
     require_name(name)
     type_ = inode.mode >> 12
     tx.put(keys.dentry(parent, name), Dentry(inode.ino, cookie, type_).encode())
@@ -688,9 +653,8 @@ def remove_name(tx: Transaction, parent: int, name: bytes, dentry: Dentry) -> No
 
 
 def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
-    """A directory's content has changed. Without ``links`` only its times do, which are patched: so
-    hosts may make and remove names in one directory at the same time.
-    """
+    """Record changed contents of a directory. Without ``links`` only times change, by a patch: so
+    hosts may make and remove names in it at the same time."""
     if links:
         directory.nlink += links
         directory.mtime_ns = directory.ctime_ns = now
@@ -702,8 +666,7 @@ def touch(tx: Transaction, directory: Inode, now: int, links: int = 0) -> None:
 def _lose_name(
     tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, by: Remover | None
 ) -> Inode:
-    """A file, or an empty directory, has lost this name; the last one goes to the trash, if there
-    is one for it."""
+    """Take a name from a file or empty directory; the last one goes to its trash."""
     is_last = inode.is_dir or inode.nlink == 1
     if is_last and by and trash.put(tx, inode, parent, name, now, by, is_dead=inode.is_dir):
         put_inode(tx, inode)

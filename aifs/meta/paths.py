@@ -17,8 +17,8 @@ _LISTED_MAX = (
 
 
 def find_path(tx: ReadTransaction, ino: int) -> bytes | None:
-    """A path from the root, as b"/a/b"; None for a file that has or had several names, or none, or
-    where the name would have to be sought in a large directory, or a record is damaged."""
+    """A path from the root, as b"/a/b"; None for a file with several names or none, a name to be
+    sought in a large directory, or a damaged record."""
     parts: list[bytes] = []
     passed = set[int]()
     try:
@@ -62,8 +62,8 @@ SLICE = 256
 
 
 async def those_below(engine: Engine, inos: list[int], top: int) -> list[int]:
-    """Those of ``inos`` that are ``top`` or lie below it. Other tasks run between slices; a file
-    that moves below ``top`` meanwhile has been synced by its own rename."""
+    """Those of ``inos`` that are ``top`` or below it. Other tasks run between slices; a file that
+    moves below it meanwhile is synced by its rename."""
     known: dict[int, bool] = {}
     found: list[int] = []
     for start in range(0, len(inos), SLICE):
@@ -86,11 +86,8 @@ def filter_below(
 def is_below(
     tx: ReadTransaction, ino: int, top: int, known: MutableMapping[int, bool] | None = None
 ) -> bool:
-    """Whether ``ino`` is ``top`` or lies below it; a file that has had several names lies
-    everywhere.
-
-    ``known``: what has been found out about directories, kept between calls.
-    """
+    """Whether ``ino`` is ``top`` or below it; files that have had several names are everywhere.
+    ``known``: results for directories, kept between calls."""
     if known is None:
         known = {}
     passed: list[int] = []

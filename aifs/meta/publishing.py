@@ -59,9 +59,9 @@ def rename(
     quiet: Collection[int],
     by: Remover | None,
 ) -> tuple[Inode, Inode | None]:
-    """namespace.rename of what is ``durable``, by inode numbers, which also publishes a pending
-    directory that it moves. ``quiet``: files below that have been synced, whose dirty marks go with
-    it. Raises Busy if members are missing, and as that does."""
+    """namespace.rename of ``durable`` inode numbers; also publishes a pending directory. ``quiet``:
+    synced files below, whose dirty marks go with it. Raises Busy if members are missing, and as
+    that."""
     inode, other = namespace.rename(
         tx, parent, name, new_parent, new_name, flags, cookies, now, durable, by
     )
@@ -114,8 +114,7 @@ class Publication(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The changes of a publication: the directory as it is now, its name before, files that have
-    lost a name, and the tree that is doomed."""
+    """A publication: the directory now, its old name, files that lost a name, the doomed tree."""
 
     inode: Inode
     old_parent: int
@@ -125,8 +124,8 @@ class Published(NamedTuple):
 
 
 def name_of(tx: ReadTransaction, directory: Inode) -> bytes:
-    """The name of a directory in its parent. Costs a read where it has its first name, else a
-    listing. Raises NotFound."""
+    """A directory's name in its parent: one read for its first name, else a listing. Raises
+    NotFound."""
     if directory.links and directory.ino != keys.ROOT_INO:
         first = tx.get(keys.entry(directory.parent, directory.ino))
         if first is not None:
@@ -147,8 +146,8 @@ def publish(
     now: int,
     by: Remover | None = None,
 ) -> Published:
-    """Show ``what``, all at once. ``owner``: uid and gid of what is made; ``ids``: fresh numbers.
-    Of what is replaced a tree may go to the trash, and pointers do not.
+    """Show ``what``, all at once. ``owner``: uid and gid of new inodes; ``ids``: fresh numbers. A
+    replaced tree may go to the trash, pointers do not.
 
     Raises Busy (members are missing), Exists, NotEmpty, NotADirectory, NotFound (directory, parent
     or manifest), Invalid.
@@ -205,16 +204,14 @@ _FILE_MODE = 0o100644
 
 
 def _put_pointer(tx: Transaction, parent: int, name: bytes, new: Inode, now: int) -> list[Inode]:
-    """Make ``new`` under ``name``; what had the name has lost it. Raises IsADirectory."""
+    """Put ``new`` under ``name`` in place of any other. Raises IsADirectory."""
     unlinked = [] if find(tx, parent, name) is None else [namespace.unlink(tx, parent, name, now)]
     namespace.create(tx, parent, name, new)
     return unlinked
 
 
 def find(tx: ReadTransaction, parent: int, name: bytes) -> Inode | None:
-    """The inode that the name leads to, or None. Raises NotADirectory, NotFound for a missing
-    directory.
-    """
+    """The inode of the name, or None. Raises NotADirectory; NotFound for the directory."""
     try:
         return namespace.lookup(tx, parent, name)
     except NotFound:

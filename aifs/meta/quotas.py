@@ -45,8 +45,7 @@ class Quota(NamedTuple):
     inodes_max: int = UNLIMITED
     """How many may be in it, itself included."""
     above: int = 0
-    """The project that its directory would have without it: another quota's, in which it lies, or
-    0."""
+    """The project that its directory would have without it: another quota's, or 0."""
     state: int = COMPLETE
     """COMPLETE, SPREADING or REMOVED."""
 
@@ -111,8 +110,7 @@ def find_own(tx: ReadTransaction, inode: Inode) -> Quota | None:
 
 
 def is_left(tx: ReadTransaction, inode: Inode) -> bool:
-    """Whether the quota is gone in which an inode counts, or in which its own one lies: nobody
-    counts it any more."""
+    """Whether the quota of an inode, or of its own quota, is gone: nobody counts it any more."""
     own = find_own(tx, inode)
     project = inode.project if own is None else own.above
     return project >= FIRST_PROJECT and tx.get(keys.quota(project)) is None
@@ -124,8 +122,8 @@ def is_left(tx: ReadTransaction, inode: Inode) -> bool:
 
 
 def put(tx: Transaction, directory: Inode, bytes_: int | None, inodes: int | None) -> Inode:
-    """Limit what lies below a directory; None: as before, or unlimited. The directory as it is now;
-    if it had no quota, its own has to be spread."""
+    """Limit a directory's tree (None: as before, or unlimited); returns its inode. A new quota has
+    to be spread."""
     quota = find_own(tx, directory)
     if quota is None:
         above = directory.project if directory.project >= FIRST_PROJECT else 0
@@ -145,8 +143,8 @@ def put(tx: Transaction, directory: Inode, bytes_: int | None, inodes: int | Non
 
 
 def remove(tx: Transaction, directory: Inode) -> Inode:
-    """Take the quota of a directory away; the directory as it is now, of the project of what is
-    above, which has to be spread. Raises NoAttribute where there is none."""
+    """Remove a directory's quota; returns its inode, with the project above, to be spread. Raises
+    NoAttribute for none."""
     quota = find_own(tx, directory)
     if quota is None:
         raise NoAttribute()
@@ -180,9 +178,9 @@ class Spread:
 
 
 def spread_slice(tx: Transaction, ino: int, after: int, limit: int, of: int = 0) -> Spread:
-    """Give the project of a directory, or that it has none, to up to ``limit`` of what is in it,
-    behind the cookie ``after``; but for directories that have quotas of their own. ``of``: only to
-    what has this project, whose quota has been removed. Raises Unavailable for a damaged record."""
+    """Give the directory's project, or none, to up to ``limit`` entries behind cookie ``after``,
+    except directories with quotas. ``of``: only to those of this removed project. Raises
+    Unavailable for a damaged record."""
     done = Spread(after=after)
     record = tx.get_loosely(keys.inode(ino))
     entries = [] if record is None else list(tx.range(*keys.entries_after(ino, after), limit))
@@ -195,9 +193,8 @@ def spread_slice(tx: Transaction, ino: int, after: int, limit: int, of: int = 0)
 
 
 def take_in(tx: Transaction, ino: int, directory: Inode) -> Spread:
-    """What has no name, and is about to get one in a directory, has the project of that, unless it
-    has a quota of its own; all that lies below is to get the same by ``spread_slice``. Raises
-    Unavailable for a damaged record."""
+    """Give a nameless inode the project of its future directory, unless it has a quota; its tree by
+    ``spread_slice``. Raises Unavailable for a damaged record."""
     done = Spread(finished=True)
     _take(tx, ino, inherited(directory), 0, done)
     done.directories = [ino]
@@ -205,7 +202,7 @@ def take_in(tx: Transaction, ino: int, directory: Inode) -> Spread:
 
 
 def _take(tx: Transaction, ino: int, project: int, of: int, done: Spread) -> None:
-    """An inode has this project from now on; one that has a quota of its own lies in that."""
+    """Give an inode this project; a quota of its own then lies in that."""
     before = tx.get(keys.inode(ino))
     if before is None:
         return
@@ -227,8 +224,7 @@ def _take(tx: Transaction, ino: int, project: int, of: int, done: Spread) -> Non
 
 
 def unfinished(tx: ReadTransaction) -> list[tuple[int, Quota]]:
-    """Project and record of the quotas that are not complete, in the order in which they were
-    made. A damaged record is fsck's to name."""
+    """Incomplete quotas by project, oldest first, without damaged records, which fsck names."""
     return [each for each in _all(tx) if each[1].state != COMPLETE]
 
 
@@ -246,8 +242,8 @@ def conclude(tx: Transaction, project: int, state: int) -> None:
 
 
 def drop_unused(tx: Transaction) -> None:
-    """Counters of quotas that are gone go, too, once nothing has their projects any more: what is
-    open or in the trash, or has a name elsewhere, may have had them for longer."""
+    """Drop counters of removed quotas once nothing has their projects: open, trashed or otherwise
+    named inodes may."""
     projects = {keys.use_project(key) for key, _ in tx.range(*keys.all_of(b"P"))}
     for project in projects:
         names = keys.used_bytes(project), keys.used_inodes(project)
@@ -276,8 +272,7 @@ class Counted(NamedTuple):
 def read_counted(
     tx: ReadTransaction, inos: Collection[int]
 ) -> tuple[dict[int, Counted], Mapping[int, int]]:
-    """All quotas that have not been removed, by project; and by number the bytes that those of
-    ``inos`` that there are have on record."""
+    """All quotas that are not removed, by project; and recorded bytes of existing ``inos``."""
     counts = {
         key: int.from_bytes(value, "little", signed=True)
         for key, value in tx.range(*keys.all_of(b"P"))

@@ -1,6 +1,4 @@
-"""A transaction of the levels that remembers what its function has read and done, for engines that
-refuse it if others have changed that meanwhile.
-"""
+"""A transaction that remembers reads and writes, for engines that refuse it after conflicts."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,11 +13,8 @@ Patches = list[tuple[int, bytes]]
 
 
 class Recording(LeveledTransaction):
-    """``writes`` is what its changes make of the map as it was read.
-
-    Several functions may be run with it, one after the other, as one transaction: ``mark`` and
-    ``undo`` take back what the last one has written.
-    """
+    """``writes``: the map's changes. Several functions may run with it as one transaction: ``mark``
+    and ``undo`` take the last one's writes back."""
 
     __slots__ = ("_before", "host", "loose", "ranges", "reads", "relative")
 
@@ -33,9 +28,7 @@ class Recording(LeveledTransaction):
         self.ranges: list[list[bytes]] = []
         """[start, end) of what was read in order, as far as it was."""
         self.relative: dict[bytes, int | Patches] = {}
-        """Numbers and patches that were added to keys that were not put before. They are in
-        ``writes``, too.
-        """
+        """Additions and patches to keys that were not put before; also in ``writes``."""
         self._before: dict[bytes, tuple[Any, int | Patches | None]] = {}
         """The values that ``writes`` and ``relative`` had of the keys written since the mark."""
 

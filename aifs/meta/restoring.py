@@ -1,6 +1,4 @@
-"""The contents of the trash (meta/trash.py) as transaction functions (see kv.py): finding it,
-giving it back a name, emptying.
-"""
+"""The trash (meta/trash.py) as transaction functions (see kv.py): find, restore, empty."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,11 +34,8 @@ def look_up(
     path: Sequence[bytes],
     is_wanted: Callable[[Entry], bool],
 ) -> Entry:
-    """The entry that had this path from a directory on, the last one of several that had and are
-    wanted: by way of directories that are there, or that are in the trash, too. Raises NotFound.
-
-    Looks through all that was removed from the directories on the way.
-    """
+    """The last wanted entry with this path below a directory, by way of directories there or in the
+    trash. Raises NotFound. Looks through all entries on the way."""
     for name in path[:-1]:
         record = tx.get(keys.dentry(directory, name))
         found = _newest(tx, directory, name) if record is None else decode_dentry(record)
@@ -66,8 +61,8 @@ def _newest(
 def removed_from(
     tx: ReadTransaction, directory: int, after: int = 0, limit: int = 0
 ) -> list[Entry]:
-    """The entries of what lay in a directory, ``limit`` of them (0: all), in order of inode number,
-    behind one. Damaged ones are fsck's to name."""
+    """Entries of a directory, up to ``limit`` (0: all), by inode number behind ``after``, without
+    damaged ones, which fsck names."""
     found = []
     for key, record in tx.range(*keys.trashed_after(directory, after), limit):
         with suppress(Unavailable):
@@ -98,8 +93,8 @@ def read_turns(tx: ReadTransaction, start: bytes, end: bytes, limit: int) -> Tur
 
 
 def way_up(tx: ReadTransaction, directory: int) -> list[tuple[Inode, bytes]]:
-    """The directories from one up to the root, without that, with their names (b"" if it cannot be
-    told), also those that are in the trash. It ends early where one is gone for good."""
+    """Directories from one up to below the root, also trashed ones, with names (b"" if unknown).
+    Ends early where one is gone for good."""
     found = []
     while directory != keys.ROOT_INO:
         inode = namespace.find_inode(tx, directory)
@@ -116,8 +111,7 @@ def way_up(tx: ReadTransaction, directory: int) -> list[tuple[Inode, bytes]]:
 
 
 def home_of(tx: ReadTransaction, entry: Entry) -> Inode:
-    """The directory that an entry goes back to: the one that it lay in, or the nearest above that
-    is still there. Raises NotFound if nobody can tell."""
+    """The directory for an entry's return: its own, or the nearest left above. Raises NotFound."""
     way = way_up(tx, entry.parent)
     top = way[-1][0] if way else None
     if (entry.parent if top is None else top.parent) != keys.ROOT_INO:
@@ -137,11 +131,9 @@ def home_of(tx: ReadTransaction, entry: Entry) -> Inode:
 def restore(
     tx: Transaction, entry: Entry, parent: int, name: bytes, cookie: int, now: int
 ) -> Inode:
-    """Give what is in the trash a name; the inode as it is now.
-
-    Raises NotFound (it is not in the trash any more, or the directory is gone), Exists,
-    NotADirectory, NameTooLong, NotPermitted, CrossDevice (a project), Invalid (below itself).
-    """
+    """Give an entry of the trash a name; returns the inode. Raises NotFound (left the trash, or the
+    directory is gone), Exists, NotADirectory, NameTooLong, NotPermitted, CrossDevice (a project),
+    Invalid (below itself)."""
     inode, _ = _take_out(tx, entry)
     directory = namespace.require_free(tx, parent, name)
     namespace.require_same_project(tx, directory, inode)
@@ -156,12 +148,9 @@ def restore(
 
 @grows
 def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> list[Inode]:
-    """Put these entries, of what lay in the directory ``top``, which is in the trash itself, back
-    into it under their names, so that they go where it goes. The inodes that have a name again.
-
-    Those that are not in the trash any more, or whose names are taken, stay where they are. Raises
-    NotFound if ``top`` is not in the trash any more.
-    """
+    """Put entries of the trashed directory ``top`` back into it, to share its fate; returns inodes
+    with names again. Entries that left the trash, or whose names are taken, stay. Raises NotFound
+    if ``top`` has left the trash."""
     directory, whole = _take_out(tx, top)
     gathered, sizes = [], [whole.size]
     for entry in entries:
@@ -183,9 +172,8 @@ def gather(tx: Transaction, top: Entry, entries: Iterable[Entry], now: int) -> l
 
 
 def _take_out(tx: Transaction, entry: Entry) -> tuple[Inode, Entry]:
-    """What is in the trash by this entry is not any more, and the entry as it was; the caller
-    records the inode. Raises NotFound, also if the inode came back and was removed anew: another
-    entry has the same key."""
+    """Take an entry's inode out of the trash; the caller records it. Returns the entry, too. Raises
+    NotFound, also if it was removed anew, with the same key."""
     now_there, inode = find_entry(tx, entry.key), namespace.find_inode(tx, entry.ino)
     is_same = now_there is not None and now_there.since_ns == entry.since_ns
     if now_there is None or not is_same or inode is None or not inode.is_trashed:

@@ -1,8 +1,5 @@
-"""The records that refer to a server, found in slices of keys: transaction functions that only look
-(see kv.py).
-
-Each returns what it has found in its slice, and where the next one starts (b"": nowhere).
-"""
+"""Records that refer to a server, as transaction functions that only look (see kv.py). Each returns
+finds of its slice of keys, and where the next starts (b"": nowhere)."""
 
 from collections.abc import Sequence, Set
 from contextlib import suppress
@@ -21,9 +18,8 @@ _FILES_SLICE = 16  # of files that are looked at as a whole
 
 
 class Uses(NamedTuple):
-    """``objects``: how many have a column there, of files or containers; ``length``: the bytes of
-    these columns; ``lost``: the oids of those that cannot be read without it; ``unreadable``:
-    records that nobody can tell anything of."""
+    """``objects``: files' or containers' columns there; ``length``: their bytes; ``lost``: oids
+    that need it; ``unreadable``: records nobody can read."""
 
     objects: int = 0
     length: int = 0
@@ -44,9 +40,7 @@ def total(parts: Sequence[Uses]) -> Uses:
 def scan_files(
     tx: ReadTransaction, start: bytes, end: bytes, server: int, gone: Set[int]
 ) -> tuple[Uses, bytes]:
-    """Of a slice of the inodes: striped files. ``gone``: all servers that are to be done
-    without.
-    """
+    """Striped files in a slice of inodes. ``gone``: all servers to do without."""
     return _scan(tx, start, end, server, gone)
 
 
@@ -84,8 +78,8 @@ def _uses_of(tx: ReadTransaction, key: bytes, value: bytes, server: int, gone: S
 
 
 def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
-    """Whether all bytes that a file has on the capacity tier can be told without the servers
-    ``gone``, as far as is on record. Not if a record is damaged."""
+    """Whether a file's bytes on the capacity tier can be read without servers ``gone``, by records;
+    not with a damaged one."""
     try:
         if inode.objects is not None:
             return _survives(tx, inode.oid, inode.objects, inode.size, gone)
@@ -99,9 +93,7 @@ def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
 
 
 def is_file_whole(tx: ReadTransaction, ino: int, gone: Set[int], wrong: Set[int]) -> bool:
-    """The same of a file by its number; of one that is gone, too. ``wrong``: oids of files that are
-    known not to be.
-    """
+    """``is_whole`` by number, True for a file that is gone. ``wrong``: oids known not to be."""
     inode = _find_readable(tx, ino)
     return inode is None or (inode.oid not in wrong and is_whole(tx, inode, gone))
 
@@ -122,8 +114,8 @@ def _survives(tx: ReadTransaction, oid: int, layout: Striped, size: int, gone: S
 def scan_endangered(
     tx: ReadTransaction, start: bytes, end: bytes, gone: Set[int]
 ) -> tuple[list[int], bytes]:
-    """Of a slice of the burst copies: inode numbers of files with clean ones that are not
-    ``is_whole``, and where the next slice starts."""
+    """Inodes of clean burst copies, in a slice of them, that are not ``is_whole``, and where the
+    next slice starts."""
     found = []
     records, following = read_slice(tx, start, end, _FILES_SLICE)
     for _, value in records:
@@ -144,9 +136,7 @@ def _find_readable(tx: ReadTransaction, ino: int) -> Inode | None:
 def scan_chunk_lists(
     tx: ReadTransaction, start: bytes, end: bytes, containers: Set[int]
 ) -> tuple[set[int], bytes]:
-    """Of a slice of the chunk lists: the oids of files that have chunks in one of these
-    containers.
-    """
+    """Oids with chunks in these containers, in a slice of the chunk lists."""
     oids = set()
     records, following = read_slice(tx, start, end)
     for key, value in records:
@@ -156,9 +146,7 @@ def scan_chunk_lists(
 
 
 class Copies(NamedTuple):
-    """Burst copies: ids of clean ones, inode numbers of files whose newest bytes are in dirty
-    ones.
-    """
+    """Burst copies: ids of clean ones, inode numbers of files in dirty ones."""
 
     clean: tuple[int, ...] = ()
     dirty: tuple[int, ...] = ()

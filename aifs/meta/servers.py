@@ -108,11 +108,8 @@ def remove_server(tx: Transaction, number: int) -> None:
 
 
 def mark_unprotected(tx: Transaction, servers: Iterable[int]) -> None:
-    """Unprotected bytes are going to lie on these servers: a store that misses one of them is
-    incomplete.
-
-    Raises Unavailable if one has been removed from the table meanwhile.
-    """
+    """Note that unprotected bytes are going to lie on these servers: a store without one is
+    incomplete. Raises Unavailable if one was removed from the table."""
     for number in servers:
         if tx.get(keys.unprotected(number)) is None:
             if tx.get(keys.server(number)) is None:

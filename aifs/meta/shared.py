@@ -29,9 +29,7 @@ _PLACE_BYTES = _SHARED.size - _REFERENCES.size
 
 
 class Shared(NamedTuple):
-    """Where a shared chunk lies (``server`` is 0: the table of containers alone knows), and how
-    many extents name it.
-    """
+    """Where a shared chunk lies (``server`` 0: see the containers' table), and its references."""
 
     place: Location
     references: int
@@ -58,9 +56,7 @@ def find_shared(tx: ReadTransaction, digest: bytes) -> Shared | None:
 
 
 def find_all_shared(tx: ReadTransaction, digests: Iterable[bytes]) -> dict[bytes, Shared]:
-    """Those of these digests that the store has. One whose record is damaged is left out: fsck
-    names it.
-    """
+    """Shared chunks among these digests, without damaged records, which fsck names."""
     found = {}
     for digest in digests:
         record = tx.get(keys.shared(digest))
@@ -81,10 +77,9 @@ def take(
 ) -> tuple[list[Location], list[Location]]:
     """Count one more reference for each extent with a shared chunk.
 
-    ``new``: digests of chunks that have been appended for this, durably, and lie where the extents
-    say; the others were found earlier. The recorded place wins over both. Returns the places that
-    are alive from now on, and those of chunks appended in vain. Raises Stale if a chunk that was
-    found is not known any more.
+    ``new``: digests of durable chunks appended for this, where the extents say; others were found
+    earlier; a recorded place wins. Returns places now alive, and those appended in vain. Raises
+    Stale if a found chunk is unknown now.
     """
     counts: dict[bytes, int] = {}
     places: dict[bytes, Location] = {}
@@ -111,9 +106,8 @@ def take(
 
 
 def release(tx: Transaction, counts: Mapping[bytes, int]) -> list[Location]:
-    """Take away references, by digest; the places that are dead from now on. Missing records are
-    passed over, since what names them goes: fsck names them. Raises Unavailable for a damaged one.
-    """
+    """Take references away, by digest; returns dead places. Missing records are passed over, fsck
+    names them. Raises Unavailable for a damaged one."""
     dead = []
     for digest, count in counts.items():
         key = keys.shared(digest)
@@ -130,9 +124,7 @@ def release(tx: Transaction, counts: Mapping[bytes, int]) -> list[Location]:
 
 
 def move(tx: Transaction, old: Location, new: Location) -> bool:
-    """The chunk has been copied: point its record to the copy if it still names the old place;
-    whether it did.
-    """
+    """Point a copied chunk's record from its old place to the new; whether it did."""
     known = find_shared(tx, old.digest)
     if known is None or not is_same(known.place, old):
         return False
@@ -141,9 +133,7 @@ def move(tx: Transaction, old: Location, new: Location) -> bool:
 
 
 def replace(tx: Transaction, place: Location) -> Location | None:
-    """The chunk lies in this place from now on, for all files that name it. Returns where it lay
-    before; None if no file names it.
-    """
+    """Have a chunk lie here for all files; returns its old place, None if no file names it."""
     known = find_shared(tx, place.digest)
     if known is None:
         return None
@@ -184,16 +174,13 @@ def is_same(a: Location, b: Location) -> bool:
 
 
 def users(tx: ReadTransaction, oid: int, limit: int = 0) -> list[int]:
-    """The inode numbers of the files that share ``oid``, in order; ``limit`` of them, unless it is
-    0. None where it is one file's own.
-    """
+    """Inodes that share ``oid``, in order, up to ``limit`` unless 0. None: one file's own."""
     return [keys.clone_parts(key)[1] for key, _ in tx.range(*keys.clones(oid), limit)]
 
 
 def share(tx: Transaction, source: Inode, clone: Inode) -> None:
-    """``clone`` has the bytes of ``source`` from now on, which is settled and has a layout. The
-    records of both inodes are the caller's to put.
-    """
+    """Give ``clone`` the bytes of the settled ``source``, which has a layout. Callers put both
+    inodes."""
     if not source.named:
         source.named = source.ino
         tx.put(keys.clone(source.oid, source.ino), b"")

@@ -16,19 +16,16 @@ SLICE = 512
 def read_slice(
     tx: ReadTransaction, start: bytes, end: bytes, limit: int = 0
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """The first ``limit`` records (0: SLICE) with start <= key < end, and where the next slice
-    starts; b"" if there is none.
-    """
+    """Up to ``limit`` (0: SLICE) records from start to end, and where the next slice starts
+    (b"")."""
     limit = limit or SLICE
     records = list(tx.range(start, end, limit))
     return records, records[-1][0] + b"\0" if len(records) == limit else b""
 
 
 class Walk:
-    """An asynchronous iterator over what a view finds in all records of a kind.
-
-    Others run between slices. It may be given up at any item; one task uses it.
-    """
+    """An asynchronous iterator over a view's finds in all records of a kind, with other tasks
+    between slices; one task uses it, and may stop anywhere."""
 
     def __init__(
         self,
@@ -39,9 +36,9 @@ class Walk:
         start: bytes = b"",
         share: LoopShare | None = None,
     ) -> None:
-        """``read``: called in a view with the beginning and the end of a range, and ``args``;
-        returns items, and where the next slice starts (b"": nowhere). ``start``: the first key,
-        if not that of the kind. ``share``: requests go before the next slice."""
+        """``read``: a view of a range, and ``args``; returns items, and where the next slice starts
+        (b"": nowhere). ``start``: the first key, if not the kind's. ``share``: requests go
+        first."""
         first, self._end = keys.all_of(kind)
         self._engine = engine
         self._start = start or first

@@ -55,8 +55,7 @@ class Entry(NamedTuple):
     size: int
     """Bytes that it, and all below it, took when it was removed, or UNKNOWN."""
     is_dead: bool
-    """A directory that rmdir(2) has removed: the kernel of a host on which programs still are in it
-    lets nobody make names there."""
+    """Removed by rmdir(2): where programs still are in it, a kernel refuses new names."""
 
     @property
     def key(self) -> bytes:
@@ -131,8 +130,8 @@ class Remover(NamedTuple):
     """Of a user."""
 
     def period_at(self, tx: ReadTransaction, directory: int) -> int:
-        """That of the nearest directory, from this one up, that has a rule; 0: there is none. Reads
-        a record for each directory on the way."""
+        """The period of the nearest rule from this directory up, or 0. Reads a record a
+        directory."""
         while (period_ns := self.rules.get(directory)) is None:
             record = tx.get_loosely(keys.inode(directory))
             if directory == keys.ROOT_INO or record is None:
@@ -144,8 +143,8 @@ class Remover(NamedTuple):
 def put(
     tx: Transaction, inode: Inode, parent: int, name: bytes, now: int, by: Remover, is_dead: bool
 ) -> bool:
-    """Make an entry of an inode that loses its last name, if there is a rule for it; the caller
-    records the inode. Whether it is in the trash now."""
+    """Make an entry of an inode that loses its last name, if a rule holds; whether it did. Callers
+    record the inode."""
     period_ns = by.period_at(tx, inode.ino if inode.is_dir else parent)
     if not period_ns:
         return False

@@ -39,9 +39,8 @@ def names(tx: ReadTransaction, ino: int) -> list[bytes]:
 
 @grows
 def put(tx: Transaction, ino: int, name: bytes, value: bytes, flags: int, now: int) -> Inode:
-    """setxattr(2); returns the inode as it is now. Raises Exists or NoAttribute by ``flags``,
-    ArgumentTooBig, NoSpace for too many names, NotSupported.
-    """
+    """setxattr(2); returns the inode. Raises Exists or NoAttribute by ``flags``, ArgumentTooBig,
+    NoSpace (too many names), NotSupported."""
     _check_name(name)
     get_inode(tx, ino).require_unguarded()
     if len(value) > VALUE_MAX:

@@ -26,9 +26,8 @@ MAX_TOLD = 10
 """How many names the log tells of what is lost."""
 
 _KEY = b"\0ahead"
-"""Keys of change sets that are ahead, which no other store has: behind it u16, their number modulo
-MAX_SETS. A record with a number up to ``Cursor.shipped`` is an old one.
-"""
+"""Keys of change sets that are ahead, in replicas alone: then u16, their number modulo MAX_SETS.
+Numbers up to ``Cursor.shipped`` are old."""
 FIRST_KEY, END_KEY = _KEY, _KEY + b"\xff\xff\xff"
 
 _HEAD = struct.Struct("<QQHII")
@@ -81,7 +80,7 @@ class Changes:
         return value
 
     def _hard(self) -> tuple[list[bytes], list[bytes | None], int]:
-        """Keys that are put, then those that are deleted; their values; how many are put."""
+        """Keys put, then keys deleted; their values; how many are put."""
         pairs = [pair for pair in self.writes.items() if pair[0] not in self.relative]
         puts = [pair for pair in pairs if pair[1] is not None]
         pairs = puts + [pair for pair in pairs if pair[1] is None]
@@ -109,8 +108,7 @@ class Changes:
         )
 
     def row(self, seq: int, session: int, number: int, before: Writes) -> Row:
-        """The row that the database has made of it. ``before``: what the map was, as far as it was
-        added to or patched."""
+        """The database's row of it. ``before``: the map's added or patched records."""
         keys, values, _ = self._hard()
         count = len(keys)
         for key in self.relative:
@@ -176,8 +174,6 @@ def decode_change_set(record: bytes) -> ChangeSet:
 
 
 def _packed(change: int | Patches) -> bytes:
-    """The number that is added (i64), behind a byte 0; patches (u32 offset, u32 length, bytes),
-    behind a 1."""
     if isinstance(change, int):
         return b"\0" + _ADDED.pack(change)
     return b"\1" + b"".join([_PATCH.pack(at, len(part)) + part for at, part in change])
@@ -246,9 +242,8 @@ class Ahead:
             self._uses[key] = self._uses.get(key, 0) + 1
 
     def hear(self, session: int, number: int, is_own: bool) -> None:
-        """The feed has what a session has made up to this number. ``is_own``: it is this host's
-        present one; else it may be a former one of this host.
-        """
+        """The feed has a session's changes up to this number. ``is_own``: of this host's present
+        one."""
         while self._sets and self._sets[0].number <= number:
             if not is_own and self._sets[0].session != session:
                 break
@@ -291,9 +286,7 @@ class Ahead:
                     writes[key] = one.changes.over(key, writes[key])
 
     def feed_value(self, key: bytes, now: ReadTransaction) -> bytes | None:
-        """What a counter, or a record that is patched, is without what is ahead: of a record that
-        is patched with it, as only this host may change it then.
-        """
+        """A counter, or patched record, without what is ahead: only this host may change it."""
         value = now.get(key)
         if key not in self._uses:
             return value

@@ -1,6 +1,4 @@
-"""The database of a cluster, for commands: looked at, made, erased. Everything blocks; a mount
-uses database.py.
-"""
+"""A cluster's database for commands: looked at, made, erased. Blocks; mounts use database.py."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -118,8 +116,8 @@ class BlockingDatabase:
             require_unused(cursor, self.url)
 
     def watch_silent(self) -> None:
-        """A host whose lease is over, perhaps because the database was away, has the time of a
-        lease to say that it lives. There is a store."""
+        """Let hosts whose lease ended, perhaps with the database away, have a lease's time to
+        beat."""
         until_s = time.monotonic() + LEASE_S
         while time.monotonic() < until_s:
             with self.transaction() as cursor:
@@ -147,9 +145,8 @@ class BlockingDatabase:
 
 
 class Numbering(NamedTuple):
-    """The last number that was given. A store that comes to a database anew goes on behind it:
-    replicas, and hosts that hang, may know those numbers.
-    """
+    """The last number given. Stores new to a database go on behind it: replicas and hung hosts may
+    know the numbers."""
 
     session: int = 0
     feed: int = 0
@@ -158,11 +155,8 @@ class Numbering(NamedTuple):
 def make(
     cursor: psycopg.Cursor[tuple], url: str, erase: bool, after: Numbering = Numbering()
 ) -> None:
-    """Make a store, with an empty map, that is numbered behind ``after``. ``erase``: one that is
-    there, which no host uses, goes.
-
-    Raises StoreError if there is one, StoreBusy if a host uses it.
-    """
+    """Make a store with an empty map, numbered behind ``after``. ``erase``: in place of an unused
+    one. Raises StoreError if there is one, StoreBusy if a host uses it."""
     if _holds_schema(cursor):
         if not erase:
             raise StoreError(f"{url}: holds a store already; --force erases it and all files in it")
@@ -236,7 +230,6 @@ def _holds_store(cursor: psycopg.Cursor[tuple], url: str) -> bool:
 
 
 def _live_hosts(cursor: psycopg.Cursor[tuple]) -> list[LiveHost]:
-    """Those whose lease is not over."""
     cursor.execute(
         "SELECT name, address, lease_left_s FROM aifs.members() WHERE lease_left_s > 0 ORDER BY id"
     )
@@ -250,7 +243,6 @@ def _one(cursor: psycopg.Cursor[tuple]) -> Any:
 
 
 def _last_line(error: psycopg.Error) -> str:
-    """PostgreSQL says much; the first line of its own message is what is wrong."""
     said = error.diag.message_primary or str(error).strip().splitlines()[-1]
     return said.strip()
 

@@ -31,9 +31,7 @@ MIN_SERVER_VERSION = 140000
 ANSWER_S = 5.0
 """A connection that has not answered for so long is given up."""
 _CONNECT_MIN_S, _CONNECT_MAX_S = 1.5, 5.0
-"""How long one address may take to connect, and a name to be resolved: doubled from one round of
-attempts to the next.
-"""
+"""Connecting to one address, resolving a name: doubled each round of attempts."""
 _AGAIN_MIN_S, _AGAIN_MAX_S = 0.02, 0.5
 """Between two rounds: doubled from one to the next."""
 
@@ -65,9 +63,7 @@ _COPY_OUT = pq.ExecStatus.COPY_OUT
 _COPY_HEADER_BYTES, _COPY_END_BYTES = 19, 2
 
 _CONNECTION_STATES = ("08", "57P", "25P03", "25006")
-"""SQLSTATEs after which a connection is of no use: its end, the end of the server, and that it is
-no primary (any more), and takes no changes.
-"""
+"""SQLSTATEs of useless connections: ended, server ended, or not the primary."""
 _PASSING_STATES = ("53", "55P03", "57014")
 """Of what is asked for again: a server that is short of something."""
 _UNDONE_STATES = ("40001", "40P01")
@@ -262,9 +258,8 @@ class MapDatabase:
     async def connect(
         self, synchronous: bool = True, limit_s: float = _CONNECT_MAX_S
     ) -> "Connection":
-        """A connection of one's own, to the first server that takes changes. ``limit_s``: for each
-        address. Raises Unavailable.
-        """
+        """A new connection to the first server that takes changes. ``limit_s``: for each address.
+        Raises Unavailable."""
         conninfo = self.conninfo(_SETTINGS.format("on" if synchronous else "off"))
         places, faults = await _places(conninfo, limit_s)
         known = [place for place in self._places if place in places]
@@ -299,9 +294,8 @@ class MapDatabase:
             connection.close()
 
     def end_now(self, session: int, reason: str) -> None:
-        """End a session; all that was committed before is durable on return. Blocks, without a
-        scheduler. Raises Unavailable.
-        """
+        """End a session; its earlier commits are durable on return. Blocks, without a scheduler.
+        Raises Unavailable."""
         own = self.conninfo(f"{_SETTINGS.format('on')} -c statement_timeout={ANSWER_S:g}s")
         place = self._places[0] if self._places else {}  # the server that was used last
         try:
@@ -318,9 +312,8 @@ class MapDatabase:
 
 
 async def _places(conninfo: str, limit_s: float) -> tuple[list[Place], list[str]]:
-    """Each address of each server that is named, and what is wrong with names that have none. libpq
-    would block to find out, and would not limit an attempt. Raises Unavailable if there is none.
-    """
+    """Each address of each named server, and errors of names; libpq would block, without limit.
+    Raises Unavailable if there is none."""
     known = conninfo_to_dict(conninfo)
     names, addresses, ports = (
         str(known.get(key) or "").split(",") for key in ("host", "hostaddr", "port")
@@ -378,9 +371,8 @@ class Link:
     async def ask(
         self, statement: Statement, *parameters: bytes | None, timeout_s: float = ANSWER_S
     ) -> list[Fields]:
-        """The rows of the answer. Waits for a connection as long as it takes. Raises AnswerLost,
-        also when there is no answer for ``timeout_s``; Unavailable for an error that stays.
-        """
+        """The rows of the answer. Waits for a connection as long as needed. Raises AnswerLost, also
+        after ``timeout_s``; Unavailable for a lasting error."""
         async with self._turn:
             connection = await self._connected()
             try:

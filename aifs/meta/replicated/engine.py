@@ -64,14 +64,11 @@ GAP_S = 0.005
 """How long rows that are missing between others are waited for before the database is asked."""
 
 MISSES = 8
-"""Of transactions that cannot be put ahead, after so many in a row, as many are not tried to be
-between two that are: each is run twice.
-"""
+"""After so many transactions in a row that cannot be put ahead, as many are not tried: trying runs
+each twice."""
 
 SHIP_S = 0.01
-"""What is ahead is shipped at once, and then as often, unless somebody waits for it: a commit for
-each change would cost all hosts more than the change.
-"""
+"""Pause between ships, unless a task waits: a commit a change would cost all hosts more."""
 
 ASK_AGAIN_S = 0.1
 """Between two questions to a host that has a directory and does not answer."""
@@ -79,9 +76,7 @@ ASK_AGAIN_S = 0.1
 _OLD = "changes that this host has are missing in the database; was it restored from an old copy?"
 
 _NUMBER_GAP = 1 << 24
-"""More than the rows of others that are applied while one commit is under way: what it makes is
-numbered behind all that is read meanwhile.
-"""
+"""Numbers skipped by a commit: more than others' rows applied while it is under way."""
 
 BEFORE_COMMIT = faults.declare("hosts.commit.before", "a commit is about to be sent")
 COMMITTED = faults.declare(
@@ -268,7 +263,6 @@ class ReplicatedEngine(Engine):
         return call.result
 
     async def _take_turn(self, call: _Call) -> None:
-        """Until it is done."""
         self._waiting.append(call)
         if self._is_led:
             try:
@@ -294,14 +288,13 @@ class ReplicatedEngine(Engine):
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """The task that has waited longest commits next."""
         if self._waiting:
             self._waiting[0].turn.set()
         else:
             self._is_led = False
 
     async def _commit_waiting(self) -> None:
-        """Run and commit the first of the transactions that wait, as one."""
+        """Run and commit the first waiting transactions as one."""
         taken: list[_Call] = []
         fault: BaseException | None = None
         conflicts = 0
@@ -332,7 +325,7 @@ class ReplicatedEngine(Engine):
             raise fault
 
     def _run_all(self, calls: Iterable[_Call]) -> Attempt:
-        """Each sees what those before it have done. Does not suspend."""
+        """Run each on the changes of those before. Does not suspend."""
         attempt = Attempt(*self.local.begin(), self.seq + _NUMBER_GAP, host=self.host)
         reads: set[bytes] = set()
         loose: set[bytes] = set()
@@ -352,19 +345,16 @@ class ReplicatedEngine(Engine):
         return attempt
 
     def _run_as_views(self, calls: Iterable[_Call]) -> bool:
-        """They have changed nothing, so nothing is numbered behind what they have read: run again
-        they tell it with the number that views have now. False if one would change something now,
-        as rows of others were applied while what is ahead was shipped. Does not suspend.
-        """
+        """Run calls without changes again as views, numbered as views now. False if one would
+        change something now, after rows of others. Does not suspend."""
         attempt = Attempt(*self.local.begin(), self.seq, host=self.host)
         for call in calls:
             call.run(attempt)
         return not attempt.writes
 
     async def _commit(self, attempt: Attempt) -> bool:
-        """Have the database commit it, and apply it; False if it is refused, as others have changed
-        what it has read: their changes are applied then. Raises Unavailable.
-        """
+        """Commit it to the database, and apply it; False if refused because others have changed
+        what it has read: their changes are applied then. Raises Unavailable."""
         number, changes = self._ahead.next_number(), self._ahead.merged()
         # Nobody else can have changed what is ahead: but that is the database's to say.
         reads, loose, ranges = self._ahead.delegations(), attempt.loose, attempt.ranges
@@ -424,7 +414,6 @@ class ReplicatedEngine(Engine):
         return True
 
     def _before(self, changes: Changes) -> Writes:
-        """What the feed has of what they add to or patch."""
         now = View(*self.local.begin(), 0)
         before: Writes = {}
         for key, change in changes.relative.items():
@@ -437,9 +426,8 @@ class ReplicatedEngine(Engine):
     # --- delegations ------------------------------------------------------------------------------
 
     def _put_ahead(self, call: _Call) -> bool:
-        """Run it, and apply it to the replica alone, if no other host can change what it has
-        touched, and nothing stands before it. Whether that is done. Does not suspend.
-        """
+        """Run it, and apply it to the replica alone, if only this host can change its records and
+        nothing is before it. Whether that is done. Does not suspend."""
         if self._behind or not self._ahead.has_room or clock_s() >= self.session.sure_until_s:
             return False
         self._misses += 1
@@ -474,9 +462,8 @@ class ReplicatedEngine(Engine):
         return True
 
     def _respect(self, attempt: Attempt, call: _Call) -> None:
-        """Nothing is changed that is delegated to another host: ``call.foreign`` says what is then.
-        Reads the records that say so: a delegation that is made meanwhile is a conflict.
-        """
+        """Raise if it touches directories delegated to others, in ``call.foreign``. The records are
+        read, so a new delegation is a conflict."""
         try:
             covered = find_covered(attempt, loosely=False)
             vacant: list[bytes] = []
@@ -496,18 +483,16 @@ class ReplicatedEngine(Engine):
             self.held.grant(attempt, covered, vacant)
 
     async def give_up(self, delegations: list[bytes]) -> int:
-        """Another host needs these directories: they are not delegated to this session on return,
-        and all that it has changed in them is in the feed up to the number that is returned.
-        """
+        """End delegations that another host needs. On return all changes below are in the feed, up
+        to the returned number."""
         self.held.recall(delegations)
         await self.transact(_give_up, delegations, self.held.me)
         faults.reach(GIVEN_UP)
         return self.session.cursor
 
     async def _recall(self, foreign: dict[bytes, bytes]) -> None:
-        """Have other hosts give up what is delegated to them; of those that are no more, take it.
-        If that fails, the caller that needs it finds out.
-        """
+        """Have hosts give delegations up; take those of dead ones. Errors come to the caller
+        later."""
         self.held.rest(foreign)
         for record in set(foreign.values()):
             delegations = [key for key, value in foreign.items() if value == record]
@@ -526,7 +511,6 @@ class ReplicatedEngine(Engine):
                     await self.transact(_give_up, delegations, record)
 
     async def _ship(self) -> None:
-        """What is ahead now is in the database on return. Raises Unavailable."""
         call = _Call(_change_nothing, ())
         await self._take_turn(call)
         if call.error is not None:
@@ -546,10 +530,8 @@ class ReplicatedEngine(Engine):
                     self._shippable.set()
 
     async def _take_up(self) -> list[ChangeSet]:
-        """Ship what the last session of this host has left ahead, as far as the directories are
-        still delegated to it, and give them up. What is lost, which the replica has still. Nobody
-        uses the engine yet. Raises Unavailable.
-        """
+        """Ship what this host's last session left ahead in directories still delegated to it, and
+        give them up. Returns the lost sets. Nobody uses the engine yet. Raises Unavailable."""
         while True:
             attempt = Attempt(*self.local.begin(), self.seq + 1, host=self.host)
             for one in self._ahead:
@@ -568,9 +550,8 @@ class ReplicatedEngine(Engine):
     # --- the feed ---------------------------------------------------------------------------------
 
     def hear(self, rows: Iterable[Row]) -> None:
-        """Rows of the feed, from the database, or pushed by a host whose session lives; in any
-        order. Those that are next are applied. Does not block.
-        """
+        """Apply the next rows of the feed, from the database or a live host; in any order. Does not
+        block."""
         if self._failure:
             return
         for row in rows:
@@ -619,9 +600,8 @@ class ReplicatedEngine(Engine):
             session.note_shown(row.seq)
 
     async def catch_up(self, seq: int | None = None) -> None:
-        """Ask the database for the feed up to there, or to its end, and apply it. It may have lost
-        its end meanwhile: then up to where it ends now. Raises Unavailable.
-        """
+        """Ask for the feed up to there, or to its end, and apply it; its end may have been lost
+        meanwhile. Raises Unavailable."""
         while seq is None or self.session.cursor < seq:
             self._check()
             head, *rows = await self._database.settles.repeat(
@@ -653,7 +633,6 @@ class ReplicatedEngine(Engine):
     # --- the session ------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raises Unavailable if nothing goes on."""
         if self._failure:
             raise Unavailable(self._failure)
         self.session.check()
@@ -664,14 +643,13 @@ class ReplicatedEngine(Engine):
             log.error("%s", self._failure)
 
     async def _hear_end(self) -> None:
-        """The database says that the session has ended: why. Raises Unavailable."""
+        """Raise Unavailable, with the reason of the session's end."""
         with suppress(AnswerLost):
             await self._ask_beat()
         self._check()
 
     async def _ask_beat(self) -> int:
-        """As Session.beat. At the session's end nothing is sure any more: nobody waits for this
-        host."""
+        """Session.beat. After the session's end nothing is sure: nobody waits for this host."""
         try:
             return await self.session.beat()
         finally:
@@ -697,9 +675,8 @@ class ReplicatedEngine(Engine):
             await self._beat()
 
     async def _beat(self) -> None:
-        """Renew the lease, and hear what is new. What has been applied before is durable then.
-        Raises AnswerLost, Unavailable.
-        """
+        """Renew the lease, and hear news; what was applied before is durable. Raises AnswerLost,
+        Unavailable."""
         began_s, cursor = clock_s(), self.session.cursor
         seq = self._ahead.first_seq - 1 if self._ahead else self.seq
         if await self._ask_beat() == db.RECOVERING:
@@ -748,9 +725,8 @@ class ReplicatedEngine(Engine):
             await self.session.wait_shown(self.session.cursor if of_all else self._own_row)
 
     async def _recover(self) -> None:
-        """The database has crashed, and may have lost its last commits: put back those that we
-        have, and wait until all have. Raises Unavailable.
-        """
+        """Put back commits that a crash of the database may have lost, and wait for all hosts.
+        Raises Unavailable."""
         link = self._database.settles
         async with self._recovering:
             while True:
@@ -788,9 +764,8 @@ class ReplicatedEngine(Engine):
     # --- life -------------------------------------------------------------------------------------
 
     async def go_on(self, cursor: Cursor, ahead: Ahead) -> list[ChangeSet]:
-        """Begin where the replica is: at this cursor, with what is ahead. Returns the change sets
-        that are lost. Raises Unavailable.
-        """
+        """Begin at the replica's cursor and sets ahead; returns the lost sets. Raises
+        Unavailable."""
         self.local.apply({CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
         self.session.cursor = self.session.shown = cursor.seq
         self._ahead = ahead
@@ -806,7 +781,7 @@ class ReplicatedEngine(Engine):
             nursery.start_soon(self._keep_trimmed)
 
     async def _keep_trimmed(self) -> None:
-        """The host whose session is the oldest one trims the feed."""
+        """Trim the feed, on the host of the oldest session."""
         while True:
             await trio.sleep(TRIM_S)
             with suppress(Unavailable):
@@ -814,9 +789,8 @@ class ReplicatedEngine(Engine):
                     await self._database.settles.repeat(db.TRIM, db.of_int(KEEP_ROWS))
 
     def close(self) -> None:
-        """Ends the session, too. Raises Unavailable if something that was answered as done is not
-        on stable storage.
-        """
+        """End the session, too. Raises Unavailable if an answered change is not on stable
+        storage."""
         self._database.close()
         if self._ahead:
             log.warning(
@@ -846,7 +820,6 @@ def _change_nothing(tx: Transaction) -> None:
 
 
 def _give_up(tx: Transaction, delegations: Iterable[bytes], owner: bytes) -> None:
-    """These directories are not delegated to that session any more."""
     for key in delegations:
         if tx.get(key) == owner:
             tx.delete(key)

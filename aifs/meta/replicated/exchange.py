@@ -1,11 +1,8 @@
-"""The messages that the engines of hosts exchange: rows that were committed, and what has been
-shown.
+"""Messages between engines of hosts: committed rows, and what has been shown.
 
-All of it makes things fast, and may be lost: rows are in the database, which is asked for what is
-missing, and what a host has shown is in its beats.
+They are for speed and may be lost: the database has the rows, beats what hosts have shown.
 
-    row     to all: a row of the feed, from the host that has committed it. One that is too large
-            for a frame is not pushed
+    row     to all: a row of the feed, from the host that committed it; none too large for a frame
     ask     to all: the sender waits until this number is shown
     shown   to the host that asked: what the sender has shown
     recall  a request: the host gives up what is delegated to its session of these directories; the
@@ -26,9 +23,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Exchange:
-    """The engine's side of the connections of this host. Nothing blocks. Used from one trio
-    thread.
-    """
+    """The engine's side of this host's connections. Does not block. Used from one trio thread."""
 
     def __init__(self, peers: Peers | None) -> None:
         """``peers``: None: nobody is told anything."""
@@ -46,10 +41,8 @@ class Exchange:
         hear_shown: Callable[[int, int], None],
         give_up: Callable[[list[bytes]], Awaitable[int]],
     ) -> None:
-        """From now on, and in the name of ``session``: ``hear_rows`` is called with rows that
-        others have committed, ``hear_shown`` with a session and what it has shown, ``give_up`` with
-        the keys of delegations that others need.
-        """
+        """In the name of ``session``, call ``hear_rows`` with rows of others, ``hear_shown`` with a
+        session and what it has shown, ``give_up`` with keys of delegations that others need."""
         if self._peers is None:
             return
         self._session = session
@@ -84,9 +77,8 @@ class Exchange:
             self._peers.push("row", fields, b"".join((_LENGTH.pack(len(names)), names, values)))
 
     async def recall(self, session: int, delegations: Iterable[bytes]) -> int:
-        """Have another session give up these (keys of their records): the number of a row of the
-        feed, by which it has. Raises Unavailable if that is not known.
-        """
+        """Have a session give these delegations (keys) up: a row number by which it has. Raises
+        Unavailable if unknown."""
         name = self._peers.sessions.get(session) if self._peers is not None else None
         if self._peers is None or name is None:
             raise Unavailable(f"session {session} is not there")

@@ -1,5 +1,5 @@
-"""The directories that are delegated to this host, in memory: which ones, and when another one is
-worth it (docs/design/replicated.md, Delegations)."""
+"""This host's delegated directories, in memory, and when to take more
+(docs/design/replicated.md)."""
 
 from collections.abc import Collection, Iterable
 
@@ -9,9 +9,7 @@ from aifs.meta.recording import Recording
 from aifs.meta.replicated.sessions import clock_s
 
 GRANT_AFTER = 4
-"""A directory is delegated to a host that has changed names in it so many times, and no other host
-meanwhile.
-"""
+"""Changes of names by one host, without others between, that delegate a directory to it."""
 
 MAX_DELEGATIONS = 256
 """That a host has; the oldest eighth is given up for another one."""
@@ -45,9 +43,8 @@ class Held:
         return len(self.keys) + count <= MAX_DELEGATIONS
 
     def grant(self, tx: Recording, covered: Covered, vacant: Collection[bytes]) -> None:
-        """The transaction delegates to this host the directories that it makes, and those of the
-        ``vacant`` ones, which nobody has, that this host uses alone. It gives up those that it
-        removes, and the oldest if they become too many."""
+        """Delegate new directories, and ``vacant`` ones that this host uses alone, in the
+        transaction. Removed ones are given up, and the oldest if too many."""
         more = {key for key in covered.made if key in vacant}
         more.update(key for key in vacant if key not in covered.ended and self._is_used(key))
         for key in covered.ended:
@@ -102,8 +99,8 @@ class Held:
         self._resting.update(dict.fromkeys(delegations, now_s + REST_S))
 
     def status(self) -> dict[str, int | float]:
-        """How many delegations the session has, since how many seconds the oldest one; how many it
-        has been given, and how many of these others have needed."""
+        """The session's delegations and the oldest's age in seconds; all given, and recalled
+        ones."""
         oldest_s = next(iter(self.keys.values()), None)
         return {
             "delegations": len(self.keys),

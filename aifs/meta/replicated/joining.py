@@ -1,6 +1,5 @@
-"""How a host joins its cluster: with a session, and a replica that is brought up to date by the
-feed, or copied anew from the database (docs/design/replicated.md).
-"""
+"""How a host joins its cluster: a session, and a replica, updated by the feed or copied anew
+(docs/design/replicated.md)."""
 
 import logging
 from collections.abc import Collection
@@ -42,9 +41,9 @@ async def join(
     address: str,
     exchange: Exchange | None = None,
 ) -> ReplicatedEngine:
-    """Begin a session for the host ``name``, and bring its replica up to date: by the feed, if it
-    goes back so far, else by a copy of the whole map. ``local`` is the engine's to close then.
-    Without an ``exchange`` hosts hear of each other by the database alone.
+    """Begin a session for the host ``name``, and update its replica by the feed, or by a copy of
+    the map. ``local`` is the engine's to close then. Without an ``exchange`` hosts hear of each
+    other by the database alone.
 
     Raises StoreBusy if another host has the name; StoreError if the database is none of ours;
     Unavailable.
@@ -75,7 +74,7 @@ async def join(
 
 
 async def _load_ahead(local: LmdbEngine, shipped: int) -> Ahead:
-    """What the replica has that the feed had not, as far as is known."""
+    """The replica's sets that the feed had not, as far as known."""
     records = await local.view(lambda tx: [value for _, value in tx.range(FIRST_KEY, END_KEY)])
     sets = sorted(map(decode_change_set, records), key=lambda one: one.number)
     return Ahead(shipped, [one for one in sets if one.number > shipped])
@@ -87,13 +86,12 @@ def _lose(sets: Collection[ChangeSet]) -> None:
 
 
 async def _copy_map(local: LmdbEngine, database: MapDatabase, session: Session) -> Cursor:
-    """Replace what the replica holds by the map as it is in the database now.
+    """Replace the replica by the database's map.
 
-    A snapshot of the whole map would slow all commits of the cluster for as long as that takes. So
-    the map is read in slices, each as it is just then; and then the feed, from where it was before
-    the first slice to where it is behind the last one. What a key is after that does not depend on
-    when it was read, because a row says what keys are. A crash of the database, which could take
-    back what a slice has, ends the connection, and copying begins anew.
+    A snapshot would slow all commits of the cluster. So the map is read in slices, then the feed
+    from before the first slice to behind the last: rows say what keys are, whenever these were
+    read. A crash of the database, which may take back a slice, ends the connection; copying begins
+    anew.
     """
     while True:
         log.info("metadata: copying the map from the database")
@@ -134,7 +132,6 @@ async def _copy_pairs(local: LmdbEngine, connection: Connection, session: Sessio
 async def _copy_rows(
     local: LmdbEngine, connection: Connection, session: Session, seq: int, end: int
 ) -> None:
-    """Apply the rows of the feed behind ``seq``, up to ``end``."""
     while seq < end:
         count = min(FETCH_ROWS, end - seq)
         (status, *_), *rows = await connection.ask(db.FETCH, (db.of_bigint(seq), db.of_int(count)))

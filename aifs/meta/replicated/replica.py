@@ -1,6 +1,5 @@
-"""The records that a replica holds beside the map: its *cursor*, up to where it has the feed. Views
-of a replica and transactions on it leave the record of the cursor out.
-"""
+"""A replica's records beside the map: its *cursor*, up to where it has the feed; hidden from views
+and transactions."""
 
 import struct
 from collections.abc import Iterator
@@ -69,9 +68,8 @@ async def cursor_of(local: LmdbEngine) -> Cursor | None:
 
 
 async def look_up(database: MapDatabase, cursor: Cursor) -> int:
-    """DONE if the feed goes on from there: the row of the cursor is there, and the same. TRIMMED if
-    it does not; RECOVERING if that is not known yet.
-    """
+    """DONE if the cursor's row is in the feed; TRIMMED if not; RECOVERING if that is unknown
+    yet."""
     base = cursor.seq - 1 if cursor.session else cursor.seq
     head, *rows = await database.settles.repeat(db.FETCH, db.of_bigint(base), db.of_int(1))
     status = db.to_int(head[0])

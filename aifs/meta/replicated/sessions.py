@@ -1,10 +1,8 @@
-"""The session of a host: its lease, and what it hears of others. What the functions of the database
-do is in schema.sql.
+"""A host's session: its lease, and what it hears of others (functions: schema.sql).
 
-A host renews its lease each second, and stops by itself ``STOP_S`` after it *began* its last beat
-that succeeded, by a clock that does not jump: long before its lease of ``LEASE_S`` ends by the
-database's clock. So a host that waits for a lease to end knows that its owner says nothing any
-more.
+A host renews its lease each second, and stops ``STOP_S`` after it *began* its last successful beat,
+by a steady clock: long before its lease of ``LEASE_S`` ends by the database's. So when a lease has
+ended its host answers nothing.
 """
 
 import logging
@@ -61,8 +59,7 @@ class Member(NamedTuple):
     shown: int
     """So has its kernel."""
     joined: int
-    """Ascends in the order in which sessions have joined; 0: it copies the map, and answers nobody
-    yet."""
+    """Ascends with joining; 0: it copies the map, and answers nobody yet."""
 
     @property
     def state(self) -> str:
@@ -73,8 +70,7 @@ class Member(NamedTuple):
 
 
 def holder_of(members: Iterable[Member]) -> int:
-    """The session that has the role, so the one that was the first to join; 0: none has. Nobody
-    loses it to one that comes later."""
+    """The session with the role: the first that joined, never displaced; 0: none."""
     joined = [(one.joined, one.session) for one in members if one.joined]
     return min(joined, default=(0, 0))[1]
 
@@ -129,12 +125,9 @@ class Session:
         former: int,
         cursor: int | None,
     ) -> "Session":
-        """A new session for the host ``name``. ``former``: the number of its last one; 0: it had
-        none here. ``cursor``: how much of the feed its replica has; None: it copies the map.
-
-        Raises StoreBusy if another host has the name, as is known within the time of a lease;
-        Unavailable.
-        """
+        """A new session for the host ``name``. ``former``: the number of its last one here, or 0.
+        ``cursor``: its replica's place in the feed; None: it copies the map. Raises StoreBusy,
+        within a lease's time, if another host has the name; Unavailable."""
         asking = secrets.token_hex(8)
         while True:
             base = db.NULL if cursor is None else db.of_bigint(cursor)
@@ -167,12 +160,9 @@ class Session:
             )
 
     async def beat(self) -> int:
-        """Renew the lease; what was committed before is durable on return. What the database has
-        said: DONE, or RECOVERING. Waits for the database as long as it takes. Raises AnswerLost,
-        Unavailable.
-
-        It leaves ``sure_until_s`` to the caller, which may have to learn what has changed first.
-        """
+        """Renew the lease; earlier commits are durable. DONE, or RECOVERING. Waits for the database
+        as long as needed. Raises AnswerLost, Unavailable. The caller sets ``sure_until_s``, after
+        it has heard of changes."""
         began_s = clock_s()
         ((status, head, members, reason),) = await self._database.settles.ask(
             db.BEAT,
@@ -190,9 +180,7 @@ class Session:
         return db.to_int(status)
 
     async def keep_joining(self) -> None:
-        """Beat if that is due: for a host that joins, which takes long, and does not run yet.
-        Raises Unavailable.
-        """
+        """Beat if due: for a host that joins, which takes long. Raises Unavailable."""
         if clock_s() >= self._beat_due_s:
             self._beat_due_s = clock_s() + BEAT_S
             with suppress(AnswerLost):
@@ -236,8 +224,8 @@ class Session:
         return not self.ended and clock_s() < self.sure_until_s
 
     def status(self) -> dict[str, Any]:
-        """``lease_age_s``: since the beat that renewed the lease last began; ``lag`` and
-        ``unshown``: changes that it told of, and that the replica, or the kernel, has not got."""
+        """``lease_age_s``: since the start of the last renewing beat; ``lag`` and ``unshown``:
+        changes told, not in the replica or not shown by the kernel."""
         shown = self.cursor if self.shown is None else self.shown
         return {
             "lease_age_s": round(clock_s() - self._renewed_s, 3),
@@ -251,10 +239,8 @@ class Session:
         return self._database.settles.fault
 
     async def end_silent(self) -> bool:
-        """End the sessions whose lease is over, if our own has had no break for all of a lease;
-        whether there was one. An answer that is lost is not asked for again: the question was
-        right when it was asked. Raises Unavailable.
-        """
+        """End sessions with ended leases, if ours had no break of a lease; whether there was one. A
+        lost answer is not asked for again. Raises Unavailable."""
         with suppress(AnswerLost):
             ((count,),) = await self._database.settles.ask(
                 db.END_SILENT, db.of_int(self.number), db.of_float(LEASE_S)
@@ -275,7 +261,7 @@ class Session:
             self._news = trio.Event()
 
     async def wait_shown(self, seq: int) -> None:
-        """All sessions but ours have shown the feed up to ``seq``, or their lease is over. Raises
+        """Wait until all other sessions have shown ``seq``, or their lease is over. Raises
         Unavailable."""
         waiting: set[int] | None = None
         look_s = _LOOK_MIN_S
@@ -312,9 +298,8 @@ def taken(name: str, address: str, lease_left_s: float) -> str:
 
 
 async def reopen(database: MapDatabase, session: int) -> bool:
-    """After a crash of the database: the session has put back all that it had (0: there is none
-    yet). Whether the database goes on. Raises Unavailable.
-    """
+    """After a crash of the database: the session (0: none yet) has put its commits back. Whether
+    the database goes on. Raises Unavailable."""
     ((is_open,),) = await database.settles.repeat(
         db.REOPEN, db.of_int(session), db.of_float(PATIENCE_S)
     )
