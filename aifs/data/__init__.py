@@ -1,7 +1,5 @@
-"""Data servers and the objects on them: the bulk bytes of files. Knows no names and no inodes.
-Imports layout and core.
+"""Data servers and the objects on them: the bulk bytes of files, without names and inodes.
 
-What one server is asked, how it does and what lies where below it is here; above that there are
-rooms: ``objects`` (striped files), ``containers`` (interleaved files), ``reading`` (what both have
-in common), ``checking``.
+One server (requests, health, places) is here; above it are ``objects`` (striped files),
+``containers`` (interleaved files), ``reading`` (common to both), ``checking``.
 """

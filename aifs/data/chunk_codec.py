@@ -77,11 +77,9 @@ def is_padding(data: bytes | memoryview) -> bool:
 def encode(
     memory: memoryview, raw: int, level: int, oid: int, number: int, digest: bytes = b""
 ) -> ChunkHeader:
-    """Make ``memory`` the stored form of a chunk whose ``raw`` bytes lie in it behind the place of
-    the header.
+    """Make ``memory`` a stored chunk, header first, from ``raw`` bytes behind the header's place.
 
-    ``level``: of zstd, 0 for none; bytes that it does not make fewer stay as they are. ``digest``:
-    of the bytes, if it is known. The header comes first, then as many bytes as it says.
+    ``level``: of zstd, 0 for none; incompressible bytes stay as they are. ``digest``: if known.
     """
     data = memory[HEADER_BYTES : HEADER_BYTES + raw]
     digest = digest or digest_of(data)
@@ -97,9 +95,7 @@ def encode(
 
 
 def decode(stored: memoryview, codec: int, raw: int) -> memoryview:
-    """The raw bytes of a chunk. Raises ValueError if they cannot be had, or are not ``raw`` in
-    number.
-    """
+    """The raw bytes of a chunk. Raises ValueError unless there are ``raw`` of them."""
     data = stored
     if codec == ZSTD:
         try:

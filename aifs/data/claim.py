@@ -1,11 +1,9 @@
-"""Claims: the blob ``owner`` of each data server and burst directory, which names the owner of the
-store that it belongs to.
+"""Claims: the blob ``owner`` of each data server and burst directory, which names its owner.
 
-The metadata directory has a lock (store/owner.py), but metadata can be copied, or restored, and
-used elsewhere with the same data servers. So a process that opens a store claims each of its
-directories, with an *epoch* that is larger than all before. Of two claims the one with the larger
-epoch counts; a process that finds one which has ended its own must not touch the store any more.
-Epochs and counts of renewals are compared, never the clocks of two hosts.
+The metadata directory has a lock (store/owner.py), but copied or restored metadata can be used
+elsewhere with the same servers. So a process that opens a store claims each directory, with an
+*epoch* larger than all before. The larger epoch counts; a process whose claim has ended must not
+touch the store any more. Epochs and counts of renewals are compared, never clocks of hosts.
 
 Format: a JSON object with the fields of ``Claim``.
 """
@@ -33,9 +31,7 @@ class Claim:
     metadata: str
     """Path of the metadata directory."""
     place: tuple[int, int, int]
-    """Which directory that is, told apart from a copy: device, inode and change time (ns) of its
-    marker.
-    """
+    """The directory, distinct from copies: device, inode and change time (ns) of its marker."""
     boot: str
     """Of the kernel that the owner runs under."""
     held: bool = True
@@ -55,9 +51,7 @@ class Claim:
 
 
 def read_claim(storage: Storage) -> Claim | None:
-    """The claim that counts in a storage, None if there is none. Blocks. Raises OSError,
-    StoreError.
-    """
+    """The claim that counts in a storage, or None. Blocks. Raises OSError, StoreError."""
     return _decode(storage.get_blob(CLAIM))
 
 
@@ -69,12 +63,9 @@ def _decode(content: bytes | None) -> Claim | None:
 
 
 def put_claim(storage: Storage, claim: Claim, durable: bool) -> Claim | None:
-    """Put the claim into the storage, unless there is one that ends it, which is returned, or a
-    later one of ours. Of two that come at once the second finds the first. Blocks. Raises OSError,
-    StoreError.
-
-    ``durable``: on return it is on stable storage.
-    """
+    """Put the claim, unless one that ends it, or a later one of ours, is there and is returned. Of
+    two at once the second finds the first. Blocks. Raises OSError, StoreError. ``durable``: on
+    stable storage on return."""
     packed = json.dumps(asdict(claim)).encode()
     while True:
         before = storage.get_blob(CLAIM)

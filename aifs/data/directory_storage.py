@@ -1,7 +1,6 @@
 """Objects as files below a directory that is marked as a store's: a disk, NFS, any filesystem.
 
-Where objects lie is naming's business. Directories between them are made when they are needed, and
-removed when they have become empty.
+See naming for the places. Directories are made when needed, and removed when empty.
 """
 
 import errno
@@ -58,11 +57,10 @@ class DirectoryStorage(Storage):
         self._unsynced_names = Unsynced[str]()
         """Directories in which names have changed that may not be durable."""
         self._sure_names: dict[str, None] = {}
-        """Directories that have been synced, oldest first: names that an earlier process made there
-        are durable. Not all that movers make, as these may die at any time."""
+        """Directories synced, oldest first, so earlier processes' names there are durable; not all
+        of movers, which may die at any time."""
         self._names_lock = threading.Lock()
-        """Held while directories are synced, so that calls that come meanwhile share the next
-        sync."""
+        """Held while syncing directories, so that calls meanwhile share the next sync."""
 
     @property
     def may_inline(self) -> bool:
@@ -404,9 +402,8 @@ def erase_directory(path: str, names: Iterable[str]) -> None:
 
 
 def put_file(path: str, data: bytes) -> None:
-    """Make ``path`` hold ``data``, durably. Raises OSError: where there was no room for it, or it
-    is not what is read back, nothing is left.
-    """
+    """Make ``path`` hold ``data``, durably. Raises OSError, with nothing left, without room or if
+    it reads back differently."""
     try:
         files.replace_file(path, data)
         if files.read_file(path, anew=True) != data:
@@ -437,12 +434,10 @@ def read_slots(path: str) -> bytes | None:
 
 
 def write_slots(path: str, content: bytes, durable: bool, expected: object) -> bool:
-    """Replace the content, of up to 65,501 bytes; returns whether that was done. Blocks. Raises
-    OSError.
+    """Replace the content, of up to 65,501 bytes; whether it was done. Blocks. Raises OSError.
 
-    ``durable``: on return it is on stable storage. ``expected``: the content must be this (None:
-    there is none), unless it is ANYTHING. Where the filesystem knows locks, of several processes
-    one at a time compares and writes.
+    ``durable``: on stable storage on return. ``expected``: the content must be this (None: none),
+    unless ANYTHING. If the filesystem has locks, one process at a time compares and writes.
     """
     assert len(content) <= _SLOT_BYTES - _HEAD_BYTES
     fd = files.open_file(path, create=True)
@@ -468,9 +463,7 @@ def write_slots(path: str, content: bytes, durable: bool, expected: object) -> b
 
 
 def _give_to_owner_of(directory: str, fd: int) -> None:
-    """If root has made the file, by fsck perhaps, in the store of another user, which has to read
-    and write it.
-    """
+    """Give root's files, perhaps fsck's, to the store's user, who needs them."""
     status = os.stat(directory)
     if status.st_uid != os.geteuid():
         with suppress(OSError):
@@ -483,7 +476,7 @@ def _encode(generation: int, content: bytes) -> bytes:
 
 
 def _newest(file: bytes) -> tuple[int, bytes | None]:
-    """Generation and content that count; of a file that has none, 0 and None."""
+    """Generation and content that count, or 0 and None."""
     slots = [file[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
     found = [decoded for slot in slots if (decoded := _decode(slot)) is not None]
     return max(found, default=(0, None), key=lambda each: each[0])

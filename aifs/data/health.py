@@ -31,18 +31,12 @@ _PROVEN = frozenset(
 
 
 class ObjectFails(Unavailable):
-    """The system cannot read, write or sync this one object, though its server works, as a probe
-    has shown.
-    """
+    """This one object fails, though its server works, as a probe has shown."""
 
 
 class Health:
-    """The state of one data server: 'failing' from an error until the kind of operation that failed
-    succeeds. An error that belongs to one object does not count.
-
-    Used from any thread. Changes of state are logged, one a minute at most, so that a server where
-    good and bad operations take turns does not fill the log.
-    """
+    """State of a data server: 'failing' from an error until that kind of operation succeeds. Errors
+    of single objects do not count. Used from any thread. At most one change a minute is logged."""
 
     def __init__(self, name: str, tell: Callable[[], None] = lambda: None) -> None:
         """``tell`` is called, in any thread, when it begins to fail, and when it works again."""
@@ -70,9 +64,7 @@ class Health:
 
     @property
     def usable(self) -> bool:
-        """Whether new work should go to the server: not while it fails, but now and then, to see
-        whether it still does.
-        """
+        """Whether new work should go to the server: not while it fails, except as a test."""
         return not self._hanging and (not self.failing or time.monotonic() >= self._retry_s)
 
     def failed(
@@ -82,11 +74,8 @@ class Health:
         where: str,
         works: Callable[[], bool] | None = None,
     ) -> FsError:
-        """Take note of a failure; returns what to raise.
-
-        ``works`` tells of the server, where what failed concerns one of its objects: then the
-        failure may be that object's.
-        """
+        """Note a failure; returns the error to raise. ``works`` tests the server: the failure may
+        belong to one object."""
         answer: FsError
         if isinstance(error, StoreError):
             answer = Unavailable(str(error))
@@ -109,9 +98,7 @@ class Health:
                 self._note(op, error)
 
     def hangs(self, op: str, detail: str) -> str:
-        """A call does not end: until ``answers`` the server is not usable at all. Returns the
-        message.
-        """
+        """A call does not end: the server is unusable until ``answers``. Returns the message."""
         with self._lock:
             self._hanging.add(op)
             self._note(op, f"{self._name}: {detail}")

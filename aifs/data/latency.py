@@ -1,11 +1,9 @@
-"""How long reads of a data server take lately: a decaying distribution, and what to do about slow
-ones.
+"""Latencies of a data server: a decaying distribution, and hedges.
 
-A protected file need not wait for a server that hangs or is overloaded: a read that takes longer
-than nearly all others lately is *hedged*, which is to say that the same bytes are asked of other
-servers, and the first answer counts (J. Dean, L. A. Barroso, "The Tail at Scale", CACM 56(2),
-2013). A server that lost such a race is *late*: for a while it is read from only where nothing else
-is left.
+A protected file need not wait for a server that hangs or is overloaded: a read longer than nearly
+all others lately is *hedged*, that is, other servers are asked, and the first answer counts (J.
+Dean, L. A. Barroso, "The Tail at Scale", CACM 56(2), 2013). A server that lost such a race is
+*late*: for a while it is read only if nothing else is left.
 """
 
 import math
@@ -31,9 +29,7 @@ class Latency:
         self._late_until_s = -math.inf
 
     def observe(self, op: str, length: int, seconds: float) -> None:
-        """A request of kind ``op`` ('read', ...) for ``length`` bytes has been answered after so
-        many seconds.
-        """
+        """Note the seconds that a request of kind ``op`` ('read', ...) took."""
         counts = self._counts.get((op, length > 128 << 10))
         if counts is None:
             counts = self._counts.setdefault((op, length > 128 << 10), [0.0] * _BUCKETS)
@@ -43,9 +39,7 @@ class Latency:
                 counts[bucket] /= 2
 
     def quantile(self, op: str, length: int, fraction: float) -> float | None:
-        """The time, in seconds, within which this fraction of such requests was answered; None: too
-        few were seen.
-        """
+        """Seconds within which this fraction of such requests was answered; None: too few seen."""
         counts = self._counts.get((op, length > 128 << 10))
         slower = total = sum(counts or ())
         if counts is None or total < _FEW:
@@ -87,12 +81,11 @@ class Hedging:
         others: Iterable[Latency] = (),
         enough: int = 1,
     ) -> float:
-        """How long to wait for servers with these latencies to deliver ``length`` bytes each.
-        ``others``: of all servers of the file that may be asked, ``enough`` of which can tell it. A
-        server that is always slow is not waited for longer than these take.
+        """How long to wait for servers with these latencies, each delivering ``length`` bytes, and
+        no longer than ``enough`` of the ``others`` take.
 
-        Long waits for all alike mean load, which hedges would add to: few reads in a hundred may be
-        hedged early.
+        Long waits for all mean load, which hedges would raise: few reads in a hundred are hedged
+        early.
         """
         self._hedges = min(self._hedges + _HEDGES_PER_READ, _HEDGES_MAX)
         if self._hedges < 1 and not self._delay_s:

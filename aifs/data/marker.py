@@ -1,14 +1,10 @@
-"""Identity markers: the file ``.aifs`` in every directory of a store, which says whose directory it
-is.
-
-A directory without the right marker (an export that is not mounted, a swapped disk) is never
-written to.
+"""Identity markers: the file ``.aifs`` in every directory of a store. A directory without the right
+marker (an unmounted export, a swapped disk) is never written to.
 
 One JSON object with ``format`` ("aifs 2"), ``store`` (UUID), ``role`` ("meta", "replica", "data" or
-"burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. The
-metadata directory of a host of many is a "replica": the metadata are in a database, which
-``database`` names in all directories of such a store: which hosts have it mounted is known there
-alone.
+"burst"), ``id`` (number within its role) and ``created`` (ISO 8601, UTC), ended by a newline. Of
+several hosts, each metadata directory is a "replica", and all directories name the ``database``
+with the metadata, which alone knows the hosts.
 """
 
 import json
@@ -65,9 +61,7 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def read_marker(directory: str) -> Marker:
-    """The marker of ``directory``. Blocks. Raises StoreError, which names the directory and what is
-    wrong.
-    """
+    """The marker of ``directory``. Blocks. Raises StoreError, naming directory and fault."""
     path = os.path.join(directory, NAME)
     try:
         content = files.read_file(path)

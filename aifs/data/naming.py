@@ -50,9 +50,8 @@ def list_range(root: str, first_oid: int, end_oid: int) -> list[tuple[int, int]]
 
 
 def list_all(root: str) -> Iterator[StoredObject | ForeignFile]:
-    """Everything below ``root`` but marker, claim, a probe, backups, what was moved aside, and our
-    directories, in order of path.
-    """
+    """All below ``root`` in order of path, without our marker, claim, probe, backups, directories,
+    and objects moved aside."""
     for name in _names_in(root):
         if name not in (MARKER, CLAIM, PROBE, OBJECTS, BLOCKS, BACKUP, ASIDE):
             yield ForeignFile(f"{root}/{name}")
@@ -96,7 +95,6 @@ def _names_in(directory: str) -> list[str]:
 
 
 def _parse(root: str, directory: str, name: str) -> tuple[int, int] | None:
-    """(ino, oid) if ``name`` is that of an object that belongs into ``directory``."""
     match = _OBJECT.fullmatch(name)
     if match is None or directory_of(root, int(match[1], 16)) != directory:
         return None

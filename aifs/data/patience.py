@@ -1,22 +1,16 @@
-"""Giving up calls that do not end: how long work in the background waits for a data server, and
-what holds afterwards.
+"""Giving up calls that do not end: how long background work waits for a data server, and then.
 
-A call to a server that hangs (NFS without an answer, a disk that is gone) cannot be ended, only
-left alone: its thread is stuck, and what it does may still be done at any time later. Four rules
-keep what lands so late from doing harm:
+A call to a server that hangs (NFS without an answer, a lost disk) cannot be ended, only left alone:
+its thread is stuck, and may act at any later time. Four rules prevent harm:
 
-* What the call uses, memory and descriptors, is nobody else's until it has ended (``on_end`` of
-  ``gather``).
-* Until all calls that were given up have ended, the server *hangs*: nothing more is asked of it in
-  the background. So what lands late lands before whatever is done there next: the same object made
-  anew, deleted, or cut.
-* Programs wait: what they change there is changed when the server has answered, after all that
-  lands late.
+* The call's memory and descriptors are nobody else's until it has ended (``on_end``, ``gather``).
+* Until all given-up calls have ended, the server *hangs*: the background asks nothing of it. So
+  late effects come before whatever is done there next: an object made anew, deleted, or cut.
+* Programs wait: their changes follow when the server has answered, after all late effects.
 * After ``Hanging``, callers must assume that the call may still take effect at any time: a
   container is never appended to again, a column is not read, objects are garbage.
 
-docs/design/servers.md has each kind of call, and why it does no harm. So a program that reads,
-writes or syncs a file that lies there gets what a hard NFS mount gives.
+docs/design/servers.md has each kind of call. Programs get there what a hard NFS mount gives.
 """
 
 import threading
@@ -57,16 +51,12 @@ here = _Here()
 
 
 class Hanging(Unavailable):
-    """A data server has not answered in time, or has still not answered others. What was asked may
-    be done later.
-    """
+    """A data server has not answered in time, or not yet others. The request may act later."""
 
 
 @contextmanager
 def giving_up() -> Iterator[None]:
-    """Within it, and in the tasks that are started there, data servers are not waited for longer
-    than they may take.
-    """
+    """In the block, and tasks started there, waits for data servers are limited."""
     token = _giving_up.set(True)
     try:
         yield
@@ -81,9 +71,8 @@ def gives_up() -> bool:
 
 @contextmanager
 def in_time(patience: "Patience") -> Iterator[None]:
-    """Calls that are awaited within it may be cancelled: in the background it is, when it takes too
-    long. Raises Hanging.
-    """
+    """Calls awaited in the block may be cancelled: in the background, if too slow. Raises
+    Hanging."""
     if not gives_up() or not patience.is_limited:
         yield
         return
@@ -96,9 +85,7 @@ def in_time(patience: "Patience") -> Iterator[None]:
 
 
 class Call:
-    """A function that one thread runs, or leaves, if it has been given up before it came to
-    that.
-    """
+    """A function that a thread runs, unless it has been given up before."""
 
     __slots__ = (
         "_args",
@@ -144,9 +131,8 @@ def _nothing() -> None:
 class Patience:
     """With one server. Used from any thread.
 
-    A server that is slow, and does not hang, would make nothing but attempts: so each time that it
-    has answered in the end, it is given twice as long, up to 16 times, until it has behaved for an
-    hour.
+    A slow server would cause attempts alone: so after each late answer it gets twice as long, up to
+    16 times, until it has behaved for an hour.
     """
 
     def __init__(self, limit_s: float = FOR_EVER) -> None:
@@ -194,9 +180,8 @@ class Patience:
     # --- in worker threads ---
 
     def enter(self, op: str, where: str | tuple[int, int]) -> bool:
-        """The thread is about to ask the server for something: of a path, or of an object, by its
-        key. Whether ``leave`` has to be called: not on the trio thread.
-        """
+        """The thread is going to ask for a path, or an object's key. Whether ``leave`` has to be
+        called: not on the trio thread."""
         call = here.call
         if call is None or call.patience is not self:
             return False
@@ -219,8 +204,7 @@ class Patience:
             self.leave()
 
     def holding(self, lock: threading.Lock, op: str, where: str) -> "_Holding":
-        """A lock of the server's; to wait for it is to ask the server, because the thread that
-        holds it may hang."""
+        """A lock of the server's: waiting for it counts as asking, because its holder may hang."""
         return _Holding(self, lock, op, where)
 
     def begin(self, call: Call) -> bool:
@@ -247,18 +231,15 @@ class Patience:
     # --- on the trio thread ---
 
     def due_s(self, call: Call, answered_s: float) -> float:
-        """When to give the call up; ``answered_s``: when the server's threads have last done
-        something. Of time.monotonic().
-        """
+        """When to give the call up (time.monotonic()); ``answered_s``: the threads' last
+        progress."""
         if not call.has_begun:
             return max(call.queued_s, answered_s) + self.limit_s
         since_s = call.asks_since_s
         return (time.monotonic() if since_s is None else since_s) + self.limit_s
 
     def give_up(self, call: Call, limit_s: float | None = None) -> bool:
-        """Not if it has just ended. ``limit_s``: how long it was waited for, if not as long as
-        usual.
-        """
+        """Unless it has just ended. ``limit_s``: the wait, if unusual."""
         op, where = call.what
         path = where if isinstance(where, str) else naming.name_of(*where)
         limit_s = self.limit_s if limit_s is None else limit_s
@@ -280,8 +261,7 @@ class Patience:
     # --- calls of other processes of ours ---
 
     def lost(self, op: str, detail: str) -> Call:
-        """One has been given up: until ``found`` is called with what is returned, the server
-        hangs for all of us."""
+        """One was given up: the server hangs for us until ``found`` gets the returned call."""
         call = Call(self, _nothing, ())
         self._leave(call, op, detail)
         return call
@@ -322,8 +302,8 @@ async def until_answered(servers: "Iterable[Workers]") -> None:
 def ask_all(
     calls: "Sequence[tuple[Patience, Callable[..., Any], tuple]]", limit_s: float
 ) -> list[Any]:
-    """Run all calls at once, before a scheduler does: what each returned or raised; Hanging for
-    those that take longer than ``limit_s``, which are given up. Blocks."""
+    """Run all calls at once, before a scheduler does: results or errors; Hanging for those given up
+    after ``limit_s``. Blocks."""
     ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
 
     def run(place: int, call: Call) -> None:
@@ -360,9 +340,7 @@ async def outcomes_in_time(
     on_end: Callable[[], None],
     abandonable: bool,
 ) -> list[Any]:
-    """As ``workers.outcomes``, but a call that takes too long is answered with Hanging; what it
-    raised is among the results.
-    """
+    """``workers.outcomes``, with Hanging for calls that take too long."""
     results: list[Any] = [None] * len(calls)
     waiting: dict[int, tuple[Workers, Call]] = {}
     running, last = 0, ""

@@ -1,9 +1,7 @@
-"""Whether the directory of a data server, or a burst directory, works: asked when an operation on
-one object has failed.
+"""Whether a data server's or burst directory works, when an operation on one object failed.
 
-The system gives errors that concern one file alone, such as EIO for a sync of a file that somebody
-writes both past the page cache (O_DIRECT) and through a mapping, or for a bad sector. So what fails
-is the object, until this probe fails, too.
+EIO may concern one file alone, such as a sync of one written both with O_DIRECT and through a
+mapping, or a bad sector. So the object fails, until this probe does, too.
 """
 
 import errno
@@ -19,12 +17,8 @@ _NO_ANSWER = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOM
 
 
 def works(root: str, write: bool) -> bool:
-    """Whether the marker can be read; with ``write``, whether a file can be written, synced and
-    read, too.
-
-    Both are read from the device, past the page cache, where the filesystem can do that. Blocks.
-    One at a time.
-    """
+    """Whether the marker can be read; ``write``: whether a file can be written, synced and read.
+    From the device, past the page cache, if possible. Blocks. One at a time."""
     try:
         _read(f"{root}/{MARKER}")
         if write:

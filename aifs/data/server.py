@@ -1,8 +1,7 @@
-"""One data server or burst directory: a storage that is marked as the store's, and how it does.
+"""One data server or burst directory: a storage that is marked as the store's, and its health.
 
-Everything that touches the storage blocks: it runs in ``workers``, or on the trio thread where
-``may_inline`` says that nothing there can wait. The system's errors become FsErrors here, and are
-noted in ``health``.
+All access to the storage blocks: in ``workers``, or on the trio thread if ``may_inline``. The
+system's errors become FsErrors here, noted in ``health``.
 """
 
 import logging
@@ -33,9 +32,7 @@ from aifs.layout.placement import ACTIVE, BURST_FIRST
 _log = logging.getLogger(__name__)
 
 _OF_BYTES = frozenset(("open", "read", "write", "sync"))
-"""Operations whose errors may belong to the object alone. They run in a worker, or where nothing
-waits for a device.
-"""
+"""Operations whose errors may belong to an object; in a worker, or where nothing waits."""
 
 
 class MissingObject(Unavailable):
@@ -86,12 +83,8 @@ _WEIGHT = 0.2  # of the newest window; the others fade
 
 
 class Throughput:
-    """How many bytes per second a data server takes, or a burst device gives, lately: for plans of
-    grouped writes. Used from any thread.
-
-    Only the time counts in which a request is under way, and that once however many are: so the
-    server is measured, not how much is asked of it.
-    """
+    """Bytes per second that a data server takes, or a burst device gives, lately: for plans of
+    grouped writes. Only time with requests under way counts, once. Used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -155,9 +148,7 @@ class Throughput:
 
 
 class DataServer:
-    """A registered data server, or burst directory. ``identify`` must have succeeded before objects
-    are used.
-    """
+    """A registered data server, or burst directory. ``identify`` comes before use of objects."""
 
     def __init__(
         self,
@@ -184,13 +175,9 @@ class DataServer:
         self.storage_class = ""
         """'': new files go there; others are for files that have aged."""
         self.absent = ""
-        """Why the storage is not used: then all calls are answered with Unavailable, and it is left
-        alone.
-        """
+        """Why the storage is not used: all calls get Unavailable."""
         self.missing = ""
-        """Why the storage is not this server's just now, if it was when the store was opened: calls
-        to it fail.
-        """
+        """Why the storage is not this server's now, though it was: calls fail."""
         self.down_since_s: float | None = None
         """Since when it has not worked, of time.monotonic()."""
         self.given_up = False
@@ -204,14 +191,10 @@ class DataServer:
         self.writing, self.giving = Throughput(), Throughput()
         """The rates of writes and syncs, and of reads of a burst directory for grouped writes."""
         self.read_bytes = 0
-        """Bytes that requests to it have read since the mount; bytes that the page cache had at
-        once do not count.
-        """
+        """Bytes read by requests since the mount, without the page cache's."""
         self.store = store
         self.database = ""
-        """The url of the database that has the store's metadata, as its marker said when it was
-        identified last; "": none has.
-        """
+        """The url of the store's metadata database, by its last marker; or ""."""
         self._writable = False
         """Whether it was identified, and not as read-only."""
         self._probe_lock = threading.Lock()
@@ -229,10 +212,8 @@ class DataServer:
     # --- identity and state ---
 
     def identify(self, read_only: bool) -> None:
-        """Check that the storage is this server's, and learn what it is.
-
-        Blocks. Raises StoreError, which says what is wrong and what to do.
-        """
+        """Check that the storage is this server's. Blocks. Raises StoreError, with the fault and
+        advice."""
         with self.workers.patience.asking("reach", self.address):
             try:
                 self.storage.identify(Identity(self.store, self.role, self.number), read_only)
@@ -247,9 +228,7 @@ class DataServer:
         return StoreError(f"{self.name}: {error}")
 
     def look(self, read_only: bool) -> None:
-        """See how much is free, whether the storage is there, and whether what has failed works
-        again. Blocks.
-        """
+        """Look at free space, presence, and whether failures are over. Blocks."""
         try:
             if self.absent:
                 self.identify(read_only)
@@ -284,8 +263,8 @@ class DataServer:
         return self.call("read", self.address, claim.read_claim, self.storage)
 
     def put_claim(self, mine: Claim, durable: bool) -> Claim | None:
-        """Say there that we have the store, where it can be written; returns a claim that has ended
-        ours. Blocks. Raises FsError."""
+        """Claim the storage if writable; returns a claim that has ended ours. Blocks. Raises
+        FsError."""
         return self.call("claim", self.address, self._put_claim, mine, durable)
 
     def _put_claim(self, mine: Claim, durable: bool) -> Claim | None:
@@ -313,9 +292,7 @@ class DataServer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its storage is not there, or it has not worked for as long as it is waited
-        for.
-        """
+        """Whether its storage is missing, or has failed for too long."""
         return bool(self.absent or self.missing or self.given_up)
 
     @property
@@ -324,9 +301,7 @@ class DataServer:
 
     @property
     def hangs(self) -> bool:
-        """Whether calls that were given up have not ended: until then nothing is asked of it in the
-        background.
-        """
+        """Whether given-up calls have not ended: the background asks nothing meanwhile."""
         return self.workers.patience.hangs
 
     @property
@@ -336,8 +311,7 @@ class DataServer:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether it works, and its objects are local files: what is in memory of them may be read
-        without its workers."""
+        """Whether it works with local files: cached bytes may be read without its workers."""
         is_local = self.storage.is_local and self.storage.descriptor
         return is_local and self.state == "ok" and not self.hangs
 
@@ -408,9 +382,7 @@ class DataServer:
         self.call("remove", key, self.storage.remove, key)
 
     def remove_objects(self, keys: Sequence[Key]) -> dict[int, FsError]:
-        """Remove those that exist, durably. Returns the errors, by oid, of those that may still be
-        there.
-        """
+        """Remove objects, durably. Returns errors, by oid, of those perhaps left."""
         failed: dict[int, FsError] = {}
         near: dict[int, list[int]] = {}
         for key in keys:
@@ -427,8 +399,7 @@ class DataServer:
         return failed
 
     def set_aside(self, keys: Sequence[Key]) -> None:
-        """Move objects to where people alone look for them; durable on return. Raises
-        NotSupported."""
+        """Move objects aside, for people; durable. Raises NotSupported."""
         self.call("remove", self.address, self.storage.set_aside, keys)
 
     def read(self, key: Key, handle: int, buffer: memoryview, offset: int) -> int:
@@ -452,9 +423,7 @@ class DataServer:
             self.storage.close(handle)
 
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
-        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio
-        thread.
-        """
+        """Fill ``buffer`` without waiting, wholly or not at all. For the trio thread."""
         return not self.absent and self.storage.read_cached(handle, buffer, offset)
 
     def write(self, key: Key, handle: int, data: bytes | memoryview, offset: int) -> None:
@@ -466,30 +435,23 @@ class DataServer:
         self.call("write", key, self.storage.truncate, handle, length)
 
     def punch(self, key: Key, handle: int, offset: int, length: int) -> None:
-        """All of the range that exists reads as zeros on return, and takes no space. Raises
-        NotSupported.
-        """
+        """Zero the existing range, and free its space. Raises NotSupported."""
         self.call("write", key, self.storage.punch, handle, offset, length)
 
     def next_data(self, key: Key, handle: int, offset: int, end: int) -> tuple[int, int] | None:
-        """The first part, as (start, end), of a range that may be no hole; None if there is
-        none.
-        """
+        """The first part, (start, end), of a range that may be no hole; or None."""
         return self.call("read", key, self.storage.next_data, handle, offset, end)
 
     def stat(self, key: Key, handle: int) -> Status:
         return self.call("stat", key, self.storage.stat, handle)
 
     def sync_object(self, key: Key, handle: int) -> None:
-        """The object's bytes and length are durable on return; its name after
-        ``sync_names_near``.
-        """
+        """Make bytes and length durable; the name after ``sync_names_near``."""
         self.writing.measure(0, self.call, "sync", key, self.storage.sync, handle)
 
     def close_object(self, handle: int, removed: bool = False) -> None:
-        """Does not block: a worker closes the handle where that may take long, as it does for a
-        removed object, whose space is freed then, and where another machine is told of it.
-        """
+        """Close a handle, in a worker if that may take long (removed objects, remote ones). Does
+        not block."""
         if self.storage.is_local and not removed:
             self.storage.close(handle)
         else:
@@ -502,9 +464,9 @@ class DataServer:
         unsynced: AbstractContextManager | None,
         lost: Callable[[str], None],
     ) -> None:
-        """A worker closes a handle that will be opened again. If something was written it is
-        synced first, and ``lost`` is told if that fails: a later handle might not. ``unsynced``
-        is held meanwhile, and by the task that syncs it then. Does not block."""
+        """Close a handle in a worker, until it is opened again; written ones are synced first, and
+        ``lost`` hears of failures, which later handles might not. ``unsynced`` is held meanwhile.
+        Does not block."""
         if unsynced is None and self.storage.is_local:
             self.storage.close(handle)  # it keeps its name, so there is nothing to be freed
         elif unsynced is None:
@@ -533,8 +495,7 @@ class DataServer:
         self.call("sync", self.address, self.storage.sync_names, oid)
 
     def doubt_names_near(self, oid: int, alone: bool = False) -> None:
-        """Names there may be the work of a process that died before it synced them: see
-        Storage.doubt_names."""
+        """Names there may be a dead process's: see Storage.doubt_names."""
         self.storage.doubt_names(oid, alone)
 
     def sync_all(self) -> None:

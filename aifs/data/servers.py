@@ -44,13 +44,12 @@ _WITHOUT = (
 
 
 class Servers:
-    """The registered data servers, and from id BURST_FIRST on the burst directories. Used from one
-    trio thread.
+    """The registered data servers, and from id BURST_FIRST burst directories. Used from one trio
+    thread.
 
-    Files are striped over the data servers alone (``capacity``), which also make up the space that
-    users see; everything else here means both kinds. Each has worker threads of its own, so that
-    one that hangs cannot hold up what lies on others. Those of the data servers are together about
-    ``threads``, but none has less than two.
+    Files are striped over the data servers alone (``capacity``), whose space users see; the rest
+    means both. Each has worker threads, so that a hung one holds no others up: those of data
+    servers about ``threads`` together, at least two each.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class Servers:
         elsewhere: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """``table``: id to absolute path; ``store``: uuid; ``patience_s``: see patience.py;
-        ``lost_after_s``: after how long a server that does not work is given up;
-        ``hedge_s``: see Hedging; ``elsewhere``: see there. Does no I/O: call ``check_identity``
-        next."""
+        ``lost_after_s``: until a failing server is given up; ``hedge_s``, ``elsewhere``: see
+        Hedging, there. Does no I/O: ``check_identity`` comes next."""
         self.elsewhere = dict(elsewhere)
         """Burst directories of other hosts, which are none of those in use: which host, by id."""
         self.buffers = BufferPool()
@@ -123,8 +121,8 @@ class Servers:
         self.blocks = blocks
 
     def tell_of(self, role: str, tell: Callable[[], None]) -> None:
-        """From now on ``tell`` is called soon, by the current trio run, when a server of this role
-        has begun to fail, and when it works again."""
+        """Call ``tell`` soon, in this trio run, when a server of this role begins to fail or works
+        again."""
         self._tells[role] = partial(
             trio.lowlevel.current_trio_token().run_sync_soon, tell, idempotent=True
         )
@@ -164,9 +162,8 @@ class Servers:
         return tuple(server for server in self._servers.values() if server.role == "burst")
 
     def usable(self, storage_class: str = "") -> tuple[int, ...]:
-        """Ids of the data servers that new files, or those that go to a class, should use,
-        ascending: those in use that do not fail, or all if all do.
-        """
+        """Ascending ids of data servers for new files, or a class: working ones, or all if none
+        is."""
         return tuple(server.id for server in self._chosen(storage_class))
 
     @property
@@ -180,10 +177,8 @@ class Servers:
         return all(server is None or server.storage.in_place for server in known)
 
     def candidates(self, storage_class: str = "") -> tuple[Candidate, ...]:
-        """The servers that are ``usable``, without those that are full while others are not, with
-        failure domains, and weights by the free space as last seen. Of another class there may be
-        none.
-        """
+        """``usable`` servers, without full ones while others are not, with failure domains and
+        weights by free space. Maybe none of another class."""
         usable = self._chosen(storage_class)
         chosen = tuple(s for s in usable if s.seen is None or s.seen.available > _FULL) or usable
         free = [server.seen.available if server.seen else 0 for server in chosen]
@@ -194,15 +189,14 @@ class Servers:
         )
 
     def of_class(self, storage_class: str = "") -> tuple[DataServer, ...]:
-        """Those for new files, or of another class, where objects may stay, whether they work or
-        not. Where none is for new files, all are."""
+        """Servers of a class, working or not; all if none is for new files."""
         active = tuple(server for server in self.capacity() if server.standing == ACTIVE)
         chosen = tuple(server for server in active if server.storage_class == storage_class)
         return chosen if chosen or storage_class else active
 
     def class_of(self, numbers: Sequence[int]) -> str:
-        """The class that what lies on these servers is to stay in: that of the first, if it has
-        servers in use, else "", that of new files."""
+        """The class of the first of these servers if that has servers in use, else "" (new
+        files)."""
         server = self.find(numbers[0])
         found = "" if server is None else server.storage_class
         return found if self._chosen(found) else ""
@@ -247,20 +241,16 @@ class Servers:
             server.absent = reason
 
     def check_identity(self, read_only: bool = False, dispensable: Collection[int] = ()) -> None:
-        """Each directory is there, carries the right marker, is writable, and is used once.
+        """Check that each directory is there, has the right marker, is writable, and used once.
 
-        ``dispensable``: the store can do without these; they are absent if anything is wrong with
-        them, which is logged. Blocks. Raises StoreError, which names the directory, what is wrong
-        and what to do.
+        ``dispensable`` ones that fail are absent, and logged. Blocks. Raises StoreError, with
+        directory, fault and advice.
         """
         self.require(self.identify(read_only), dispensable)
 
     def identify(self, read_only: bool = False) -> dict[int, str]:
-        """Look at all servers that are not lost, at once: what is wrong, by number. One that does
-        not answer in time is wrong.
-
-        Blocks, not longer than ``patience_s``. Raises StoreError if two have one directory.
-        """
+        """Look at all servers that are not lost, at once: faults by number, also for late answers.
+        Blocks, at most ``patience_s``. Raises StoreError if two have one directory."""
         self.read_only = read_only
         asked = [server for server in self._servers.values() if server.standing != LOST]
         answers = ask_all(
@@ -289,8 +279,8 @@ class Servers:
         dispensable: Collection[int] = (),
         stakes: Mapping[int, str] | None = None,
     ) -> None:
-        """Do without those of the servers that are ``wrong`` which are ``dispensable``. Raises
-        StoreError for the first other one, with what is at stake."""
+        """Do without ``wrong`` servers that are ``dispensable``. Raises StoreError for another,
+        with what is at stake."""
         for number, error in wrong.items():
             server = self._servers[number]
             if number not in dispensable:
@@ -302,8 +292,7 @@ class Servers:
     async def make_ready(
         self, number: int, path: str, domain: str = "", storage_class: str = ""
     ) -> DataServer:
-        """Look at a directory that carries its marker, in a thread of its own, so that it can be
-        taken in. Raises StoreError."""
+        """Look at a directory with its marker, in a thread, to take it in. Raises StoreError."""
         server = self._new(number, path)
         server.domain, server.storage_class = domain, storage_class
         self._removed.append(server)  # its threads end with the others if it is not taken in
@@ -322,13 +311,12 @@ class Servers:
     # --- in the background ---
 
     def watch_again_s(self, is_busy: bool) -> float:
-        """In how many seconds ``watch`` should be called next: soon while they are used, or one
-        does not work."""
+        """Seconds to the next ``watch``: few while servers are used, or one fails."""
         return _LOOK_AGAIN_S if is_busy or any(map(_fails, self.capacity())) else _LOOK_S
 
     async def watch(self) -> None:
-        """See how much is free, and which servers work. Those that are being looked at already, as
-        they hang, are left alone: it may be called again before it returns."""
+        """Look at free space and health, except of hung servers still being looked at: may be
+        called again before it returns."""
         is_time = trio.current_time() >= self._look_at_s
         if is_time:
             self._look_at_s = trio.current_time() + _LOOK_S
@@ -340,8 +328,8 @@ class Servers:
         self.judge()
 
     def look_soon(self) -> bool:
-        """Have the next ``watch`` look at all servers; whether they were not looked at within the
-        last second, so that it is wanted."""
+        """Have the next ``watch`` look at all, unless looked at in the last second; whether it
+        should."""
         is_old = trio.current_time() >= self._look_at_s - _LOOK_S + _LOOK_AGAIN_S
         if is_old:
             self._look_at_s = 0.0
@@ -371,12 +359,8 @@ class Servers:
             server.absent = self._given_up
 
     def judge(self) -> None:
-        """Note which servers do not work, since when, and which of them have not for so long that
-        they are given up.
-
-        Not more than half of those in use: when so many seem to be gone, it is rather this host
-        that cannot reach them.
-        """
+        """Note failing servers, since when, and give up those failing too long; at most half: else
+        this host rather cannot reach them."""
         now_s = time.monotonic()
         active = [server for server in self.capacity() if server.standing == ACTIVE]
         returned = False
@@ -410,9 +394,7 @@ class Servers:
             self.changes += 1
 
     def idlest(self, numbers: Iterable[int]) -> DataServer:
-        """Of these servers the one with the least to do, for work that any may do. Raises
-        Unavailable.
-        """
+        """The least busy of these servers. Raises Unavailable."""
         known = [self._servers[number] for number in numbers if number in self._servers]
         if not known:
             raise Unavailable(
@@ -427,15 +409,13 @@ class Servers:
         return (await gather([(server.workers, function, args)]))[0]
 
     async def sync_all(self) -> None:
-        """All that was written before is durable on return, on the servers that are present.
-
-        Raises Unavailable or NoSpace, after all servers have been tried, if one has failed.
-        """
+        """Make all earlier writes durable on servers present. Raises Unavailable or NoSpace, after
+        all have been tried."""
         await gather([(s.workers, s.sync_all, ()) for s in self._servers.values() if not s.absent])
 
     async def spaces(self, servers: Sequence[DataServer]) -> list[Space | None]:
-        """The space of each server's filesystem; None where it cannot be told. Of a data server
-        that does not say so within a second it is what was last seen."""
+        """Space of each server's filesystem; None if unknown. Of a data server silent for a second,
+        as last seen."""
         found: list[Space | None] = [server.seen for server in servers]
 
         async def ask(number: int, server: DataServer) -> None:
@@ -451,8 +431,8 @@ class Servers:
         return found
 
     def statfs(self) -> Space:
-        """The space of all data servers that work, as it was last seen, each storage counted once.
-        Free space of servers that take no new files does not count. Does not block."""
+        """Space of all working data servers, as last seen, each storage once, without free space
+        that takes no new files. Does not block."""
         servers = sorted(self.capacity(), key=lambda server: server.standing == ACTIVE)
         by_pool = {
             server.storage.pool: seen if server.standing == ACTIVE else seen.without_free()
@@ -465,8 +445,7 @@ class Servers:
 
     async def status(self) -> list[dict[str, Any]]:
         """For ``aifs status``: role, id in it, path, domain, class, standing, state, used_bytes,
-        free_bytes (None: unknown), last_error, read_bytes (by requests since the mount; what the
-        page cache of this host had is not among them)."""
+        free_bytes (None: unknown), last_error, read_bytes (by requests since the mount)."""
         servers = tuple(self._servers.values())
         return [_status(*pair) for pair in zip(servers, await self.spaces(servers), strict=True)]
 
@@ -480,8 +459,8 @@ class Servers:
         return _describe({server: server.workers.outstanding for server in servers})
 
     def close(self) -> tuple[list[threading.Thread], str]:
-        """End the worker threads, when what they have been given is done. Returns those that are
-        still stuck with a server that hangs, and words for that, which are logged. Blocks."""
+        """End worker threads after their work. Returns those stuck with a hung server, and words
+        for that, which are logged. Blocks."""
         stuck: dict[DataServer, list[threading.Thread]] = {}
         until_s = time.monotonic() + max(self.patience_s, _END_S)
         servers = (*self._servers.values(), *self._removed)
@@ -554,9 +533,7 @@ class DescriptorUser(Protocol):
     """Set whenever they are used."""
 
     def close_idle(self) -> int:
-        """Close descriptors, which are opened again when they are needed, unless a call uses them;
-        how many. Does not block.
-        """
+        """Close unused descriptors, which open again on demand; how many. Does not block."""
 
 
 class Descriptors:
@@ -576,9 +553,7 @@ class Descriptors:
         self._users.remove(users)
 
     async def find_room(self) -> None:
-        """Descriptors may be opened on return. So what is open and not used takes none from
-        others, however much it is.
-        """
+        """Wait until descriptors may be opened: unused open ones take none from others."""
         count = files.descriptors()
         if count <= self._max:
             self._room_at = self._max
@@ -591,9 +566,8 @@ class Descriptors:
                 await trio.sleep(_RETRY_S)
 
     def _make_room(self) -> bool:
-        """Close descriptors until a quarter of what we allow ourselves is free, first those of
-        users who have not used them since this was last called; whether there were any to close.
-        """
+        """Close descriptors until a quarter is free, first of users idle since the last call;
+        whether there were any."""
         excess = files.descriptors() - self._max * 3 // 4
         closed = 0
         users = [user for each in self._users for user in each()]

@@ -1,24 +1,20 @@
 """The storage of a data server: the one interface through which bytes are kept.
 
-``DirectoryStorage`` keeps objects as files below a directory; ``MemoryStorage`` is the smallest one
-that works, and can do the least. What is common to all servers, whatever they keep bytes with
-(workers, timing, health, names of errors), is in ``server.DataServer``, which has one storage.
+``DirectoryStorage`` keeps objects as files; ``MemoryStorage`` is the smallest one, and can do the
+least. What all servers have (workers, timing, health, errors) is in ``server.DataServer``.
 
-An *object* has a key (ino, oid) and is used through a *handle*, a number that the storage gives.
-A *blob* is a small file of the server's own, with a name: its marker, the claim on it, backups of
-the metadata. The contract, for all storages, is tests/contract/test_storage.py.
-
-What users may rely on depends on what a storage says that it can do (``Storage``):
+An *object* has a key (ino, oid) and is used through a *handle*, a number of the storage's. A *blob*
+is a small named file of the server: marker, claim, backups of the metadata. The contract is
+tests/contract/test_storage.py. It depends on what a storage can do (``Storage``):
 
 * Without ``in_place`` an object is written once: at any offset, in any order, by the handle that
-  has made it, until that is synced. From then on the object is immutable, and nobody else sees it
-  before. So a file that has been drained stays as it is, and what changes in it becomes new objects
-  under a new oid. Changes in place are refused with NotSupported.
-* Without ``append`` an object does not grow either, once it is synced. So containers, which grow by
-  a stripe at a time, cannot be kept there, and are refused with NotSupported when they are begun.
-* Without ``holes`` all of an object counts as data, and nothing can be punched out of it.
-* Without ``descriptor`` a handle means nothing to the kernel: no passthrough, no lease, no
-  fallocate. A burst directory must have it.
+  made it, until that is synced. Then it is immutable, and nobody else sees it before. So changes
+  in a drained file become new objects under a new oid; changes in place raise NotSupported.
+* Without ``append`` a synced object does not grow: containers cannot be kept there, and raise
+  NotSupported when they are begun.
+* Without ``holes`` all of an object counts as data, and nothing can be punched.
+* Without ``descriptor`` a handle means nothing to the kernel: no passthrough, lease, fallocate. A
+  burst directory must have it.
 """
 
 import threading
@@ -35,17 +31,13 @@ Key = tuple[int, int]
 """Names an object on a server: (ino, oid)."""
 
 NEAR = 256
-"""Names of objects become durable by so many ids at a time: oids are near each other if they are
-the same divided by this.
-"""
+"""Ids whose names become durable together: oids equal when divided by this."""
 
 CLAIM = "owner"
 """Name of the blob that says who has the store; it is put every few seconds."""
 
 ASIDE = "lost+found"
-"""Where objects are put that belong to no file. Some filesystems have a directory of this name,
-too.
-"""
+"""Where objects of no file are put. Some filesystems have such a directory, too."""
 
 BACKUP = "backup"
 """The prefix of the names of blobs that are backups of the metadata: ``backup/NAME``."""
@@ -55,9 +47,7 @@ ANYTHING = object()
 
 
 class Space(NamedTuple):
-    """Space of storages, in bytes and inodes. ``available`` is ``free`` less what is reserved for
-    root.
-    """
+    """Space in bytes and inodes. ``available``: ``free`` less root's reserve."""
 
     total: int
     free: int
@@ -95,12 +85,10 @@ class ForeignFile(NamedTuple):
 
 
 class Storage(ABC):
-    """Keeps objects and blobs. Used from any thread; ``identify`` must have succeeded before
-    objects are used.
+    """Keeps objects and blobs. Used from any thread, after ``identify``.
 
-    Everything blocks, but for what says otherwise. Errors are OSErrors with the numbers that the
-    system gives for the like (ENOSPC, EDQUOT, EIO, ETIMEDOUT ...), NotSupported for what the
-    storage cannot do, and StoreError where it is not there, or not that of the server.
+    All block, unless stated. Errors are OSErrors with the system's numbers (ENOSPC, EDQUOT, EIO,
+    ETIMEDOUT ...), NotSupported, and StoreError if the storage is missing, or not the server's.
     """
 
     in_place = False
@@ -119,9 +107,7 @@ class Storage(ABC):
     """Nothing waits for a device: calls take microseconds, and may run on the trio thread."""
 
     can_read_cached = False
-    """``read_cached`` may have an answer, as far as is known: it has a cache that is asked at
-    once.
-    """
+    """Whether ``read_cached`` may have an answer: there is a cache."""
 
     is_local = False
     """It belongs to this machine alone: opening and closing are cheap, nobody else changes it."""
@@ -142,8 +128,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read_marker(self) -> Marker:
-        """Whose it says it is, whether it has been identified or not. Raises StoreError if it does
-        not say, or is not there."""
+        """Its marker, identified or not. Raises StoreError if it is missing."""
 
     @abstractmethod
     def mark(self, marker: Marker) -> None:
@@ -173,10 +158,8 @@ class Storage(ABC):
 
     @abstractmethod
     def identify(self, identity: Identity, read_only: bool) -> None:
-        """Check that the storage is that of ``identity``, and can be written to unless
-        ``read_only``.
-
-        Raises StoreError, which says what is wrong and what to do."""
+        """Check that the storage is that of ``identity``, and writable unless ``read_only``. Raises
+        StoreError, with fault and advice."""
 
     @abstractmethod
     def reach(self) -> None:
@@ -208,16 +191,13 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, key: Key, exclusive: bool) -> int:
-        """A handle of a new object, which is empty and may be written by this handle; one that is
-        there already is opened for writing instead.
-
-        ``exclusive``: there must be none, else FileExistsError, and the handle is for reading
-        alone. That is of use with ``in_place`` alone."""
+        """A handle to write a new, empty object; an existing one is opened for writing instead.
+        ``exclusive``: FileExistsError if it exists; the handle is for reading. Only with
+        ``in_place``."""
 
     @abstractmethod
     def open(self, key: Key, write: bool) -> int | None:
-        """A handle of an object, None if there is none. A handle for writing may turn out not to
-        allow it, when it is used."""
+        """A handle of an object, or None. One for writing may fail only when used."""
 
     @abstractmethod
     def close(self, handle: int) -> None:
@@ -225,12 +205,12 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, handle: int, buffer: memoryview, offset: int) -> int:
-        """Fill ``buffer``; returns the bytes read, fewer only at the object's end. An object that
-        has been removed may be read as before, or fails."""
+        """Fill ``buffer``; the bytes read, fewer only at the end. A removed object may be read, or
+        fails."""
 
     def read_cached(self, handle: int, buffer: memoryview, offset: int) -> bool:
-        """Fill ``buffer`` if that can be done without waiting, wholly or not at all. For the trio
-        thread: does not block, and raises nothing."""
+        """Fill ``buffer`` without waiting, wholly or not at all. For the trio thread: does not
+        block, and raises nothing."""
         return False
 
     @abstractmethod
@@ -238,8 +218,7 @@ class Storage(ABC):
         """All of ``data``; what lies between the end and ``offset`` reads as zeros."""
 
     def start_writing(self, handle: int, offset: int, length: int) -> None:
-        """Begin to make these bytes durable, so that ``sync`` finds less to do. Does not wait, and
-        promises nothing."""
+        """Begin to make bytes durable, to help ``sync``. Does not wait, promises nothing."""
 
     @abstractmethod
     def truncate(self, handle: int, length: int) -> None:
@@ -250,9 +229,7 @@ class Storage(ABC):
         raise NotSupported(f"{self.address}: has no holes")
 
     def next_data(self, handle: int, offset: int, end: int) -> tuple[int, int] | None:
-        """The first part, as (start, end), of a range that may be no hole; None if there is
-        none.
-        """
+        """The first part, (start, end), of a range that may be no hole; or None."""
         end = min(end, self.stat(handle).length)
         return (offset, end) if offset < end else None
 
@@ -261,26 +238,24 @@ class Storage(ABC):
 
     @abstractmethod
     def sync(self, handle: int) -> None:
-        """The object's bytes and length are durable on return; its name after ``sync_names``.
-
-        A failure may have lost what was written: a later sync may then succeed without it."""
+        """Make bytes and length durable; the name after ``sync_names``. A failure may have lost
+        writes: a later sync may succeed without them."""
 
     @abstractmethod
     def remove(self, key: Key) -> None:
-        """There is no such object on return, whether there was one or not; durable after
-        ``sync_names``. Raises if that is only because the storage is not there."""
+        """Remove any such object; durable after ``sync_names``. Raises if the storage is not
+        there."""
 
     def set_aside(self, keys: Sequence[Key]) -> None:
         """Move objects to where nobody looks for them but people (ASIDE), durably on return."""
         raise NotSupported(f"{self.address}: nothing can be moved aside there")
 
     def sync_names(self, oid: int) -> None:
-        """Which objects of this oid and those near it exist is durable on return. Where each
-        ``sync`` and ``remove`` does that, nothing is left to do."""
+        """Make names near this oid durable. Nothing to do if ``sync`` and ``remove`` do it."""
 
     def doubt_names(self, oid: int, alone: bool) -> None:
-        """Names near ``oid`` may be the work of a process that died before it synced them;
-        ``alone``: while this one lives, no other makes any there. Does not block."""
+        """Names near ``oid`` may be a dead process's, not synced; ``alone``: no other lives that
+        makes any there. Does not block."""
 
     def sync_all(self) -> None:
         """Everything that was written is durable on return."""
@@ -315,12 +290,13 @@ class Storage(ABC):
     def put_blob(
         self, name: str, data: bytes, durable: bool = True, expected: object = ANYTHING
     ) -> bool:
-        """Replace the blob, all or nothing, also where a crash comes between. ``durable``: it is so
-        on return. Returns whether it was replaced.
+        """Replace the blob, all or nothing, also in a crash. ``durable``: on return. Whether it was
+        done.
 
-        CLAIM can be put again also where no space is left, and has up to 64 KiB. It is replaced
-        only if its content is ``expected`` (None: there is no claim), or if that is ANYTHING; of
-        several calls at once that expect the same, one succeeds."""
+        CLAIM can be replaced without space, and has up to 64 KiB; only if its content is
+        ``expected`` (None: no claim), unless ANYTHING; of several calls with one expectation, one
+        succeeds.
+        """
 
     @abstractmethod
     def list_blobs(self, prefix: str) -> dict[str, int]:
@@ -335,11 +311,10 @@ Thing = TypeVar("Thing", bound=Hashable)
 
 
 class Unsynced(Generic[Thing]):
-    """Keys of things (objects, directories) that are not durable yet. Used from any thread.
+    """Keys of objects or directories that are not durable yet. Used from any thread.
 
-    A sync takes the generation of a thing first, syncs it, and then says that this generation is
-    done: a change meanwhile is not forgotten, and another caller that asks for a sync meanwhile
-    does not return before it is done.
+    A sync takes the generation, syncs, and reports that generation done: changes meanwhile are not
+    forgotten, and other callers do not return before.
     """
 
     __slots__ = ("_generations", "_lock", "_marks")

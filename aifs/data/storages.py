@@ -1,6 +1,4 @@
-"""Which storage an address in the table of servers means: the path of a directory, or
-KIND://REST.
-"""
+"""The storage of an address: the path of a directory, or KIND://REST."""
 
 import os
 from collections.abc import Callable

@@ -1,12 +1,10 @@
 """Worker threads for calls that block, and the cheapest way to wait for them from trio.
 
-A hand-off through ``trio.to_thread`` costs 30 to 100 us a call here; this one 28 us alone, and 4 to
-8 us when several are under way, because all results that are ready come back with one wake-up of
-the scheduler, and one task waits for many calls at once.
+A hand-off through ``trio.to_thread`` costs 30 to 100 us a call; this one 28 us alone, 4 to 8 us
+with several, because one wake-up of the scheduler brings all results, and a task waits for many.
 
-A call that has been handed over always runs to its end: so ``gather`` is not cancellable, unless
-the caller says how buffers and descriptors that a thread uses are kept until then. In the
-background calls are given up after a while (patience.py).
+A call always runs to its end: so ``gather`` is not cancellable, unless the caller keeps a thread's
+buffers and descriptors until then. The background gives calls up after a while (patience.py).
 """
 
 import logging
@@ -123,8 +121,7 @@ class Workers:
     def __init__(
         self, name: str, limit: int, completions: Completions, patience_s: float = FOR_EVER
     ) -> None:
-        """``name``: whose they are; ``patience_s``: how long a call may run that is made in the
-        background."""
+        """``name``: the owner; ``patience_s``: limit of a background call."""
         self.name = name
         self.outstanding = 0
         self.patience = Patience(patience_s)
@@ -149,27 +146,22 @@ class Workers:
         self._queue.put((batch, place, function, args))
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have ``function(*args)`` called some time, before ``close`` returns; an error is
-        logged.
-        """
+        """Call ``function(*args)`` before ``close`` returns; errors are logged."""
         self.submit(None, 0, function, args)
 
     def start(self, tell: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
-        """Run ``function(*args)``; then, on the trio thread, ``tell`` what it returned or raised.
-        It must not raise.
-        """
+        """Run ``function(*args)``, then ``tell`` its result or error on the trio thread. It must
+        not raise."""
         self.submit(_Notice(tell), 0, function, args)
 
     @property
     def busy(self) -> bool:
-        """Whether the next call would wait for a thread: then it is not the time for one that
-        nobody needs yet.
-        """
+        """Whether the next call would wait for a thread: no time for optional ones."""
         return self.outstanding >= self._limit
 
     @property
     def _allowed(self) -> int:
-        """Threads; those that are stuck do not count."""
+        """Threads, without stuck ones."""
         return self._limit + (min(self.patience.stuck, self._limit) if self.patience.hangs else 0)
 
     def end(self) -> None:
@@ -178,9 +170,8 @@ class Workers:
             self._queue.put(None)
 
     def join(self, until_s: float = FOR_EVER) -> list[threading.Thread]:
-        """Wait for them, till then (of time.monotonic()), not for a server that hangs; those that
-        have not ended. Blocks.
-        """
+        """Wait for threads until then (time.monotonic()), not for hung servers; returns those left.
+        Blocks."""
         for thread in self._threads:
             if until_s == FOR_EVER:
                 thread.join()
@@ -233,11 +224,11 @@ async def gather(
 async def outcomes(
     calls: Sequence[Call], on_end: Callable[[], None] | None = None, abandonable: bool = False
 ) -> list[Any]:
-    """Run all calls, each in its workers, and wait for all: what each returned or raised, in order.
+    """Run all calls in their workers; results or errors in order.
 
-    ``on_end`` is called on the trio thread when all have ended, also if nobody waits for that any
-    more: because it was cancelled, which it may be if it is ``abandonable``, or because a call has
-    been given up, which then counts as ended, with Hanging (see patience.py).
+    ``on_end`` is called on the trio thread when all have ended, also after cancellation (if
+    ``abandonable``), or after a call was given up, which counts as ended, with Hanging
+    (patience.py).
     """
     if gives_up() and any(workers.patience.is_limited for workers, _, _ in calls):
         return await outcomes_in_time(calls, on_end or _nothing, abandonable)

@@ -1,6 +1,5 @@
-"""Whether bytes are right, by the checksums of a file or the chunks of a container, in worker
-threads; and which columns to do without when they are wrong and nobody says whose fault that is.
-"""
+"""Whether bytes are right, by checksums of files or chunks of containers, in worker threads; and
+columns to leave out when they are wrong."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -18,15 +17,12 @@ from aifs.layout.striped import Striped
 
 
 class Untold(Unavailable):
-    """Nobody can tell what bytes were: more columns are lost or wrong than the others can
-    replace.
-    """
+    """More columns are lost or wrong than the others can replace."""
 
 
 class FileCheck:
-    """A striped file of ``size`` bytes; ``digests``: those of all MiBs from ``first`` on that are
-    looked at, b"": none.
-    """
+    """A striped file of ``size`` bytes, and checksums of the MiBs looked at, from ``first``; b"":
+    none."""
 
     def __init__(self, size: int, first: int, digests: bytes) -> None:
         self._size = size
@@ -43,9 +39,7 @@ class FileCheck:
 
 
 class ContainerCheck:
-    """A container; ``row``: what is appended ends with whole rows, filled with zeros (1: it is
-    not).
-    """
+    """A container; ``row``: appends end with whole rows, filled with zeros (1: they do not)."""
 
     def __init__(self, row: int = 1) -> None:
         self._row = row
@@ -76,11 +70,9 @@ _SETS_MAX = 256
 
 
 def suspect_sets(layout: Striped, columns: Iterable[int], unread: int = 0) -> Iterator[int]:
-    """Masks of columns, those of fewer first, without which the bytes of the data ``columns`` can
-    still be told.
+    """Masks of columns without which the data ``columns`` can still be read, small ones first.
 
-    Each includes those of the mask ``unread``; the first one is these alone. At most 256, beyond
-    which the search is given up: that is damage of many replicas in one place.
+    Each includes ``unread``; the first is that alone. At most 256: more is damage of many replicas.
     """
     needed = sorted(set(columns))
     if layout.parity:
@@ -159,12 +151,9 @@ def _digest_of_zeros() -> bytes:
 
 
 def join_digests(digests: Mapping[int, bytes], size: int, piece: int, is_protected: bool) -> bytes:
-    """The checksums of a file of ``size`` bytes, from those of its pieces of ``piece`` bytes, by
-    offset; a piece without checksums is a hole.
-
-    A file that is mostly holes gets none, unless it is protected and not too large: they would take
-    more space than it does.
-    """
+    """The checksums of a file, from those of its pieces of ``piece`` bytes, by offset; a piece
+    without is a hole. None for a file that is mostly holes, unless protected and not too large:
+    they would take more space than it."""
     if 2 * len(digests) * piece < size and not (is_protected and size <= _SPARSE_HASHED):
         return b""
     hole = _digest_of_zeros() * (piece // HASHED)

@@ -1,9 +1,8 @@
-"""Appending chunks to one container, as a plain value, and the function that carries it out.
+"""Appending chunks to one container: a plain value, and the function that carries it out.
 
-An ``Appending`` says all that has to be known: the container, where its end is, and which chunks go
-there, by the burst copies, objects or containers that they lie in. So it can be handed to another
-process. Nothing of what is written counts before a transaction has put it into chunk lists; the
-task that has asked for it keeps the container for itself until then (writer.py).
+An ``Appending`` names all: container, its end, and chunks by their burst copies, objects or
+containers; so another process can do it. Bytes count from the transaction that puts them into chunk
+lists; until then the asking task keeps the container for itself (writer.py).
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -38,8 +37,7 @@ Containers = tuple[tuple[int, ContainerEntry], ...]
 
 @dataclass(frozen=True, slots=True)
 class Appending:
-    """Append chunks to a container, in order, and make them durable. Before that a plain one is cut
-    to its end."""
+    """Append chunks to a container in order, durably; a plain one is first cut to its end."""
 
     container: int
     """Its id."""
@@ -99,12 +97,11 @@ class Tools(Protocol):
 async def append(
     appending: Appending, tools: Tools, cancelled: Callable[[], bool]
 ) -> Appended | None:
-    """Carry it out: each stripe when the mover lets it. None if ``cancelled`` has become true,
-    which is asked before each.
+    """Carry it out, each stripe when the mover lets it. None if ``cancelled``, asked before each.
 
-    Raises NoSpace, QuotaExceeded, Unavailable; DamagedContainer if the container is not what the
-    value says; ContainerFails if nothing may be appended to it any more. Then, and where it is
-    cancelled, there may be anything behind the end.
+    Raises NoSpace, QuotaExceeded, Unavailable; DamagedContainer if the container is not as stated;
+    ContainerFails if it takes no more appends. Then, or cancelled, there may be anything behind the
+    end.
     """
     servers, pieces, mover = tools.servers, appending.pieces, tools.mover
     places: list[Location] = []
@@ -160,8 +157,7 @@ class _Objects(ExitStack):
 async def _load(
     stripe: tuple[Piece, ...], files: ContainerFiles, objects: _Objects, memory: memoryview
 ) -> None:
-    """Put what is on data servers where it will be looked for: chunks as they are stored, or bytes
-    in objects."""
+    """Load chunks as stored, or bytes of objects, from data servers."""
     start = 0
     loads = list[Callable[[], Awaitable[None]]]()
     for piece in stripe:
@@ -175,7 +171,6 @@ async def _load(
 
 
 def _is_loaded(piece: Piece) -> bool:
-    """Whether ``_load`` has put it, or its bytes, into memory."""
     is_in_objects = isinstance(piece, FilePiece) and piece.objects is not None
     return is_in_objects or isinstance(piece, StoredPiece)
 

@@ -1,6 +1,4 @@
-"""Reading interleaved files: chunk by chunk, from containers that many files share (see
-``files``).
-"""
+"""Reading interleaved files by chunks, from shared containers (see ``files``)."""
 
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,15 +16,11 @@ from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM
 from aifs.layout.interleaved import CHUNK, HEADER_BYTES, Extent, Location
 
 Load = Callable[[int], Awaitable[tuple[int, Sequence[Extent]]]]
-"""Some extents of a file that follow each other, among them the one with the byte asked for; and
-where the first begins.
-"""
+"""Neighbouring extents of a file with the byte asked for, and the first one's start."""
 
 
 class _Known(NamedTuple):
-    """Extents of a file that follow each other. Extent i is bytes ``starts``[i] to ``starts``[i +
-    1] - 1.
-    """
+    """Neighbouring extents; extent i has bytes ``starts``[i] to ``starts``[i + 1] - 1."""
 
     starts: Sequence[int]
     extents: Sequence[Extent]
@@ -36,8 +30,8 @@ _NOTHING = _Known((0,), ())
 
 
 class _Part(NamedTuple):
-    """Bytes of one chunk, to be read: those from ``within`` on, of which the first is byte
-    ``offset`` of the file. ``asked``: how many the request is for that they are a part of."""
+    """Bytes to read of one chunk, from ``within`` on: byte ``offset`` of the file. ``asked``: the
+    whole request's."""
 
     extent: Extent
     offset: int
@@ -47,9 +41,7 @@ class _Part(NamedTuple):
 
 
 class ChunkedObjects:
-    """One interleaved file, for reading: what ObjectSet are for a striped one. It never
-    changes.
-    """
+    """An interleaved file, for reading, like ObjectSet for a striped one. It never changes."""
 
     def __init__(
         self,
@@ -57,8 +49,7 @@ class ChunkedObjects:
         load: Load,
         verify: bool = False,
     ) -> None:
-        """``verify``: compare all bytes with checksums, not just those of chunks that are fetched
-        whole anyway."""
+        """``verify``: compare all bytes with checksums, not only chunks fetched whole."""
         self._containers = containers
         self._load = load
         self._verify = verify
@@ -66,9 +57,8 @@ class ChunkedObjects:
         """The extents that were looked up last, and those before them: reads may go to and fro."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read; missing
-        bytes are never zeros.
-        """
+        """Exactly ``length`` bytes of a file that has ``size``, as ObjectSet.read, but missing
+        bytes are never zeros."""
         buffer = self._containers.servers.buffers.take(length)
         waiting = []
         done = 0
@@ -131,12 +121,12 @@ class ChunkedObjects:
             target[:] = (await self._containers.read_chunk(place))[within : within + len(target)]
 
     def _reads_whole(self, place: Location, asked: int) -> bool:
-        """Whether to read a shared chunk as a whole: other files have it, and may be read, too."""
+        """Whether to read a shared chunk as a whole: other files may need it."""
         is_waste = asked < min(WHOLE_BLOCKS_FROM, place.raw)
         return not is_waste or self._containers.has_chunk(place)
 
     async def _find(self, offset: int) -> tuple[int, int, Extent]:
-        """Start and end of the extent with byte ``offset`` of the file, and it."""
+        """Start and end of the extent with byte ``offset``, and it."""
         known = self._known
         if not known.starts[0] <= offset < known.starts[-1]:
             known, self._before = self._before, known

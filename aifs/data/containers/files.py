@@ -1,10 +1,8 @@
 """Reading of containers, by descriptors that all files share.
 
-Bytes that lie in the page cache are read on the trio thread straight into the answer, as striped
-objects are. Everything else of a plain container goes through the read cache, in pieces of about a
-stripe; what will be read next is seen here and not at the files: files that were stored together
-lie together, so a program that reads them in this order has them read ahead, too. A container is an
-object set like any other.
+Bytes in the page cache are read on the trio thread. The rest of a plain container goes through the
+read cache, in pieces of about a stripe. Read-ahead works on containers, not files: files stored
+together lie together, so reading them in this order is ahead, too.
 """
 
 from collections.abc import Awaitable, Callable, Hashable
@@ -40,9 +38,8 @@ class ContainerEntry(NamedTuple):
     """It never grows any more."""
 
     def size(self, end: int) -> int:
-        """How long the container counts as where bytes up to ``end`` are read. A plain one may have
-        grown: its object itself says how long it is.
-        """
+        """The container's length for reads up to ``end``; the object of a plain one may have
+        grown."""
         if self.layout.is_protected:
             return self.length
         return -(-max(self.length, end) // STRIPE_BLOCK) * STRIPE_BLOCK
@@ -90,31 +87,24 @@ class ContainerFiles:
         servers.descriptors.add_users(self._open.values)
 
     def tell(self, moved: Callable[[int], None], forgotten: Callable[[], None]) -> None:
-        """From now on these are called by ``moved`` and ``forget``: others have descriptors of
-        containers, too."""
+        """Call these by ``moved`` and ``forget``: others have descriptors of containers, too."""
         self._moved, self._forgotten = moved, forgotten
 
     def changed(self, container: int, layout: Striped) -> None:
-        """Bytes have been appended to a container, or what an append left behind its end counts no
-        more.
-        """
+        """Bytes were appended, or what an append left behind the end is void."""
         for number in layout.servers:
             if (server := self.servers.find(number)) is not None:
                 self.servers.cache.invalidate(object_name(server, (0, container)))
 
     def moved(self, container: int) -> None:
-        """The table says something else of a container now: where it is, or which columns are good.
-        Does not block.
-        """
+        """The table has new places or good columns of a container. Does not block."""
         self.servers.cache.invalidate(_chunks_of(container))
         self._retire(container)
         self._moved(container)
 
     def follow(self, container: int, layout: Striped | None) -> None:
-        """Another host has changed the entry of a container, which lies so now; None: it is no
-        more. One that has only grown, or has less alive, is read on: see ``_opened``. Does not
-        block.
-        """
+        """Another host has changed a container's entry (None: removed). One that only grew, or has
+        less alive, is read on: see ``_opened``. Does not block."""
         found = self._open.get(container)
         if found is None or found.entry.layout != layout:
             self.moved(container)
@@ -127,9 +117,7 @@ class ContainerFiles:
     # --- bytes ---
 
     def read_now(self, container: int, offset: int, target: memoryview) -> bool:
-        """Fill ``target`` from byte ``offset`` of a container, if that can be done without
-        waiting.
-        """
+        """Fill ``target`` from byte ``offset``, if that needs no waiting."""
         found = self._open.get(container)
         if found is None:
             return False
@@ -140,9 +128,7 @@ class ContainerFiles:
             return False  # ``read`` will say so
 
     async def read(self, container: int, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` of a container. Raises MissingObject,
-        Unavailable.
-        """
+        """Fill ``target`` from byte ``offset``. Raises MissingObject, Unavailable."""
         end = offset + len(target)
         found = await self._opened(container, end)
         objects = found.objects
@@ -156,8 +142,8 @@ class ContainerFiles:
             objects.in_use(-1)
 
     async def view(self, container: int, offset: int, length: int) -> memoryview:
-        """The same bytes where they are, if that is one piece of memory: not to be changed, and
-        reused once no view of them is left. Cancellable."""
+        """The bytes in place if in one piece of memory: not to be changed, reused once no view is
+        left. Cancellable."""
         found = await self._opened(container, offset + length)
         objects = found.objects
         objects.in_use(1)
@@ -170,8 +156,8 @@ class ContainerFiles:
     async def local_files(
         self, container: int, end: int
     ) -> tuple[int, list[tuple[DataServer, int]]]:
-        """The stripe unit of a container of at least ``end`` bytes, and as ObjectSet.local_files.
-        Raises MissingObject, Unavailable."""
+        """Stripe unit, and ObjectSet.local_files, of a container of ``end`` bytes. Raises
+        MissingObject, Unavailable."""
         found = await self._opened(container, end)
         found.objects.in_use(1)
         try:
@@ -186,10 +172,8 @@ class ContainerFiles:
     async def read_right(
         self, container: int, offset: int, target: memoryview, check: Check
     ) -> None:
-        """The same for bytes that are right if ``check`` says so. Those of a protected container
-        are put together from other columns until they are. Raises MissingObject, Unavailable,
-        Untold.
-        """
+        """``read`` bytes that ``check`` finds right, of a protected container by other columns if
+        need be. Raises MissingObject, Unavailable, Untold."""
         await self.read(container, offset, target)
         entry = (await self._opened(container, offset + len(target))).entry
         wrong = await self._work(entry.layout, _what_is_wrong, check, target)
@@ -232,8 +216,8 @@ class ContainerFiles:
         await self.read_right(place.container, place.offset, target, partial(_check_stored, place))
 
     async def read_chunk(self, place: Location) -> memoryview:
-        """The raw bytes of a chunk, checked; fetched once for all readers that ask meanwhile, and
-        kept for a while. Raises MissingObject, Unavailable, Untold."""
+        """A chunk's raw bytes, checked; fetched once for all readers meanwhile, and kept a while.
+        Raises MissingObject, Unavailable, Untold."""
         cache, name = self.servers.cache, _chunks_of(place.container)
         block = cache.find(name, place.offset, place.raw)
         if block is None:
@@ -265,15 +249,13 @@ class ContainerFiles:
         return place.raw
 
     async def _work(self, layout: Striped, function: Callable[..., Any], *args: Any) -> Any:
-        """In a worker thread of whichever of the container's servers has the least to do."""
         return await self.servers.run(self.servers.idlest(layout.servers), function, *args)
 
     # --- descriptors ---
 
     async def _opened(self, container: int, end: int) -> _Open:
-        """Of a container that has at least ``end`` bytes. Raises MissingObject if the table does
-        not have it.
-        """
+        """A container of at least ``end`` bytes. Raises MissingObject if the table does not have
+        it."""
         found = self._open.get(container)
         if found is None or end > found.entry.length:
             if found is None:  # one file may lie in many containers
@@ -311,17 +293,14 @@ class ContainerFiles:
         )
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:
-        """Found by a reader that goes by this layout; if it is not the one in use any more, the
-        column may have moved.
-        """
+        """A reader by this layout found damage; if it is an old one, the column may have moved."""
         found = self._open.get(container)
         if found is not None and found.entry.layout.servers[column] == layout.servers[column]:
             self._on_damage(container, ino, column)
 
     def forget(self) -> None:
-        """Close all, each when what is under way has been read, and forget them, so that deleted
-        containers give back their space. Does not block.
-        """
+        """Close and forget all, once reads have ended, to free deleted containers. Does not
+        block."""
         while self._open:
             self._open.popitem()[1].objects.close()
         self._forgotten()
@@ -333,9 +312,7 @@ class ContainerFiles:
 
 
 def _chunks_of(container: int) -> Hashable:
-    """The name of a container's chunks in the read cache, by their offsets: what lies there is
-    never changed.
-    """
+    """The container's chunks in the read cache, by offset: they never change."""
     return ("chunks", container)
 
 
@@ -351,13 +328,11 @@ def _what_is_wrong(check: Callable[[memoryview], None], data: memoryview) -> str
 
 
 def _check(place: Location, stored: memoryview) -> None:
-    """Raises ValueError if these are not the stored bytes of the chunk."""
     if chunk_codec.digest_of(chunk_codec.decode(stored, place.codec, place.raw)) != place.digest:
         raise ValueError("its checksum is wrong")
 
 
 def _check_stored(place: Location, stored: memoryview) -> None:
-    """The same, with the header before them."""
     header = chunk_codec.unpack_header(stored)
     if (header.stored, header.raw, header.codec, header.digest) != place[3:]:
         raise ValueError("its header is not what it was")
@@ -365,7 +340,6 @@ def _check_stored(place: Location, stored: memoryview) -> None:
 
 
 def _decode(place: Location, stored: memoryview, target: memoryview) -> str:
-    """Fill ``target`` with the raw bytes; what is wrong with the stored ones, or ""."""
     try:
         data = chunk_codec.decode(stored, place.codec, place.raw)
         if chunk_codec.digest_of(data) != place.digest:

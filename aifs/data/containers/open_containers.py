@@ -1,9 +1,3 @@
-"""Containers that are appended to: one object, or several that protect each other.
-
-What a server that hangs has not answered may land late, behind the end or at it. So nothing more is
-appended to a plain container then; of a protected one the column is lost.
-"""
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +20,7 @@ class DamagedContainer(Exception):
 
 
 class ContainerFails(Exception):
-    """Nothing may be appended to a container any more: what has been written behind its end may
-    still change, or would be lost unnoticed."""
+    """The container takes no appends: bytes behind its end may change, or be lost unnoticed."""
 
     def __init__(self, error: FsError) -> None:
         super().__init__(error)
@@ -36,7 +29,7 @@ class ContainerFails(Exception):
 
 @contextmanager
 def _failing(*kinds: type[FsError]) -> Iterator[None]:
-    """Errors of these kinds mean that the container fails."""
+    """Turn errors of these kinds into ContainerFails."""
     try:
         yield
     except kinds as error:
@@ -44,9 +37,7 @@ def _failing(*kinds: type[FsError]) -> Iterator[None]:
 
 
 class OpenContainer:
-    """A container that is appended to, by one task. Every call raises ContainerFails where nothing
-    may be appended any more.
-    """
+    """A container that one task appends to. Every call raises ContainerFails if that must end."""
 
     def __init__(
         self, servers: Servers, layout: Striped, container: int, end: int, io_priority: str
@@ -71,8 +62,8 @@ class OpenContainer:
         """Make ready for ``append``. Raises DamagedContainer, NoSpace, Unavailable."""
 
     async def append(self, build: Build, memory: memoryview) -> None:
-        """Write a stripe behind the end. It may stay in memory in part, until the next ``append``
-        or ``finish``, with the same memory."""
+        """Write a stripe behind the end, maybe in part until the next ``append`` or ``finish``,
+        with the same memory."""
 
     async def finish(self, memory: memoryview) -> None:
         """Write what has stayed in memory."""
@@ -135,7 +126,6 @@ class _Plain(OpenContainer):
     # --- in worker threads ---
 
     def _open(self) -> None:
-        """Open the object, cut to the end; it is made if nothing has been appended yet."""
         server, key = self._server, self._key
         with server.lock_of(self.id):
             fd = server.open_object(key, create=self.end == 0)
@@ -164,7 +154,6 @@ class _Plain(OpenContainer):
         return filled
 
     def _sync(self) -> None:
-        """Bytes, length and name are durable on return."""
         assert self._fd is not None
         with _failing(FsError):  # the system forgets what it could not write; a later sync succeeds
             self._server.sync_object(self._key, self._fd)
@@ -172,9 +161,7 @@ class _Plain(OpenContainer):
 
 
 class _Protected(OpenContainer):
-    """Replicas, or columns with parity. Coded ones are written by whole rows; the last
-    one is filled up with zeros.
-    """
+    """Replicas, or columns with parity. Coded ones have whole rows, the last filled with zeros."""
 
     def __init__(
         self, servers: Servers, layout: Striped, container: int, end: int, io_priority: str

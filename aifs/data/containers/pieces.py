@@ -1,7 +1,5 @@
-"""Chunks on their way into a container: those of a file's burst copy or objects, and those of
-another container. All of them are plain values: they name where the bytes are, and hold nothing
-open.
-"""
+"""Chunks on their way into a container, from files or other containers: plain values that hold
+nothing open."""
 
 import errno
 import os
@@ -86,8 +84,7 @@ class FilePiece(NamedTuple):
 
     @property
     def objects(self) -> InObjects | None:
-        """The objects from which its bytes are ``load``-ed before it is filled; None: ``fill``
-        reads them."""
+        """Objects to ``load`` its bytes from before ``fill``; None: ``fill`` reads them."""
         origin = self.source.origin
         return origin if isinstance(origin, InObjects) else None
 
@@ -113,9 +110,7 @@ class FilePiece(NamedTuple):
 
 
 class HashedPiece(NamedTuple):
-    """A range of a file whose digest is known: it is not hashed again, so nobody may have changed
-    the file since.
-    """
+    """A range of an unchanged file with a known digest, which is not hashed again."""
 
     copy: CopyPlace
     """The burst copy that has the bytes of the file."""
@@ -161,9 +156,7 @@ class StoredPiece(NamedTuple):
         return self.length
 
     def fill(self, memory: memoryview, _: OpenCopies) -> ChunkHeader:
-        """The beginning of ``memory`` is the chunk already, as it is stored. Raises Unavailable if
-        it is another one.
-        """
+        """Check that ``memory`` begins with this stored chunk. Raises Unavailable otherwise."""
         if memory[:HEADER_BYTES] != chunk_codec.pack_header(self.header):
             raise Unavailable(
                 f"container {self.place.container}: chunk at {self.place.offset} is not what it was"
@@ -175,9 +168,7 @@ Piece = FilePiece | HashedPiece | StoredPiece
 
 
 def cut(source: FileSource, copies: OpenCopies) -> list[FilePiece | None]:
-    """The chunks of a source in order; None for a hole. Blocks if it is sparse. Raises
-    Unavailable.
-    """
+    """The chunks of a source in order; None for a hole. Blocks if sparse. Raises Unavailable."""
     count = source.layout.count(source.size)
     numbers = _with_data(source, count, copies) if source.sparse else range(count)
     pieces: list[FilePiece | None] = [None] * count
@@ -187,7 +178,7 @@ def cut(source: FileSource, copies: OpenCopies) -> list[FilePiece | None]:
 
 
 def _with_data(source: FileSource, count: int, copies: OpenCopies) -> list[int]:
-    """The numbers of the chunks that are no holes."""
+    """Numbers of chunks that are no holes."""
     assert not isinstance(source.origin, InObjects)
     fd = copies.open(source.origin, source.ino)
     numbers: list[int] = []

@@ -41,9 +41,7 @@ class Scanned(NamedTuple):
 
 
 async def scan(asked: Scanning, tools: Tools, cancelled: Callable[[], bool]) -> Scanned | None:
-    """Carry it out. None if ``cancelled`` has become true meanwhile. Raises Unavailable where
-    something is damaged.
-    """
+    """Carry it out; None once ``cancelled``. Raises Unavailable for damage."""
     (container, entry, offset), found = asked, list[ScannedChunk]()
     with tools.reading(((container, entry),)) as files:
         chunks = ContainerScan(files, container, entry.layout, entry.length, offset)
@@ -73,9 +71,7 @@ class ContainerScan:
         return self._offset
 
     async def following(self) -> list[ScannedChunk]:
-        """The next chunks; none behind the last one. Raises Unavailable where something is
-        damaged.
-        """
+        """The next chunks, none at the end. Raises Unavailable for damage."""
         found: list[ScannedChunk] = []
         while self._offset < self._length and not found:
             size = min(_WINDOW, self._length - self._offset)
@@ -89,8 +85,8 @@ class ContainerScan:
         return found
 
     def _parse(self, window: memoryview) -> tuple[list[ScannedChunk], int]:
-        """Chunks whose headers are in the window, and how many bytes they take; none if the first
-        header is not whole there, or damaged. In a worker thread."""
+        """Chunks with headers in the window, and their bytes; none if the first header is cut or
+        damaged. In a worker thread."""
         found: list[ScannedChunk] = []
         at = 0
         while at < len(window):
@@ -106,7 +102,7 @@ class ContainerScan:
         return found, at
 
     async def _careful(self) -> tuple[list[ScannedChunk], int]:
-        """The same for one header, if need be put together from other columns."""
+        """``_parse`` of one header, if need be by other columns."""
         header_bytes = memoryview(bytearray(HEADER_BYTES))
         if self._offset + HEADER_BYTES > self._length:
             raise Unavailable(f"container {self._container} at {self._offset}: it ends too early")
@@ -127,6 +123,5 @@ class ContainerScan:
         return self._layout.parity > 0 and not row_ends_here and chunk_codec.is_padding(data)
 
     def _row_end(self, at: int) -> int:
-        """Where the row that ``at`` is in ends."""
         row = self._layout.row
         return -(-(self._offset + at) // row) * row - self._offset

@@ -1,9 +1,8 @@
 """Appending to containers: many chunks become a few large writes on each server.
 
-A container is an object set of its own (inode number 0, its id as oid): one object, or several that
-protect each other. What is appended to it (appending.py) is a *stripe* at a time, by one task,
-which keeps the container to itself until the bytes are durable: so what fails or is cancelled
-leaves nothing but bytes behind the end, which the next append overwrites.
+A container is an object set (inode number 0, its id as oid). One task appends *stripes*
+(appending.py), and keeps it until they are durable: so after failure or cancellation there are only
+bytes behind the end, which the next append overwrites.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -32,14 +31,10 @@ _SYNCED = faults.declare(
 )
 
 _LANES_MIN = 4
-"""Few servers get several tasks, each with a container of its own, so that hashing does not wait
-for writing.
-"""
+"""With few servers, several tasks and containers each, so hashing does not wait for writing."""
 
 _IDLE_MAX = 64
-"""Layouts of protected containers that are kept open; those that were used least recently are
-sealed.
-"""
+"""Open layouts of protected containers; the least recently used are sealed."""
 
 
 class Catalogue(Protocol):
@@ -49,23 +44,18 @@ class Catalogue(Protocol):
         """Its entry in the table; None if it has none (any more)."""
 
     async def new(self, layout: Striped) -> int:
-        """The id of a new container, which is on record when this returns. Raises NoSpace,
-        Unavailable.
-        """
+        """The id of a new container, on record. Raises NoSpace, Unavailable."""
 
     async def seal(self, container: int) -> None:
         """Nothing will be appended any more, and no chunk in it waits to be recorded."""
 
     def changed(self, container: int, layout: Striped) -> None:
-        """What has been read of a container may differ from now on, behind what its table entry
-        covers.
-        """
+        """Reads behind the container's table entry may differ from now on."""
 
 
 class Stored(NamedTuple):
-    """Where chunks lie now, and masks of the columns that are not durable, by container; to be
-    recorded together.
-    """
+    """Places of chunks, and masks of columns that are not durable, by container; recorded
+    together."""
 
     places: list[Location]
     lost: dict[int, int]
@@ -97,9 +87,8 @@ class ContainerWriter:
     """All appending to containers of one store. Used from one trio thread."""
 
     def __init__(self, catalogue: Catalogue, size: int, spare: int = 0) -> None:
-        """``size``: when a container has reached it, the next one is begun. ``spare``: how many
-        columns more than their bytes need protected ones must have, if others fail; see
-        ObjectSet.sync."""
+        """``size``: from which the next container is begun. ``spare``: columns to be durable beyond
+        necessity if others fail; see ObjectSet.sync."""
         self._catalogue = catalogue
         self.size = size
         self.spare = spare
@@ -115,13 +104,12 @@ class ContainerWriter:
     async def append(
         self, pieces: Sequence[Piece], slots: Sequence[Striped], carry_out: CarryOut
     ) -> AsyncIterator[Stored]:
-        """Have all chunks put into containers that are laid out like ``slots``, in turn; within the
-        block they are durable, and to be recorded.
+        """Put all chunks into containers laid out like ``slots``, in turn; within the block they
+        are durable, and to be recorded.
 
         The places are in the order of ``pieces``. Cancellable between stripes. Raises NoSpace,
-        QuotaExceeded, Unavailable: then, as where the block does not record them, nothing is left
-        of them that counts. A protected container of which a column fails is still good if enough
-        others are durable; nothing more is appended to it.
+        QuotaExceeded, Unavailable: then, as when unrecorded, nothing of them counts. A protected
+        container with enough durable columns is good, but takes no more appends after a failure.
         """
         work = _Append(pieces, carry_out)
         stripes = deal([piece.space for piece in pieces], len(slots), self._turn)
@@ -183,8 +171,7 @@ class ContainerWriter:
             raise
 
     async def _append(self, work: "_Append", room: Room, stripes: list[Stripe]) -> bool:
-        """Whether it has been done; else the container is full. With no stripes it is cut to its
-        end."""
+        """Whether it was done; else the container is full. Without stripes it is cut to its end."""
         numbers = [number for stripe in stripes for number in range(stripe.first, stripe.end)]
         chosen = tuple(work.pieces[number] for number in numbers)
         named = {piece.place.container for piece in chosen if isinstance(piece, StoredPiece)}
@@ -217,7 +204,7 @@ class ContainerWriter:
         return room.end + space <= self.size or room.end == 0
 
     async def _take(self, layout: Striped, space: int) -> Room:
-        """A container with room, for one task alone."""
+        """A container with room, for one task."""
         idle = self._idle.get(layout, [])
         while idle:
             room = idle.pop()
@@ -240,9 +227,7 @@ class ContainerWriter:
         return {room.id for idle in self._idle.values() for room in idle}
 
     async def retire(self, unwanted: Callable[[int, Striped], bool]) -> None:
-        """Seal the open containers of which ``unwanted`` says so, by id and layout, unless they are
-        in use.
-        """
+        """Seal unwanted open containers, by id and layout, unless in use."""
         await self._seal_unsealed()
         retired: list[Room] = []
         for layout, idle in self._idle.items():

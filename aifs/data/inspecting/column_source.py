@@ -1,10 +1,8 @@
-"""The right bytes of one column of an object set: read from its own object, or told by the others,
-and checked.
+"""The right bytes of one column of an object set: read from its object, or told by others.
 
-A column that is only moved is read where it lies, and compared with the file's checksums where
-these cover whole runs of it; else a wrong byte stays as wrong as it was, for a scrub to find. A
-column that others have to tell is never made of bytes that cannot be right: each MiB of the file
-that it has a part in is told without the columns that may be wrong, until the checksum is right.
+A column that only moves is read in place, and compared with checksums that cover whole runs of it;
+else a wrong byte stays for a scrub to find. A column told by others is right: each MiB of the file
+that it is part of is told without columns that may be wrong, until the checksum is right.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -38,9 +36,7 @@ _PIECE = 4 << 20
 
 
 class ColumnSource:
-    """Reads one column of ``columns``. The file's bytes, its layout and its size do not change
-    meanwhile.
-    """
+    """Reads one column of ``columns``. Bytes, layout and size of the file do not change."""
 
     def __init__(
         self,
@@ -53,9 +49,7 @@ class ColumnSource:
         load: LoadDigests,
         worker: DataServer,
     ) -> None:
-        """``unread``: mask of columns that must not be read. ``worker``: the server in whose
-        threads bytes are compared with checksums.
-        """
+        """``unread``: mask of columns not to read. ``worker``: server whose threads check bytes."""
         self._servers = servers
         self._buffers = buffers
         self._columns = columns
@@ -74,21 +68,19 @@ class ColumnSource:
 
     @property
     def _is_aligned(self) -> bool:
-        """Whether each checksum covers one run of the column, or none of it."""
+        """Whether each checksum covers one run of the column, or none."""
         return self._data is not None and (
             self._layout.width == 1 or self._layout.unit % HASHED == 0
         )
 
     @property
     def _piece(self) -> int:
-        """How many bytes of the column are told at a time."""
         if self._is_aligned:
             return _PIECE
         return min(max(_PIECE // self._layout.row, 1) * self._layout.unit, _PIECE)
 
     async def skip_holes(self, there: Columns) -> None:
-        """Leave out what is zeros anyway: holes of the file, where ``there`` has none of the
-        column's bytes either. For a file without checksums."""
+        """Skip zeros: holes of a file without checksums, where ``there`` has no bytes either."""
         layout, starts = self._layout, set[int]()
         for find in (
             partial(self._columns.data_range, unread=self._unread),
@@ -116,9 +108,7 @@ class ColumnSource:
             raise Untold(str(error)) from error
 
     async def _fill(self, offset: int, part: memoryview) -> memoryview:
-        """The right bytes, in ``part``, or memory of its length. Raises Unavailable, which says
-        why they cannot be told.
-        """
+        """The right bytes, in ``part`` or other memory. Raises Unavailable, with the reason."""
         own: FsError | None = None
         if not self._unread >> self._column & 1:
             try:
@@ -158,7 +148,7 @@ class ColumnSource:
         )
 
     async def _tell_rows(self, offset: int, part: memoryview) -> None:
-        """By way of all whole MiBs of the file that have to do with it."""
+        """By way of all whole MiBs of the file that overlap."""
         layout, unit = self._layout, self._layout.unit
         if self._data is None:
             first, last = (
@@ -186,7 +176,7 @@ class ColumnSource:
                 part[start - offset : end - offset] = data[at : at + end - start]
 
     def _encode(self, data: memoryview, part: memoryview) -> None:
-        """Fill ``part`` with the parity of the rows that ``data`` begins with."""
+        """Fill ``part`` with the parity of the first rows of ``data``."""
         layout, unit = self._layout, self._layout.unit
         for number, start in enumerate(range(0, len(part), unit)):
             row = data[number * layout.row : (number + 1) * layout.row]
@@ -196,9 +186,7 @@ class ColumnSource:
             code_of(layout.width, layout.parity).encode(units, targets)
 
     async def _tell(self, first: int, data: memoryview) -> None:
-        """Fill ``data`` with bytes of the file from ``first`` on, told without the column
-        itself.
-        """
+        """Fill ``data`` with bytes of the file from ``first`` on, without the column itself."""
         failure: FsError | None = None
         expected = await self._expected(first, len(data))
         for unread in self._suspicions(first, len(data)):
@@ -218,11 +206,8 @@ class ColumnSource:
         )
 
     async def _read_without(self, unread: int, first: int, data: memoryview, hashed: bool) -> bytes:
-        """Fill ``data`` with bytes of the file, told by columns that are not in the mask
-        ``unread``: one run of each is read. Their checksums if ``hashed``, else b"".
-
-        Raises Unavailable.
-        """
+        """Fill ``data`` with bytes of the file, by one run of each column outside ``unread``.
+        Returns checksums if ``hashed``, else b"". Raises Unavailable."""
         layout, size = self._layout, self._size
         extents = list(layout.extents(first, len(data)))
         low = min(extent.object_offset for extent in extents)
@@ -265,7 +250,6 @@ class ColumnSource:
         return await self._servers.run(self._worker, put_together)
 
     async def _fetch(self, low: int, lengths: dict[int, int]) -> dict[int, memoryview]:
-        """So many bytes of each of these columns, from ``low`` on."""
         ranges = [(column, low, length) for column, length in lengths.items() if length]
         held = dict.fromkeys(lengths, memoryview(b""))
         for (column, _, length), answer in zip(
@@ -284,21 +268,19 @@ class ColumnSource:
         yield from suspect_sets(self._layout, touched, self._unread | 1 << self._column)
 
     def _remember(self, unread: int, certain: bool) -> None:
-        """Columns that were wrong, or failed, in one place are doubted first in the next one."""
+        """Doubt columns first that were wrong, or failed, before."""
         doubtful = unread & ~self._unread & ~(1 << self._column)
         self._doubted = unread if doubtful else 0
         if certain:
             self.wrong.update(columns_of(doubtful))
 
     async def _is_right(self, first: int, data: memoryview) -> bool:
-        """Whether bytes of the file, of whole MiBs, have their checksums; True where there are
-        none.
-        """
+        """Whether whole MiBs of the file match any checksums."""
         expected = await self._expected(first, len(data))
         return not expected or await self._servers.run(self._worker, digests_of, data) == expected
 
     async def _expected(self, first: int, length: int) -> bytes:
-        """The checksums of whole MiBs of the file; b"" where there are none."""
+        """Checksums of whole MiBs of the file; b"" for none."""
         expected = b""
         number, end = first // HASHED, -(-(first + length) // HASHED)
         while number < end:
@@ -326,13 +308,11 @@ class _Dead:
 
 
 class ContainerColumn:
-    """Tells one column of a container that nobody appends to, checked chunk by chunk.
+    """Tells one column of a container that nobody appends to, checked by its chunks' headers.
 
-    A container says itself what its bytes should be: each chunk has a header with a checksum. So it
-    is gone through from its beginning, window by window, and only what has been judged becomes part
-    of the column. A chunk for which no columns give the right bytes is an error if a file needs it;
-    else it stays as it is. A column of a coded container that is only moved is copied from where it
-    lies; a wrong byte in it stays as wrong as it was.
+    It goes by windows, from the beginning; only judged bytes enter the column. A chunk that no
+    columns give rightly is an error if a file needs it, else it stays as it is. A column of a coded
+    container that only moves is copied as it is.
     """
 
     def __init__(
@@ -345,9 +325,7 @@ class ContainerColumn:
         unread: int,
         load_live: LoadLive,
     ) -> None:
-        """``columns`` are those of the container. ``unread``: mask of columns that must not be
-        read.
-        """
+        """``columns``: the container's. ``unread``: mask of columns not to read."""
         self.wrong: set[int] = set()
         """Other columns that turned out to have wrong bytes."""
         self._columns = columns
@@ -374,18 +352,15 @@ class ContainerColumn:
         return ContainerCheck(self._layout.row if self._layout.parity else 1)
 
     def _not_needed(self, unread: int) -> int:
-        """The mask of columns that are read only where others are not enough."""
+        """The mask of columns read only if others are not enough."""
         layout = self._layout
         usable = [column for column in range(len(layout.servers)) if not unread >> column & 1]
         usable.sort(key=lambda column: (column != self._column, not self._columns.is_good(column)))
         return sum(1 << column for column in usable[layout.width :])
 
     async def following(self) -> tuple[int, memoryview] | None:
-        """The next bytes of the column, and their offset; None behind the last ones. Several tasks
-        may ask at a time.
-
-        Raises Unavailable, which says why they cannot be told.
-        """
+        """The next bytes of the column, and their offset; None at the end. Several tasks may ask.
+        Raises Unavailable, with the reason."""
         async with self._turn:
             if self._is_copied:
                 try:
@@ -424,7 +399,7 @@ class ContainerColumn:
             self._check = self._new_check()
 
     async def _require_dead(self, loss: Loss) -> None:
-        """Go on behind what nobody can tell, if no file needs it. Raises Untold."""
+        """Go on behind bytes that nothing tells, if no file needs them. Raises Untold."""
         live = await self._load_live()
         end = loss.end
         if end < 0:  # of a header: the next place that is known

@@ -1,11 +1,8 @@
-"""Reading an object set column by column, and judging all of it: data, replicas, parity. For scrub
-and fsck.
+"""Reading an object set by columns, and judging data, replicas, parity. For scrub and fsck.
 
-An object set goes by in *windows* of some MiB. All columns of a window are read, from all servers
-at once; the bytes of the file are put together and compared with their checksums
-(``data/checking/checks``). Where they are wrong, it is tried without which columns they are right
-(``window``). So the bytes of the file are known then, and with them those of each column: all
-else that was read there is a *flaw*.
+All columns of a *window* of some MiB are read from all servers at once; the file's bytes are
+compared with checksums (``data/checking/checks``). If wrong, columns are left out until they are
+right (``window``). That gives each column's bytes: all else that was read is a *flaw*.
 """
 
 import math
@@ -51,8 +48,8 @@ class Inspection:
         unread: int = 0,
         step: int = STEP,
     ) -> None:
-        """``unread``: mask of columns that are not to be read, nor told about. ``step``: more
-        bytes than one check covers. ``columns``: closed with this."""
+        """``unread``: mask of columns to leave out. ``step``: more bytes than one check covers.
+        ``columns``: closed with this."""
         self.columns = columns
         self._servers = servers
         self._buffers = buffers
@@ -64,12 +61,10 @@ class Inspection:
         self._row = layout.row if layout.parity else 1
         grain = math.lcm(self._row, HASHED)
         self.step = grain * -(-step // grain) if layout.parity else step
-        """Windows of a file that begin at multiples of this do not depend on one another, and may
-        be judged at the same time.
-        """
+        """Windows at multiples of this are independent, and may be judged at the same time."""
         self.known: tuple[bytes | memoryview, Sequence[Span]] = b"", ()
-        """Of the row that the next window begins in: its first bytes, as they should be, and ranges
-        of which nobody knows. A caller that keeps it may judge the same window again."""
+        """Of the next window's first row: right first bytes, and unknown ranges. Callers may keep
+        it to judge the window again."""
 
     def close(self) -> None:
         self.columns.close()
@@ -80,9 +75,9 @@ class Inspection:
         ]
 
     async def starts(self, has_checksums: bool, start: int = 0, end: int = -1) -> Sequence[int]:
-        """Where the windows of a file begin that have to be judged, of those from ``start`` to
-        ``end`` (-1: its end). Without checksums these are those where a column has something, and
-        the last ones of the file, which tell objects that are too short."""
+        """Starts of the file's windows to judge between ``start`` and ``end`` (-1: its end).
+        Without checksums, those where a column has bytes, and the last, which show short
+        objects."""
         end = self._size if end < 0 else end
         every = range(start, end, self.step)
         if has_checksums:
@@ -111,9 +106,8 @@ class Inspection:
         return flaws
 
     async def judge(self, start: int, check: Check) -> Verdict:
-        """Look at the window from ``start`` on: whole rows. Each one begins where another one
-        ended, or behind a loss.
-        """
+        """Look at the window of whole rows from ``start``: where another ended, or behind a
+        loss."""
         window = await self._look(start, self._unread)
         verdict = await self._work(window.judge, start, check)
         self.known = window.carried, window.doubtful
@@ -122,9 +116,8 @@ class Inspection:
     async def tell(
         self, start: int, check: Check, column: int, spare: int
     ) -> tuple[Verdict, int, memoryview]:
-        """The same, and what belongs in ``column`` of the rows that are judged up to their end:
-        offset in its object, and bytes. Columns of the mask ``spare`` are read only if that cannot
-        be told without them."""
+        """``judge``, with offset and bytes of ``column`` in completely judged rows. Columns
+        ``spare`` are read only if needed."""
         for unread in dict.fromkeys((self._unread | spare, self._unread)):
             window = await self._look(start, unread)
             verdict, offset, right = await self._work(window.tell, start, check, column)

@@ -1,7 +1,6 @@
-"""Some rows of an object set in memory: what each column has of them, what they should have, and
-where the two differ.
+"""Rows of an object set in memory: what each column has, what it should have, differences.
 
-Pure but for the memory. What takes long (``judge``) is called in worker threads.
+Pure except for the memory. ``judge`` takes long, and is called in worker threads.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,9 +22,7 @@ Span = tuple[int, int]
 
 
 class Flaw(NamedTuple):
-    """Bytes of a column's object that are not what they should be; ``right``: what belongs there,
-    None if nobody knows.
-    """
+    """Wrong bytes of a column's object; ``right``: what belongs there, or None if unknown."""
 
     column: int
     kind: str
@@ -35,12 +32,8 @@ class Flaw(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Bytes of the file, or container, that nothing tells any more, and the columns that they lie
-    in.
-
-    ``end`` -1: nobody knows where what is lost ends. ``certain`` False: columns differ, and there
-    is no checksum.
-    """
+    """Lost bytes of the file, or container, and their columns. ``end`` -1: unknown. ``certain``
+    False: columns differ, without a checksum."""
 
     start: int
     end: int
@@ -49,9 +42,7 @@ class Loss(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """On one window. ``next``: where the next one starts; ``read_bytes``: from all columns
-    together.
-    """
+    """On one window. ``next``: the next one's start; ``read_bytes``: of all columns."""
 
     flaws: list[Flaw]
     losses: list[Loss]
@@ -65,14 +56,12 @@ class Verdict(NamedTuple):
 
 
 class Check(Protocol):
-    """A judge of whether bytes are right: those of a file by its checksums, those of a container by
-    its chunks.
-    """
+    """Judges bytes: a file's by checksums, a container's by chunks."""
 
     def at(self, data: memoryview, offset: int, is_last: bool) -> tuple[int, bool | None] | None:
-        """Judge the piece that begins at ``offset``, with ``data`` from there to the end of the
-        window, which ``is_last``: how long it is, and whether it is right (None: nobody knows).
-        None: it does not end in this window. (0, False): nobody knows where it ends."""
+        """Judge the piece at ``offset``, with ``data`` from there to the window's end, ``is_last``:
+        its length, and whether it is right (None: unknown). None: it ends in a later window. (0,
+        False): its end is unknown."""
 
 
 class Window:
@@ -85,9 +74,7 @@ class Window:
         self.failed: dict[int, str] = {}
         """By column, the kind of flaw of those that have not all of it."""
         self.carried: bytes | memoryview = b""
-        """The first bytes of the file's part, as they should be: the window before has told
-        them.
-        """
+        """The file's first bytes, as told by the window before."""
         self.doubtful: list[Span] = []
         """Spans of the file that nobody knows about."""
         self._unread = unread
@@ -105,29 +92,22 @@ class Window:
         self._apart = [
             c for c in range(len(layout.servers)) if c >= layout.width or len(self._spans[c]) > 1
         ]
-        """Columns that are read to memory of their own: parity, copies, and those in several
-        spans.
-        """
+        """Columns with memory of their own: parity, copies, and those in several spans."""
         self.space = end - begin + sum(self._lengths[self._like(column)] for column in self._apart)
         """Bytes of memory that ``place`` needs."""
         self.space += layout.parity * self._lengths[0]  # of what it should be
         self._told: tuple[int, memoryview] | None = None
-        """The bytes as columns outside of a mask tell them, and that mask; None: nobody has
-        asked.
-        """
+        """The bytes as told without a mask of columns, and that mask; or None."""
         self._truth = memoryview(b"")
         """The file's bytes as they should be, as far as that is known."""
         self._parities: list[memoryview] = []
         """The parity of ``_truth``; empty before it is needed."""
 
     def _like(self, column: int) -> int:
-        """A data column whose object is as long."""
         return self.layout.data_column(column) or 0
 
     def place(self, memory: memoryview) -> None:
-        """Lay out the window in ``space`` bytes: the file's bytes, then what has to be read apart
-        from them.
-        """
+        """Lay the window out in ``space`` bytes: the file's, then those read apart."""
         used = self.end - self.begin
         self._plain = memory[:used]
         for column in range(len(self.layout.servers)):
@@ -148,9 +128,8 @@ class Window:
     # --- the file's bytes ---
 
     def judge(self, start: int, check: Check) -> Verdict:
-        """All of the window from ``start`` of the file on. ``carried`` and ``doubtful`` are those
-        of the next one then.
-        """
+        """Judge from ``start`` of the file on; ``carried`` and ``doubtful`` are the next window's
+        then."""
         for column in range(self.layout.width):
             if column in self._apart:
                 scatter(self.found[column][1], [self._plain[a:b] for a, b in self._spans[column]])
@@ -198,7 +177,7 @@ class Window:
         return Verdict(flaws, losses + unclear, self.begin + at, read_bytes)
 
     def _without(self, unread: int) -> memoryview | None:
-        """The file's bytes as they are told by the other columns; None if these are too few."""
+        """The file's bytes by the other columns; None if too few."""
         lacking = [
             column
             for column in range(self.layout.width)
@@ -236,7 +215,7 @@ class Window:
     def _elsewhere(
         self, unread: int, columns: Collection[int], check: Check, at: int, is_last: bool
     ) -> tuple[int, memoryview] | None:
-        """Length and bytes of what begins at ``at``, from columns without which it is right."""
+        """Length and bytes of the piece at ``at``, from columns without which it is right."""
         told = self._told
         last = [told[0]] if told is not None and told[0] & unread == unread else []
         for mask in chain(last, suspect_sets(self.layout, columns, unread)):
@@ -255,16 +234,14 @@ class Window:
         ]
 
     def _carry(self, truth: memoryview, at: int) -> None:
-        """Keep what the next window needs to know of the row that it begins in."""
+        """Keep what the next window needs of its first row."""
         row = self.layout.row if self.layout.parity else 1
         begin = at // row * row  # the window begins with a row
         self.carried = bytes(truth[begin:at])
         self.doubtful = [(a, b) for a, b in self.doubtful if b > self.begin + begin]
 
     def tell(self, start: int, check: Check, column: int) -> tuple[Verdict, int, memoryview]:
-        """As ``judge``, and what belongs in ``column`` of all rows that are judged up to their end:
-        offset, and bytes.
-        """
+        """``judge``, with offset and bytes of ``column`` in completely judged rows."""
         verdict, layout = self.judge(start, check), self.layout
         end = verdict.next - self.begin
         if layout.parity and verdict.next < self.size:
@@ -282,9 +259,8 @@ class Window:
     def _flaws(
         self, truth: memoryview, start: int, end: int, unsure: list[Span]
     ) -> tuple[list[Flaw], list[Loss]]:
-        """Where columns differ from the file's bytes between ``start`` and ``end``; losses where
-        it is unknown which column is right.
-        """
+        """Columns' differences from the file's bytes, and losses where the right column is
+        unknown."""
         flaws = [
             Flaw(column, kind, self.found[column][0], len(self.found[column][1]))
             for column, kind in self.failed.items()
@@ -319,9 +295,7 @@ class Window:
     def _copies(
         self, column: int, truth: memoryview, start: int, end: int
     ) -> Iterator[tuple[int, memoryview, Span]]:
-        """(place in the column, the bytes that belong there, the span of the window that they are)
-        of data or a replica.
-        """
+        """(place, right bytes, span of the window) of a data column or replica."""
         place = 0
         for a, b in self._spans[self._like(column)]:
             first, last = max(a, start), min(b, end)
@@ -330,7 +304,6 @@ class Window:
             place += b - a
 
     def _cut(self, start: int, end: int) -> Iterator[Span]:
-        """A span without what is doubtful."""
         for a, b in sorted((a - self.begin, b - self.begin) for a, b in self.doubtful):
             if start < min(a, end):
                 yield start, min(a, end)
@@ -341,7 +314,7 @@ class Window:
     def _parity(
         self, column: int, truth: memoryview, start: int, end: int
     ) -> Iterator[tuple[int, memoryview, Span]]:
-        """The same of a parity column, for each row that is known up to its end."""
+        """``_copies`` of parity, for each row known to its end."""
         layout = self.layout
         parities = self._encoded(truth)
         right = parities[column - layout.width]
@@ -375,7 +348,7 @@ def _overlap(span: Span, others: list[Span]) -> bool:
 
 
 def _differences(found: memoryview, right: memoryview) -> Iterator[Span]:
-    """Spans, of whole blocks, that differ."""
+    """Spans of whole blocks that differ."""
     start = None
     for offset in range(0, len(right), _BLOCK):
         differs = not is_equal(found[offset : offset + _BLOCK], right[offset : offset + _BLOCK])

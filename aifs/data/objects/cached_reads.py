@@ -1,10 +1,9 @@
-"""Reads of an object set's bytes, each from the column that the caller says: from memory, the page
-cache, the read cache or the server, and ahead of the reader.
+"""Reads of an object set's bytes, each from a given column: from memory, page cache, read cache or
+server, and ahead of the reader.
 
-What is done where: reads that the page cache can answer, and those of memory filesystems, run on
-the trio thread, since that takes less than the hand-off to a worker. What a settled file has on
-servers that one has to wait for goes through the read cache, by whole blocks, where that pays; all
-else is asked of the servers' workers, for all columns of a request at once.
+Reads from the page cache or memory filesystems run on the trio thread, cheaper than a hand-off to a
+worker. A settled file's bytes on slow servers go through the read cache, by whole blocks, where
+that pays; the rest is asked of workers, for all columns at once.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,9 +23,7 @@ from aifs.data.storage import Key
 from aifs.layout.striped import Striped
 
 WHOLE_BLOCKS_FROM = 64 << 10
-"""A smaller request, which the kernel has not read ahead of, fetches only what it asks for until a
-stream is seen.
-"""
+"""Smaller requests, without read-ahead, fetch no whole blocks until a stream is seen."""
 
 _AT_ALL = nullcontext()
 
@@ -40,12 +37,8 @@ def object_name(server: DataServer, key: Key) -> Hashable:
 
 
 class ObjectSource:
-    """An object of a data server. ``read`` runs in the server's workers: (buffer, offset) to bytes
-    read.
-
-    ``in_use`` is called with +1 when they get a read, and with -1 when it has ended, on the trio
-    thread.
-    """
+    """An object of a data server. ``read`` runs in its workers: (buffer, offset) to bytes read.
+    ``in_use`` is called, on the trio thread, with +1 before and -1 after."""
 
     __slots__ = ("_in_use", "_read", "_workers", "block", "cause", "name")
 
@@ -80,11 +73,9 @@ class ObjectSource:
 
 
 class Stage(Protocol):
-    """Reads the bytes of one file. Each stage adds something to the one below: to fetch them by way
-    of the caches (``CachedReads``), to recover those of columns that are lost or late
-    (``Recovery``), to check them (``CheckedReads``), to share them with other hosts
-    (``TogetherReads``).
-    """
+    """Reads one file's bytes. Each stage adds to the one below: caches (``CachedReads``), recovery
+    of lost or late columns (``Recovery``), checks (``CheckedReads``), sharing among hosts
+    (``TogetherReads``)."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """See Bytes.read."""
@@ -93,13 +84,12 @@ class Stage(Protocol):
         """As a strict ``read``, but into ``buffer``, and past all caches of ours."""
 
     def read_now(self, offset: int, buffer: memoryview, size: int) -> bool:
-        """As a strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
-        Raises Unavailable. Does not block.
-        """
+        """A strict ``read`` into ``buffer``, if it takes no waiting; wholly, or nothing counts.
+        Raises Unavailable. Does not block."""
 
     async def find(self, offset: int, buffer: memoryview) -> bool:
-        """Fill ``buffer`` with bytes of a settled file, if the read cache has, or is loading, all
-        of them: whether it was so. Raises Unavailable."""
+        """Fill ``buffer`` with a settled file's bytes if the read cache has, or loads, all; whether
+        it did. Raises Unavailable."""
 
     def forget(self) -> None:
         """The objects are about to change. Does not block."""
@@ -109,9 +99,8 @@ class Stage(Protocol):
 
 
 class CachedReads:
-    """One per user of an object set; blocks are shared. The read cache is used only while nobody
-    changes the objects.
-    """
+    """One per user of an object set; blocks are shared. The cache is used only for unchanged
+    objects."""
 
     def __init__(
         self,
@@ -121,9 +110,8 @@ class CachedReads:
         window: int = 0,
         whole_from: int = WHOLE_BLOCKS_FROM,
     ) -> None:
-        """``block``: bytes of an object that are fetched at once. ``window``: how far a stream is
-        read ahead at most; 0: as far as the cache allows. ``whole_from``: requests of so many bytes
-        fetch whole blocks though no stream is seen."""
+        """``block``: bytes per fetch. ``window``: longest read-ahead; 0: as the cache allows.
+        ``whole_from``: requests of so many bytes fetch whole blocks without a stream."""
         self.block = block
         self._cache = cache = servers.cache
         self._buffers = servers.buffers
@@ -159,9 +147,8 @@ class CachedReads:
         sources: Sources | None = None,
         into: memoryview | None = None,
     ) -> memoryview:
-        """See Stage. ``into``: memory of the caller's that may be filled for that; then this is not
-        cancellable while it is written to.
-        """
+        """See Stage. ``into``: the caller's memory to fill; not cancellable while it is written
+        to."""
         columns, sources = self._columns, self._own if sources is None else sources
         buffer = self._buffers.take(length) if into is None else into
         calls: list[tuple[int, Callable[..., Any], tuple]] = []
@@ -253,8 +240,7 @@ class CachedReads:
         return True
 
     def loaded(self, offset: int) -> tuple[int, memoryview] | None:
-        """Of a set with one column: the offset of the read cache's block that has this byte, and
-        the block; None: it is not there. Does not block."""
+        """For one column: offset and cached block with this byte, or None. Does not block."""
         number = offset // self.block
         block = self._cache.peek(self.source(0).name, number) if self._is_one else None
         return None if block is None or block.view is None else (number * self.block, block.view)
@@ -263,9 +249,7 @@ class CachedReads:
         """See Stage."""
 
     def forget(self) -> None:
-        """See Stage. What others have read of them counts, too: a task that
-        copies a file has objects of its own.
-        """
+        """See Stage. Others' reads count, too: a copying task has objects of its own."""
         if not self._cache.empty:
             for number in self._layout.servers:
                 self._cache.invalidate((number, *self._columns.key))
@@ -275,7 +259,7 @@ class CachedReads:
     def _read_run(
         self, column: int, offset: int, parts: list[memoryview], size: int, strict: bool
     ) -> None:
-        """Fill ``parts`` by one request to the server, whatever the stripe unit. Blocks."""
+        """Fill ``parts`` by one request, whatever the stripe unit. Blocks."""
         target = parts[0] if len(parts) == 1 else memoryview(bytearray(sum(map(len, parts))))
         done = self._columns.read_now(column, target, offset)
         if done < len(target):
@@ -299,9 +283,7 @@ class CachedReads:
     # --- through the cache ---
 
     def _find(self, column: int, offset: int, length: int) -> list[Block] | None:
-        """The blocks that hold a range of an object, loaded or loading; None if some are
-        missing.
-        """
+        """The blocks of a range, loaded or loading; None if some are missing."""
         if self._cache.empty:
             return None
         blocks = []
@@ -313,9 +295,7 @@ class CachedReads:
         return blocks
 
     def _load(self, column: int, offset: int, length: int, size: int) -> list[Block] | None:
-        """As ``_find``, with what is missing being fetched. None if that is waste, or there is no
-        memory for it.
-        """
+        """``_find``, fetching missing blocks. None if that is waste, or memory is short."""
         pattern = self._pattern
         if pattern.random or (length < self._whole_from and not pattern.following):
             return None
@@ -331,7 +311,7 @@ class CachedReads:
         return blocks
 
     def _read_ahead(self, ranges: list[tuple[int, int]], size: int, sources: Sources) -> None:
-        """Fetch ``ranges`` of a file of ``size`` bytes, as far as servers and memory are free."""
+        """Fetch ``ranges`` of a file, as far as servers and memory are free."""
         for begin, length in ranges:
             for index, number, offset in self._blocks_of(begin, min(begin + length, size)):
                 column = sources[index]
@@ -343,9 +323,8 @@ class CachedReads:
                     return
 
     def _blocks_of(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(data column, block, an offset in the file up to which all before it suffice), in the
-        order of the file.
-        """
+        """(data column, block, offset in the file up to which all before suffices), in file
+        order."""
         unit, count, block = self._layout.unit, self._layout.width, self.block
         if unit >= block or count == 1:
             for index, object_offset, offset, length in self._layout.extents(begin, end - begin):
@@ -360,9 +339,7 @@ class CachedReads:
                 yield index, number, max(begin, number * block // unit * row)
 
     def _pieces(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
-        """The blocks that hold a range of an object, and how many bytes of each, from its start on,
-        that takes.
-        """
+        """The blocks of a range, and the bytes needed of each, from its start."""
         block = self.block
         for number in range(offset // block, (offset + length - 1) // block + 1):
             yield number, min(block, offset + length - number * block)
@@ -371,9 +348,8 @@ class CachedReads:
 async def collect(
     blocks: Sequence[Block], offset: int, length: int, size: int = BLOCK
 ) -> memoryview:
-    """A range of an object, from the blocks of ``size`` bytes that hold it; shorter where the
-    object ends. Copied if they are several.
-    """
+    """A range of an object from its blocks of ``size`` bytes, shorter at the object's end. Several
+    are copied."""
     views = []
     start, left = offset % size, length
     for block in blocks:
@@ -386,15 +362,11 @@ async def collect(
 
 
 Run = tuple[int, int, list[memoryview]]
-"""Index of an object, offset in it, and the parts of a request's memory that lie there one after
-the other.
-"""
+"""Index of an object, offset in it, and successive parts of a request's memory."""
 
 
 def runs_of(layout: Striped, offset: int, memory: memoryview) -> list[Run]:
-    """Where ``memory``, which is a file's from ``offset`` on, lies in the data columns: one run for
-    each.
-    """
+    """Places of ``memory``, a file's from ``offset`` on, in the data columns: a run each."""
     unit, count = layout.unit, layout.width
     number, within = divmod(offset, unit)
     if within + len(memory) <= unit:
@@ -414,9 +386,8 @@ def ranges_of(
     others: Sequence[int],
     size: int,
 ) -> list[tuple[int, int, int]]:
-    """The ranges to read for runs of a file of ``size`` bytes, as (column, offset, length) without
-    overlaps. ``sources``: the column to read each data column from; ``others``: those that tell one
-    that has none."""
+    """Disjoint ranges (column, offset, length) to read for runs. ``sources``: the column for each
+    data column; ``others``: those that tell one without."""
     ends: dict[int, list[tuple[int, int]]] = {}
     for index, offset, parts in runs:
         end, source = offset + sum(map(len, parts)), sources[index]

@@ -1,10 +1,9 @@
-"""Reading striped files so that every MiB that comes from servers is compared with its checksum:
-what is copied elsewhere always is, what programs read with ``data.verify: read``.
+"""Reading striped files with every MiB from servers compared with its checksum: always for copies
+elsewhere, for programs with ``data.verify: read``.
 
-What is read is whole MiBs of the file, through the read cache, where only checked bytes enter: so
-each is checked once as long as it is cached. Where a checksum differs, a protected file's bytes are
-told without the columns that may be wrong, by trying which. Files without checksums, which are
-those that were written in place, are read as they are.
+Whole MiBs are read, through the read cache, which only checked bytes enter. If a checksum differs,
+a protected file's bytes are told without columns that may be wrong. Files without checksums (those
+written in place) are read as they are.
 """
 
 from collections.abc import Awaitable, Callable, Hashable
@@ -34,17 +33,14 @@ from aifs.layout.striped import Striped
 _log = logger(__name__)
 
 LoadDigests = Callable[[int], Awaitable[tuple[int, bytes]]]
-"""Checksums of the DIGESTS_AT_ONCE MiBs of a file among which is the one asked for: number of the
-first, and BLAKE3 of each; b"": none."""
+"""Checksums of DIGESTS_AT_ONCE MiBs around the given one: first number, BLAKE3s; b"": none."""
 
 OnDamage = Callable[[int, int, int], None]
 """Called with oid, ino and the column whose object has wrong bytes. Does not block."""
 
 
 class CheckedReads:
-    """Of one object set. After a change nothing is known of checksums until they are loaded
-    again.
-    """
+    """Of one object set. After a change, checksums are loaded again."""
 
     def __init__(
         self,
@@ -83,9 +79,7 @@ class CheckedReads:
             await self.fill(offset + start, buffer[start : start + HASHED], size)
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
-        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
-        none.
-        """
+        """Whether a MiB of the file, or its last bytes, match any checksum."""
         expected = await self._digest(offset // HASHED)
         return not expected or await self._digest_of(part) == expected
 
@@ -110,9 +104,8 @@ class CheckedReads:
             await self._tell_right(offset, part, size, expected)
 
     async def _read_at_once(self, offset: int, part: memoryview) -> bytes | None:
-        """Fill ``part`` and return its checksum, by one call, while it is in the processor's cache,
-        if it lies in one object of an unprotected file: for all else others know better which
-        server to ask. None also for what cannot be read."""
+        """Fill ``part`` and return its checksum by one call, while in the processor's cache, if it
+        is in one object of an unprotected file. None otherwise, and if unreadable."""
         index, object_offset, _, length = next(self._layout.extents(offset, len(part)))
         if self._layout.is_protected or length < len(part):
             return None
@@ -126,7 +119,6 @@ class CheckedReads:
         return digest_of(part) if done == len(part) else None
 
     async def _digest(self, number: int) -> bytes:
-        """The checksum of a MiB; b"" if it has none."""
         record = self._digests.get(number // DIGESTS_AT_ONCE)
         if record is None:
             generation = self._generation
@@ -143,9 +135,7 @@ class CheckedReads:
     # --- wrong bytes ---
 
     async def _tell_right(self, offset: int, part: memoryview, size: int, expected: bytes) -> None:
-        """Fill ``part`` with the bytes that have the checksum ``expected``, and report whose were
-        wrong.
-        """
+        """Fill ``part`` with bytes of the checksum ``expected``, and report wrong columns."""
         (ino, oid), layout = self._columns.key, self._layout
         touched = {extent.column for extent in layout.extents(offset, len(part))}
 
@@ -187,9 +177,8 @@ class Wrong(NamedTuple):
 async def put_right(
     wrong: Wrong, part: memoryview, is_right: Callable[[], Awaitable[bool]]
 ) -> bool:
-    """Fill ``part`` with bytes that ``is_right``, told without columns that may be wrong, by trying
-    which; and report these. False: whichever are left out, the bytes are wrong, or cannot be told.
-    """
+    """Fill ``part`` with bytes that ``is_right``, without columns that may be wrong, which are
+    reported. False: no choice of columns gives them."""
     columns, unread, size, offset, what, on_damage = wrong
     layout = columns.layout
     touched = {extent.column for extent in layout.extents(offset, len(part))}
@@ -218,9 +207,7 @@ async def _read_without(
     part: memoryview,
     size: int,
 ) -> None:
-    """Fill ``part`` with bytes of a file of ``size`` bytes, told by columns that are not
-    in the mask ``unread``. Raises Unavailable.
-    """
+    """Fill ``part`` with bytes of a file, by columns outside ``unread``. Raises Unavailable."""
     layout = columns.layout
     for index, object_offset, file_offset, length in layout.extents(offset, len(part)):
         target = part[file_offset - offset : file_offset - offset + length]
@@ -260,11 +247,8 @@ class FileBlocks(FilledSource):
     async def read(
         self, offset: int, length: int, size: int, only_streams: bool = False
     ) -> memoryview | None:
-        """Bytes of a file of ``size`` bytes. ``only_streams``: None if the read is none of a
-        stream, and others have not had the blocks filled: then these are not worth it.
-
-        Raises what ``fill`` raises.
-        """
+        """Bytes of a file. ``only_streams``: None for a read of no stream, unless others have had
+        the blocks filled. Raises errors of ``fill``."""
         cache, pattern, block = self._servers.cache, self._pattern, self.block
         ahead = pattern.observe(offset, length, cache.window_max)
         numbers = range(offset // block, (offset + length - 1) // block + 1)

@@ -1,12 +1,10 @@
-"""The erasure code of coded files: Reed-Solomon over GF(2^8), systematic, with a Cauchy matrix
+"""The erasure code of coded files: Reed-Solomon over GF(2^8), systematic, Cauchy matrix
 (isa_l_rs_cauchy).
 
 Byte i of a parity unit depends on bytes i of the data units alone, so any range of a row can be
-encoded or decoded apart from the rest. ISA-L, which comes with pyeclib, is called directly where it
-can be: without copies, while other threads run. Else the same is done by liberasurecode, in slices
-that stay in the processor's cache. That library puts a header before each fragment, which depends
-on its number and length only; it is not stored, and put back for decoding. Its calls hold Python's
-lock, a few microseconds each.
+coded apart. ISA-L, which comes with pyeclib, is called directly if possible: without copies or
+Python's lock. Else liberasurecode does it, in slices that fit the processor's cache, holding the
+lock for some us. Its fragment headers depend on number and length alone; they are not stored.
 """
 
 import ctypes
@@ -26,17 +24,15 @@ _HEADER = 80
 
 
 class Code(Protocol):
-    """``data`` units give ``parity`` more; any ``data`` of them all give the others. Used from any
-    thread.
-    """
+    """``data`` units give ``parity`` more; any ``data`` give the others. Used from any thread."""
 
     def encode(self, units: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
-        """Fill the ``parity`` units, which are as long as the first of ``units``; the others may be
-        shorter, and count as if zeros followed."""
+        """Fill the ``parity`` units, as long as the first of ``units``; shorter ones count as
+        zero-filled."""
 
     def reconstruct(self, units: Mapping[int, memoryview], wanted: int, target: memoryview) -> None:
-        """Fill ``target`` with unit ``wanted``; ``units`` are ``data`` others by number, ascending,
-        none longer, those that are shorter count as if zeros followed."""
+        """Fill ``target`` with unit ``wanted`` from ``data`` others by ascending number, none
+        longer; shorter ones count as zero-filled."""
 
 
 class Fragments:
@@ -89,9 +85,7 @@ def code_of(data: int, parity: int) -> Code:
 
 
 def encode_rows(layout: Striped, spans: Iterable[tuple[int, memoryview, list[memoryview]]]) -> None:
-    """Encode whole rows (the last may be the end of the file): of each span the bytes of the file,
-    and memory for their parity.
-    """
+    """Encode whole rows (the last may be the file's end): spans of bytes, and memory for parity."""
     row, unit = layout.row, layout.unit
     code = code_of(layout.width, layout.parity)
     for _, memory, parity in spans:
@@ -107,7 +101,6 @@ def _headers(code: Fragments, length: int) -> list[bytes]:
 
 
 def _step(length: int) -> int:
-    """Few different ones, which the library takes without padding."""
     return min(max(1 << (length - 1).bit_length(), _SMALLEST), _SLICE)
 
 
@@ -117,7 +110,7 @@ _TABLE_BYTES = 32  # of one coefficient
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """The system's, else the one that pyeclib brings along."""
+    """The system's library, else pyeclib's."""
     brought = (
         file.locate() for file in metadata.files("pyeclib") or () if file.name.startswith("libisal")
     )
@@ -196,7 +189,7 @@ def _tables(coefficients: bytes, columns: int) -> ctypes.Array:
 
 
 def _whole(unit: memoryview, length: int) -> memoryview:
-    """A writable view, which alone tells its address, with zeros up to ``length``."""
+    """A writable view, which shows its address, zero-filled to ``length``."""
     if len(unit) == length and not unit.readonly:
         return unit
     whole = bytearray(length)

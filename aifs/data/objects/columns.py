@@ -1,8 +1,5 @@
-"""The objects of one object set, column by column: for rebuild, move, scrub and repair, and below
-whole files (see ``object_set``).
-
-A mask of columns that must not be read is called ``unread`` here and everywhere: bit c is column c.
-"""
+"""The objects of one object set by columns: for rebuild, move, scrub and repair, and below whole
+files (see ``object_set``). A mask ``unread`` of columns not to read has bit c for column c."""
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,9 +36,7 @@ _PAGE = 4096  # what filesystems allocate by
 
 @dataclass(slots=True)
 class Known:
-    """Length and space of one object, which are known without asking its server because this
-    process is the only one that changes them.
-    """
+    """Length and space of one object, known because only this process changes them."""
 
     length: int | None = None  # None: nothing is known
     blocks: int = 0  # of 512 bytes
@@ -69,13 +64,13 @@ def _blocks(length: int) -> int:
 class Columns:
     """The objects of one striped file (or container: ino 0) as they lie on their servers.
 
-    Everything runs in the servers' workers, at the I/O priority ``background``. ``fetch`` and
-    ``reconstruct`` may be cancelled: what a server does for them then ends by itself; the others
-    may not while they wait. Nothing here fails over to other columns, except ``reconstruct``, which
-    is that. Methods whose names end with ``_now`` block; they may be called from any thread.
+    All runs in the servers' workers, at the I/O priority ``background``. ``fetch`` and
+    ``reconstruct`` are cancellable: a server's call then ends by itself; others are not while
+    waiting. Only ``reconstruct`` uses other columns. Methods ``_now`` block, in any thread.
 
-    Descriptors are opened when an object is first touched. An idle one that has been written to is
-    synced before it is closed: what failed to become durable then is told to each later sync."""
+    Descriptors are opened at first use. A written idle one is synced before it is closed: each
+    later sync hears of a failure.
+    """
 
     def __init__(
         self,
@@ -88,10 +83,9 @@ class Columns:
         background: str = "",
         on_short: Callable[[int], None] = lambda column: None,
     ) -> None:
-        """Does no I/O; a server that is not registered raises Unavailable when its column is used.
-        ``new``: no object of this oid has ever been made, so no earlier process may have left one
-        whose name is not durable. ``on_short`` is told, on the trio thread, of columns whose
-        objects end where others need bytes of them."""
+        """Does no I/O; an unregistered server raises Unavailable when used. ``new``: no object of
+        this oid was ever made, so no name of an earlier process needs a sync. ``on_short`` is
+        called, on the trio thread, for columns with objects that end too early."""
         self.key = (ino, oid)
         """(inode, oid); inode 0: a container."""
         self.unsynced = Unsynced[int]()
@@ -133,11 +127,8 @@ class Columns:
     # --- reading ---
 
     async def read(self, column: int, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` from the column's object; the bytes read, fewer only at its end, 0 if it
-        does not exist.
-
-        Raises Unavailable.
-        """
+        """Fill ``buffer``; the bytes read, fewer only at the object's end, 0 without one. Raises
+        Unavailable."""
         return await self._run(column, self.read_now, column, buffer, offset)
 
     async def fetch(self, column: int, offset: int, length: int) -> memoryview:
@@ -176,9 +167,7 @@ class Columns:
         return self._fds[column] is not None
 
     def read_cached(self, column: int, parts: Sequence[memoryview], offset: int) -> bool:
-        """Fill ``parts``, which follow each other in the column's object, if the page cache has
-        them. Does not block.
-        """
+        """Fill successive ``parts`` if the page cache has them. Does not block."""
         fd = self._fds[column]
         if fd is None:
             return False
@@ -199,12 +188,10 @@ class Columns:
         read: Exact | None = None,
     ) -> memoryview:
         """The right bytes at ``offset`` of the column's object, told by other columns: up to
-        ``length`` bytes, fewer only at the end that the object has where the file has ``size``
-        bytes.
+        ``length``, fewer only at its end in a file of ``size``.
 
-        Neither the column itself nor those of the mask ``unread`` are read; those whose servers are
-        slow only if nothing else is left; ``read``: how, if not by ``exact``. Raises Unavailable,
-        which names what is missing.
+        Neither the column nor ``unread`` are read; slow servers only if nothing else is left; by
+        ``read``, or ``exact``. Raises Unavailable, which names missing columns.
         """
         layout = self.layout
         length = min(length, layout.object_length(column, size) - offset)
@@ -237,8 +224,8 @@ class Columns:
         return await self.decode(column, units, length)
 
     async def decode(self, column: int, units: Mapping[int, memoryview], length: int) -> memoryview:
-        """``length`` bytes of a coded column, from as many others as there are data columns, which
-        have the same range of theirs; shorter ones count as if zeros followed."""
+        """``length`` bytes of a coded column from as many others as there are data columns, with
+        the same range; shorter ones count as zero-filled."""
         target = self._servers.buffers.take(length)
         code = code_of(self.layout.width, self.layout.parity)
         answered = max(units, key=lambda other: (len(units[other]) > 0, self.is_good(other)))
@@ -246,9 +233,8 @@ class Columns:
         return target
 
     async def exact(self, column: int, offset: int, length: int, size: int) -> memoryview:
-        """As ``fetch``, of bytes that the object must have where the file has ``size``. Raises
-        Unavailable if it has not.
-        """
+        """``fetch`` bytes that the object must have in a file of ``size``. Raises Unavailable
+        otherwise."""
         if not length:
             return memoryview(b"")
         data = await self.fetch(column, offset, length)
@@ -258,17 +244,15 @@ class Columns:
     def require_whole(
         self, column: int, offset: int, data: memoryview, length: int, size: int
     ) -> None:
-        """Raises Unavailable, and tells ``on_short``, if ``data`` has fewer than ``length`` bytes.
-        For the trio thread.
-        """
+        """Raises Unavailable, and calls ``on_short``, if ``data`` is shorter than ``length``. For
+        the trio thread."""
         if len(data) < length:
             self._on_short(column)
             self.require(column, offset + len(data), offset + length, size)
 
     def require(self, column: int, length: int, end: int, size: int) -> None:
-        """Raises Unavailable if an object of ``length`` bytes ends before ``end``, and has fewer
-        than it must have where the file has ``size``.
-        """
+        """Raises Unavailable if an object of ``length`` bytes ends before ``end``, and too early
+        for a file of ``size``."""
         end = min(end, self.layout.object_length(column, size))
         if length < end:
             server, expected = self.server(column), self.layout.object_length(column, size)
@@ -282,10 +266,8 @@ class Columns:
     async def data_range(
         self, offset: int, size: int, strict: bool = True, unread: int = 0
     ) -> tuple[int, int]:
-        """As ObjectSet.data_range, as far as it can be told without the columns of the mask
-        ``unread``, and without those that fail: else all of the file may be data. Raises
-        Unavailable where each column is the only one that can tell.
-        """
+        """ObjectSet.data_range without columns ``unread`` and failing ones: else all may be data.
+        Raises Unavailable if only each column itself can tell."""
         while columns := self._telling(unread):
             calls = [(c, self._find_data, (c, offset, size, strict)) for c in columns]
             found = dict(zip(columns, await self.attempt(calls, waits=not strict), strict=True))
@@ -305,7 +287,7 @@ class Columns:
         return first_range(self.layout, read, offset, size)
 
     def _telling(self, unread: int) -> Sequence[int]:
-        """Columns that together tell where there is data; none if too few are left."""
+        """Columns that together show where data is; none if too few are left."""
         layout = self.layout
         if not layout.is_protected:
             return range(layout.width)
@@ -332,8 +314,8 @@ class Columns:
     # --- changing ---
 
     async def write(self, column: int, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the server's page cache on return; the object is made if need be.
-        Raises NoSpace, QuotaExceeded, Unavailable."""
+        """Write all of ``data`` to the server's page cache, making the object if need be. Raises
+        NoSpace, QuotaExceeded, Unavailable."""
         await self._run(column, self.write_now, column, offset, [data])
 
     def write_now(self, column: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -355,16 +337,13 @@ class Columns:
                 self.unsynced.mark(column)
 
     async def settle(self, column: int, length: int) -> None:
-        """The object is exactly so long on return, made, cut or extended (0: removed).
-
-        Raises NoSpace, QuotaExceeded, Unavailable.
-        """
+        """Make, cut or extend the object to this length (0: remove). Raises NoSpace, QuotaExceeded,
+        Unavailable."""
         await self._run(column, self.settle_now, column, length)
 
     def settle_now(self, column: int, length: int) -> Known:
-        """The same; what is known of the object then. The next sync covers it, even if
-        another user has changed it.
-        """
+        """``settle``; returns the object's state. The next sync covers it, even another user's
+        changes."""
         try:
             if length:
                 return self._cut(column, self._made_now(column), length, True)
@@ -400,20 +379,19 @@ class Columns:
         self._lost.pop(column, None)
 
     async def sync(self, column: int) -> None:
-        """The object's bytes, length and name (or absence) are durable on return, even if
-        another user has changed it. Raises NoSpace, QuotaExceeded, Unavailable."""
+        """Make the object's bytes, length and name (or absence) durable, even another user's
+        changes. Raises NoSpace, QuotaExceeded, Unavailable."""
         self.unsynced.mark(column)
         await self._run(column, self.sync_now, column, self.unsynced.get(column), not self._new)
 
     @property
     def lost(self) -> str:
-        """Why bytes that were written are not durable, though they were synced; '' as long as none
-        are known to be lost."""
+        """Why synced bytes are not durable; '' as long as none are known to be lost."""
         return next(iter(self._lost.values()), "")
 
     def sync_now(self, column: int, generation: int, doubt: bool = False) -> None:
-        """The same, of what was ``unsynced`` as this ``generation``. ``doubt``: the name may be the
-        work of a process that died."""
+        """``sync`` of what was ``unsynced`` in this ``generation``. ``doubt``: the name may be a
+        dead process's."""
         server = self.server(column)
         with self._closing.get(column, nullcontext()):
             fd = self.descriptor_now(column)
@@ -446,12 +424,11 @@ class Columns:
         inline: bool = False,
         waits: bool = False,
     ) -> list[Any]:
-        """Run (column, function, args) in the workers of the columns' servers, all at once; what
-        each returned, or its FsError, in order.
+        """Run (column, function, args) in the servers' workers, all at once; results or FsErrors in
+        order.
 
-        ``abandonable``: it may be cancelled, for what the calls write to is nobody else's.
-        ``inline``: calls to memory need no worker, since they take microseconds. ``waits``: see
-        until_answered.
+        ``abandonable``: cancellable, because the calls write to memory of their own. ``inline``:
+        calls to memory need no worker. ``waits``: see until_answered.
         """
         handed: list[Call] = []
         places: list[int] = []
@@ -494,7 +471,7 @@ class Columns:
         return fd
 
     def _made_now(self, column: int) -> int:
-        """The same of an object that is made if there is none."""
+        """Its descriptor; the object is made if there is none."""
         fd = self.descriptor_now(column, create=True)
         assert fd is not None
         return fd
@@ -506,9 +483,7 @@ class Columns:
             self._close_unused()
 
     def close_idle(self) -> int:
-        """Give up the descriptors until they are needed again, unless a call uses them; how many.
-        Does not block.
-        """
+        """Close descriptors until needed again, unless in use; how many. Does not block."""
         if self._busy:
             return 0
         unsynced = self.unsynced.snapshot()
@@ -523,9 +498,7 @@ class Columns:
         self._lost.setdefault(column, reason)
 
     def close(self) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
-        block.
-        """
+        """Close descriptors once unused. Nothing is synced. Does not block."""
         self._closed = True
         self.in_use(0)
 

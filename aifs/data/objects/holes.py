@@ -1,6 +1,5 @@
-"""Where the data of a striped file is, outside of which there are holes: told by the objects of its
-columns; and the bytes of a settled file, as a plain value.
-"""
+"""Where a striped file has data and holes, told by its objects; and a settled file's bytes, as a
+plain value."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple, Protocol
@@ -37,9 +36,7 @@ class Sparse(Protocol):
 async def pieces_with_data(
     source: Sparse, size: int, piece: int, at: int = 0
 ) -> AsyncIterator[int]:
-    """Offsets of the pieces of a file of ``size`` bytes that are no holes, in order: multiples of
-    ``piece``, as ``at`` is, where the first one may begin.
-    """
+    """Offsets of pieces without holes, in order: multiples of ``piece``, from ``at`` on."""
     while at < size:
         start, end = await source.data_range(at, size)
         for offset in range(max(start - start % piece, at), end, piece):
@@ -56,9 +53,8 @@ def find_data(
     offset: int,
     end: int,
 ) -> Range | None:
-    """The first range of a column's object that is no hole, of its first ``end`` bytes, behind
-    which the file's byte ``offset`` is not passed; None if there is none. ``fd`` None: there is no
-    object. Blocks."""
+    """The first data in a column's object, within ``end`` bytes and not before the file's
+    ``offset``, or None. ``fd`` None: no object. Blocks."""
     if layout.data_column(column) is None:
         offset -= offset % layout.row
     begin = layout.object_length(column, offset)
@@ -70,8 +66,8 @@ def find_data(
 def first_range(
     layout: Striped, found: Mapping[int, Range | None], offset: int, size: int
 ) -> Range:
-    """See Bytes.data_range; ``found``: what ``find_data`` says, of columns that tell all
-    data. Where these are not those of data alone, whole rows count. Pure."""
+    """See Bytes.data_range; ``found``: ``find_data`` of columns that tell all data; for other
+    columns than data, whole rows count. Pure."""
     whole_rows = any(layout.data_column(column) is None for column in found)
     ranges = []
     for column, part in found.items():
@@ -110,6 +106,5 @@ class Source(Sparse, Protocol):
     """The bytes of a settled file of ``size`` bytes."""
 
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
-        """Fill ``buffer`` from ``offset`` on, a multiple of a MiB; its end is another, or the
-        file's. Raises Unavailable.
-        """
+        """Fill ``buffer`` from a multiple of a MiB to another, or the file's end. Raises
+        Unavailable."""

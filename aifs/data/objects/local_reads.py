@@ -1,8 +1,8 @@
-"""Reads of an object set by way of the blocks of it that this host keeps near: the topmost stage.
+"""Reads of an object set by this host's blocks of it: the topmost stage.
 
-The blocks hold the bytes as the stages below return them: recovered, checked, shared.
-A read that finds all its blocks asks no server. Another one is widened to whole blocks, and these
-are kept, in the background: so what lies beside it in a container comes along.
+Blocks hold bytes as the stages below return them: recovered, checked, shared. A read with all
+blocks here asks no server. Others are widened to whole blocks, kept in the background: so
+neighbours in a container come along.
 """
 
 from aifs.core.errors import Unavailable
@@ -29,8 +29,8 @@ class LocalReads:
         self.read_past, self.find = below.read_past, below.find
         self.forget, self.end = below.forget, below.end
         self.fixed: int | None = None
-        """Bytes that never change, of a container: whole blocks, or all; None: of a settled file
-        all do not."""
+        """A container's bytes that never change: whole blocks, or all; None: all of a settled
+        file."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
         """See Stage."""

@@ -1,13 +1,12 @@
-"""The object set of one striped file, whatever protects it: reads and writes of byte ranges, exact
-lengths, durability.
+"""The object set of one striped file: reads and writes of ranges, exact lengths, durability.
 
-Without protection there is one copy of each column, so that a column which fails is an error; with
-it, bytes count as written where enough columns have them, and as read where enough can tell them.
-A read goes through up to five stages of one signature (``cached_reads.Stage``).
+Without protection a failing column is an error; with it, bytes are written when enough columns have
+them, and read when enough tell them. A read goes through up to five stages of one signature
+(``cached_reads.Stage``).
 
-Writes to memory filesystems run on the trio thread, since that takes less than the hand-off to a
-worker; all other calls run in the servers' workers, for all columns of a request at once. Whatever
-may cut or remove an object runs in workers even in memory, where freeing a large file takes long.
+Writes to memory filesystems run on the trio thread, cheaper than a hand-off to a worker; all other
+calls in workers, for all columns at once. So do cuts and removals even in memory, because freeing a
+large file takes long.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,54 +48,44 @@ class Bytes(Protocol):
     """Reads a file's bytes on the capacity tier, in each layout."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """Exactly ``length`` bytes, of a file that has ``size``; bytes that no object holds are
-        zeros.
+        """Exactly ``length`` bytes of a file that has ``size``; bytes in no object are zeros.
 
-        With ``strict`` the file is settled: bytes that an object must hold are not allowed to be
-        missing, and what has to come from servers is cached and read ahead. Raises Unavailable,
-        naming server and object. The memory is reused once no view of it is left. Cancellable.
+        ``strict``: the file is settled: no bytes may be missing, and bytes from servers are cached
+        and read ahead. Raises Unavailable, naming server and object. The memory is reused once no
+        view is left. Cancellable.
         """
 
     async def read_into(self, offset: int, buffer: memoryview, size: int) -> None:
         """As a strict ``read``, but into ``buffer``, and past the caches of striped files."""
 
     async def data_range(self, offset: int, size: int, strict: bool = True) -> tuple[int, int]:
-        """Start and end of what comes first from byte ``offset`` on of a file of ``size`` bytes and
-        may be no hole: all before it is one. Both are ``size`` if there is nothing. ``strict``: see
-        ``read``. Raises Unavailable.
-        """
+        """Start and end of the first part from ``offset`` on that may be no hole; both ``size`` if
+        none. ``strict``: see ``read``. Raises Unavailable."""
 
     async def backing(self, size: int) -> int | None:
-        """The descriptor, not the caller's, of a local file that is all of the file's ``size``
-        bytes, if there is such.
-        """
+        """The descriptor, not the caller's, of a local file with all ``size`` bytes, if there is
+        one."""
 
     def blocks(self) -> int | None:
-        """Blocks of 512 bytes that the bytes take, once and without parity, as du(1) shows for
-        files without protection; None if that is not known here. Does not block.
-        """
+        """Blocks of 512 bytes, once and without parity, as du(1) shows unprotected files; None if
+        not known. Does not block."""
 
     async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
         """All that has changed is durable on return; see ObjectSet."""
 
     def close_idle(self) -> int:
-        """Give up descriptors until they are needed again, unless a call uses them; how many. Does
-        not block.
-        """
+        """Close descriptors until needed again, unless in use; how many. Does not block."""
 
     def close(self) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
-        block.
-        """
+        """Close descriptors once unused. Nothing is synced. Does not block."""
 
 
 class ObjectSet:
     """All use of one file's objects by one user goes through one of these at a time. See Bytes.
 
-    ``read`` and ``sync`` may overlap with everything; ``write`` with other writes; ``settle`` and
-    ``trim`` with neither ``write`` nor each other. Calls that use worker threads are not
-    cancellable while they do, but for ``read``. A protected set is written once, into a new oid,
-    and never changed.
+    ``read`` and ``sync`` may overlap with everything, ``write`` with writes, ``settle`` and
+    ``trim`` with neither ``write`` nor each other. Calls in worker threads are not cancellable,
+    except ``read``. A protected set is written once, into a new oid.
     """
 
     def __init__(
@@ -118,15 +107,14 @@ class ObjectSet:
         whole_from: int = WHOLE_BLOCKS_FROM,
         near: bool = False,
     ) -> None:
-        """Does no I/O. ``new``: no object of this oid has ever been made, which spares asking.
-        ``background``: an I/O priority (see core.files), at which everything runs, in workers.
-        ``unread``: mask of columns that must not be read. ``on_damage`` is told once of each column
-        of a protected set that turns out to be missing or short.
+        """Does no I/O. ``new``: no object of this oid was ever made, which spares asking.
+        ``background``: an I/O priority (core.files), for all calls, in workers. ``unread``: mask of
+        columns not to read. ``on_damage`` is called once for each missing, short or wrong protected
+        column.
 
-        With ``digests`` what is read past the caches is compared with its checksums, and what is
-        read through them if ``verify``; ``on_damage`` is told of columns with wrong bytes.
-        ``shared``: other hosts may read the same file. ``near``: what is read through the caches is
-        kept nearer, too (Blocks). The rest: see CachedReads.
+        With ``digests``, reads past the caches are compared with checksums; with ``verify`` all.
+        ``shared``: other hosts may read the file. ``near``: reads through caches are kept in
+        Blocks. The rest: see CachedReads.
         """
         self._servers = servers
         self._layout = layout
@@ -144,8 +132,7 @@ class ObjectSet:
             top = self._recovery = Recovery(servers, columns, self._cached, unread)
         past = top
         self._checked = None
-        """The stage that compares bytes with their checksums; None: they have none, or the reader
-        does not ask for it."""
+        """The stage that compares checksums, or None."""
         load = digests or (shared and shared.load)
         if load is not None:
             checked = CheckedReads(servers, columns, top, load, on_damage, unread)
@@ -185,15 +172,12 @@ class ObjectSet:
 
     @property
     def unread(self) -> int:
-        """The mask of columns of a protected set that must not be read, since they could not be
-        written.
-        """
+        """The mask of unwritable columns of a protected set, not to be read."""
         return self._failed
 
     @property
     def lost(self) -> str:
-        """Why bytes that were written are not durable, though they were synced; '' as long as none
-        are known to be lost, and of a protected set."""
+        """Why synced bytes are not durable; '' if none are known lost, and for protected sets."""
         return "" if self.is_protected else self._columns.lost
 
     # --- reading ---
@@ -204,9 +188,7 @@ class ObjectSet:
         return self._local is not None and self._servers.blocks.takes(self._key[1])
 
     async def fill(self, offset: int, buffer: memoryview, size: int) -> None:
-        """As a strict ``read``, into the caller's memory; what has checksums is not compared with
-        them.
-        """
+        """A strict ``read``, into the caller's memory, not compared with checksums."""
         if self._local is not None or self._recovery is not None:
             buffer[:] = await self._top.read(offset, len(buffer), size)
             return
@@ -215,8 +197,8 @@ class ObjectSet:
             buffer[:] = data
 
     async def open(self) -> bool:
-        """Have descriptors of a set without protection, through which page caches are read; whether
-        there were none. Where blocks are kept near these come first. Raises Unavailable."""
+        """Open an unprotected set's descriptors, to read page caches; whether there were none. Near
+        blocks come first. Raises Unavailable."""
         if self._recovery is not None or self._local is not None:
             return False
         return await self._cached.open()
@@ -227,15 +209,11 @@ class ObjectSet:
             self._local.fixed = length
 
     async def is_right(self, offset: int, part: memoryview) -> bool:
-        """Whether these bytes of the file, a MiB or its last ones, have their checksum, or there is
-        none.
-        """
+        """Whether a MiB of the file, or its last bytes, match any checksum."""
         return self._checked is None or await self._checked.is_right(offset, part)
 
     async def backing(self, size: int) -> int | None:
-        """See Bytes: the first object, if nothing protects it, it is on a local server, and a
-        program that reads by itself need not check anything.
-        """
+        """See Bytes: the first object, if unprotected, on a local server, and without checks."""
         storage = self._columns.server(0).storage
         if self._recovery is not None or self._verify:
             return None
@@ -255,10 +233,9 @@ class ObjectSet:
         return await self._columns.data_range(offset, size, strict, unread)
 
     async def local_files(self, size: int) -> list[tuple[DataServer, int]]:
-        """The files that hold the bytes of a settled set as they are, where the file has ``size``:
-        for each data column its server, and a descriptor, which is not the caller's (-1 where there
-        is no object). None at all if readers have to check anything, one is missing, or a server is
-        not at hand. Valid until something is awaited. Raises Unavailable."""
+        """Server and descriptor, not the caller's (-1: no object), of each data column of a settled
+        set. None at all if readers must check bytes, one is missing, or a server is not at hand.
+        Valid until something is awaited. Raises Unavailable."""
         columns, layout = self._columns, self._layout
         is_partial = self._recovery is not None and self._recovery.unread
         if self._verify or is_partial:
@@ -275,7 +252,6 @@ class ObjectSet:
         return [(columns.server(c), -1 if fd is None else fd) for c, fd in enumerate(found)]
 
     def _short(self, column: int) -> None:
-        """An object is shorter than it must be."""
         recovery = self._recovery
         if recovery is not None and not recovery.unread >> column & 1:
             recovery.unread |= 1 << column
@@ -291,13 +267,12 @@ class ObjectSet:
     async def write(
         self, offset: int, data: bytes | memoryview, ranges: Ranges | None = None
     ) -> None:
-        """All of ``data`` is in the servers' page caches on return. Objects are made as they are
-        needed. A coded file is written by whole ``row``s (the last may be the end of the file).
+        """Write all of ``data`` to the servers' page caches, making objects as needed. A coded file
+        is written by whole ``row``s (the last may be the file's end).
 
-        ``ranges`` of the file, if given, are all of it that are not holes, which stay holes. A
-        column of a protected set that fails is left out from then on. Raises NoSpace,
-        QuotaExceeded, Unavailable if too many have failed: then any part of it may have been
-        written.
+        ``ranges``, if given, are all that are no holes. Failing columns of a protected set are left
+        out from then on. Raises NoSpace, QuotaExceeded, Unavailable if too many fail: any part may
+        have been written.
         """
         self.forget()
         memory = memoryview(data)
@@ -333,9 +308,7 @@ class ObjectSet:
         calls: list[Work],
         spans: list[tuple[int, memoryview, list[memoryview]]],
     ) -> None:
-        """Write the data, and the parity of ``spans``, which is encoded meanwhile by one of the
-        columns' workers.
-        """
+        """Write data, and parity of ``spans``, encoded meanwhile by a worker."""
         width, count = self._layout.width, len(self._layout.servers)
         registered = [c for c in range(count) if self._servers.find(self._layout.servers[c])]
         encode = (self._layout, spans)
@@ -356,9 +329,7 @@ class ObjectSet:
     def _parity_of(
         self, offset: int, memory: memoryview, ranges: Ranges
     ) -> list[tuple[int, memoryview, list[memoryview]]]:
-        """The rows that have to be encoded: offset in the parity objects, bytes of the file, and
-        memory for the result.
-        """
+        """Rows to encode: offset in parity objects, bytes, and memory for parity."""
         row, unit = self._layout.row, self._layout.unit
         spans: list[list[int]] = []
         for start, end in ranges:
@@ -381,12 +352,8 @@ class ObjectSet:
         ]
 
     async def punch(self, offset: int, length: int) -> None:
-        """The range reads as zeros on return, and takes no space. One call to each server that has
-        an object.
-
-        Raises NotSupported where a server's filesystem has no such thing, Unavailable: then any
-        part of it may be zeros.
-        """
+        """Zero the range and free its space, one call to each server with an object. Raises
+        NotSupported by a filesystem, Unavailable: any part may be zeros then."""
         self.forget()
         for known in self._known:
             known.length = None
@@ -406,9 +373,7 @@ class ObjectSet:
     # --- lengths ---
 
     async def trim(self, size: int) -> None:
-        """No object is longer on return than a file of ``size`` bytes calls for. Raises
-        Unavailable.
-        """
+        """Cut objects to a file of ``size`` bytes. Raises Unavailable."""
         self.forget()
         calls = []
         for column, known in enumerate(self._known):
@@ -418,12 +383,9 @@ class ObjectSet:
         await self._learn(calls)
 
     async def settle(self, size: int) -> None:
-        """Objects exist on return exactly as a file of ``size`` bytes calls for: made, cut,
-        extended or removed; except those of a protected set that fail.
-
-        ``sync`` then covers whatever may not be durable of them, also the work of earlier users of
-        the file. Raises NoSpace, QuotaExceeded, Unavailable if too many have failed.
-        """
+        """Make, cut, extend or remove objects for a file of ``size`` bytes, except failing ones of
+        a protected set. ``sync`` then covers all of them, also earlier users' work. Raises NoSpace,
+        QuotaExceeded, Unavailable if too many fail."""
         self.forget()
         calls = []
         for column, known in enumerate(self._known):
@@ -434,16 +396,15 @@ class ObjectSet:
         self._inherited = False
 
     async def _learn(self, calls: Sequence[Work]) -> None:
-        """Run the calls, and take over what each says of its object."""
+        """Run the calls, and note the objects' states."""
         for column, _, _ in calls:
             self._known[column].length = None
         for column, known in (await self._run(calls, inline=False)).items():
             self._known[column] = known
 
     def blocks(self) -> int | None:
-        """See Bytes: exact after ``settle``, a good guess while being written. None before the
-        first ``trim`` or ``settle`` of objects that are not new.
-        """
+        """See Bytes: exact after ``settle``, a good guess while written. None before the first
+        ``trim`` or ``settle`` of objects that are not new."""
         if self._inherited and any(known.length is None for known in self._known):
             return None
         copies = map(self._layout.copies, range(self._layout.width))
@@ -452,13 +413,12 @@ class ObjectSet:
     # --- durability ---
 
     async def sync(self, spare: int = 0, all_objects: bool = False) -> int:
-        """Every object that has changed, by us, is durable on return, with its length, its name, or
-        its absence; with ``all_objects`` each one, even if another user has changed it. Except
-        those of the mask that is returned, which have failed.
+        """Make every object that we changed durable, with length, name or absence; ``all_objects``:
+        each one, even if another user did. Returns the mask of those that failed.
 
-        Raises NoSpace, QuotaExceeded, Unavailable if not even ``spare`` more columns (at most one
-        less than the layout tolerates) than the bytes need are durable. Where the system has failed
-        to write bytes back, it forgets them: then this fails each time it is called.
+        Raises NoSpace, QuotaExceeded, Unavailable if not even ``spare`` more columns (less than the
+        layout tolerates) than needed are durable. After a failed write-back, which the system
+        forgets, it fails each time.
         """
         unsynced = self._columns.unsynced
         if all_objects:
@@ -475,8 +435,8 @@ class ObjectSet:
     # --- calls ---
 
     async def _run(self, calls: Iterable[Work], inline: bool = True) -> dict[int, Any]:
-        """Run (column, function, args) where the column has not failed; by column, what those
-        returned that do not fail now (of several, any). Raises what failed if too many have."""
+        """Run (column, function, args) where columns have not failed; results by column of those
+        that do not fail now (of several, any). Raises if too many fail."""
         usable = [call for call in calls if not self._failed >> call[0] & 1]
         is_protected = self._layout.is_protected
         results = await self._columns.attempt(
@@ -515,8 +475,8 @@ class ObjectSet:
 
 
 class Followed:
-    """Reads of a striped file for a copy of it, while programs read it: by way of the caches that
-    these use. So each byte comes from its server once for all, and checked."""
+    """Reads of a striped file for a copy, through the caches that programs use: each byte comes
+    from its server once, checked."""
 
     def __init__(self, objects: ObjectSet) -> None:
         """``objects``: made as those of the others, with checksums; of nobody else."""
@@ -534,9 +494,7 @@ class Followed:
 
 
 async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) -> None:
-    """Delete the objects of ``oid``, durably; those that do not exist are no error. Raises NoSpace,
-    Unavailable.
-    """
+    """Delete objects durably; missing ones are no error. Raises NoSpace, Unavailable."""
     failed = await delete_batch(servers, {oid: (ino, layout)})
     if failed:
         raise failed[oid]
@@ -545,12 +503,8 @@ async def delete_objects(servers: Servers, layout: Striped, ino: int, oid: int) 
 async def delete_batch(
     servers: Servers, doomed: Mapping[int, tuple[int, Striped]]
 ) -> dict[int, FsError]:
-    """Delete the objects of many files: oid to (ino, layout). What is deleted is durably so on
-    return.
-
-    Returns the errors, by oid, of those of which something may be left. One request to each server,
-    for all.
-    """
+    """Delete objects of many files, oid to (ino, layout), durably, by one request to each server.
+    Returns errors by oid of those perhaps left."""
     failed: dict[int, FsError] = {}
     keys: dict[int, list[tuple[int, int]]] = {}
     for oid, (ino, layout) in doomed.items():

@@ -15,9 +15,8 @@ async def some_of(
 ) -> dict[int, T]:
     """The first ``needed`` results of ``attempts``, by number.
 
-    They are begun in order: as many as are needed at once, one more for each that fails, and one
-    each time that ``delay_s`` passes. What is not needed any more is cancelled. Raises the first
-    error where too many fail.
+    They begin in order: as many as needed at once, one more for each failure, and every
+    ``delay_s``. Superfluous ones are cancelled. Raises the first error if too many fail.
     """
     results: dict[int, T] = {}
     errors: list[FsError] = []

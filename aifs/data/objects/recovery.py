@@ -1,9 +1,8 @@
-"""Reads of a protected object set that survive columns which are lost, wrong, or late.
+"""Reads of a protected object set that survive lost, wrong, or late columns.
 
-A read is *healthy* where each data column has a good column to be read from; it costs the same as
-one of a set without protection. It is *hedged*: when it takes too long, the bytes are also told
-around the columns that it waits for. Where a data column has none, parity tells it: by whole rows,
-which go through the read cache, where the read is one of a stream.
+A *healthy* read has a good column for each data column, and costs the same as without protection. A
+*hedged* read that takes too long is told around late columns, too. A data column without a good one
+is told by parity: by whole rows, through the read cache for a stream.
 """
 
 import math
@@ -29,23 +28,18 @@ from aifs.layout.striped import Striped
 _NOTHING = memoryview(b"")
 
 HEAD_START_S = 0.005
-"""How long a hedged read waits for its columns before others are asked: those that do not hang
-need less.
-"""
+"""Time that columns have before a hedge asks others."""
 
 _GRACE_S = 0.05
-"""How long a server has to answer after all, at most: one that is new, or has been slow before, is
-not known to be late otherwise.
-"""
+"""Grace for a server that is new, or was slow: it is not known to be late otherwise."""
 
 
 class Hedges:
-    """Blocks of one protected file that a server takes long for, told by other columns: once for
-    all readers that wait for them. Nobody changes the file.
+    """Late blocks of one protected, unchanging file, told by other columns once for all readers.
 
-    The bytes that are read for that go through the read cache, too: the other data columns of a
-    coded file are there, or will be asked for next. So a hedge costs the parity of a block
-    alone."""
+    Bytes read for that go through the read cache: other data columns of a coded file are there, or
+    come next, so a hedge costs a block's parity alone.
+    """
 
     def __init__(self, servers: Servers, columns: Columns, cached: CachedReads) -> None:
         self._cache = servers.cache
@@ -58,12 +52,8 @@ class Hedges:
     def hedge(
         self, offset: int, length: int, size: int, sources: Sequence[int], unread: int
     ) -> bool:
-        """A range of a file of ``size`` bytes is late, whose data columns are read from the columns
-        ``sources``: have its blocks that are still loading told without these, and without those of
-        the mask ``unread``.
-
-        False: the range is not read by blocks, or there is no memory.
-        """
+        """Have the loading blocks of a late range, read from columns ``sources``, told without
+        these and ``unread``. False: it is not read by blocks, or memory is short."""
         blocks: dict[Block, int] = {}
         for index, start, _, count in self._layout.extents(offset, length):
             column = sources[index]
@@ -100,7 +90,7 @@ class Hedges:
         return answers
 
     def _find(self, column: int, offset: int, length: int) -> Sequence[Block]:
-        """The blocks that hold a range of a column; none if one of them is missing."""
+        """The blocks of a column's range; none if one is missing."""
         source, end, block = self._source(column), offset + length, self._block
         numbers = range(offset // block, -(-end // block))
         blocks = [
@@ -131,8 +121,8 @@ class Hedges:
         return len(data)
 
     async def _judge(self, block: Block, column: int, taken_s: float) -> None:
-        """The block has been told in so long. Where all servers have much to do, its own one
-        answers in as long again, or what is usual for it; else it is late."""
+        """Note a hedge's duration: if its own server takes as long again, or its usual time, it is
+        late; under load all do."""
         latency = self._columns.server(column).latency
         await trio.sleep(
             max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S))
@@ -141,7 +131,7 @@ class Hedges:
             latency.was_late()
 
     async def _read(self, column: int, offset: int, length: int, size: int) -> memoryview:
-        """As Columns.exact, of bytes in one block."""
+        """Columns.exact within one block."""
         if not length:
             return memoryview(b"")
         source, end = self._source(column), self._layout.object_length(column, size)
@@ -243,7 +233,6 @@ class Recovery:
             return await self._read_around(offset, length, size)
 
     def _touched(self, offset: int, length: int) -> Iterable[int]:
-        """The data columns that hold a range of the file."""
         first, last = offset // self._layout.unit, (offset + length - 1) // self._layout.unit
         width = self._layout.width
         return (
@@ -253,9 +242,8 @@ class Recovery:
         )
 
     def _sources(self, touched: Iterable[int]) -> list[int | None]:
-        """For each data column, the column to read it from; None for one of ``touched`` that none
-        is good for.
-        """
+        """The column to read each data column from; None for one of ``touched`` without a good
+        one."""
         columns = range(self._layout.width)
         sources: list[int | None] = list(columns)
         for column in touched if self._layout.parity else columns:
@@ -266,9 +254,7 @@ class Recovery:
         return sources
 
     def _copies(self, column: int) -> tuple[int, ...]:
-        """Those that hold the bytes of a data column and may be read; which comes first depends on
-        the file.
-        """
+        """Readable columns with a data column's bytes, first by file."""
         copies = self._layout.copies(column)
         first = self._key[0] % len(copies)
         return tuple(
@@ -284,7 +270,7 @@ class Recovery:
     # --- degraded reads ---
 
     async def _read_row(self, offset: int, buffer: memoryview, size: int) -> None:
-        """Fill a block of rows; what the cache has of the columns is taken from there."""
+        """Fill a block of rows, from cached columns if possible."""
         await self._read_into(offset, buffer, size, self._hedges.fetch_all)
 
     async def _read_into(
@@ -298,9 +284,9 @@ class Recovery:
     async def _read_degraded(
         self, runs: Sequence[Run], sources: Sequence[int | None], size: int, fetch_all: FetchAll
     ) -> bool:
-        """Fill the memory of ``runs``, with one request for each range of a column that is needed;
-        those of data columns without a source are told by parity. Whether that has worked; else
-        nothing counts. Does not wait for slow servers."""
+        """Fill the memory of ``runs``, a request for each needed range; columns without a source
+        are told by parity. Whether that worked; else nothing counts. Does not wait for slow
+        servers."""
         columns, width = self._columns, self._layout.width
         good = [
             column
@@ -346,9 +332,7 @@ class Recovery:
         ranges: Sequence[Range],
         buffers: Sequence[memoryview],
     ) -> bool:
-        """Fill the memory of ``runs``, by way of ``buffers`` for ``ranges``; False if these end too
-        early. Blocks.
-        """
+        """Fill ``runs`` by ``buffers`` for ``ranges``; False if these end too early. Blocks."""
         for (column, offset, length), buffer in zip(ranges, buffers, strict=True):
             if self._columns.read_now(column, buffer, offset) < length:
                 return False
@@ -362,7 +346,6 @@ class Recovery:
         ranges: Sequence[Range],
         answers: Sequence[memoryview],
     ) -> bool:
-        """Fill the memory of ``runs`` from what was read. Blocks."""
         held: dict[int, list[tuple[int, memoryview]]] = {}
         for (column, start, _), answer in zip(ranges, answers, strict=True):
             held.setdefault(column, []).append((start, answer))
@@ -391,7 +374,7 @@ class Recovery:
     async def _read_around(
         self, offset: int, length: int, size: int, hedged: bool = False
     ) -> memoryview:
-        """``hedged``: nobody waits for the columns themselves."""
+        """``hedged``: do not wait for the columns themselves."""
         buffer = self._servers.buffers.take(length)
         await self._all(runs_of(self._layout, offset, buffer), size, hedged)
         return buffer
@@ -403,7 +386,6 @@ class Recovery:
             await run_all(*(partial(self._tell, run, size, hedged) for run in runs))
 
     async def _tell(self, run: Run, size: int, hedged: bool) -> None:
-        """Fill the run's memory, from whichever columns can tell its bytes."""
         index, offset, parts = run
         length = sum(map(len, parts))
         copies = sorted(self._copies(index), key=lambda copy: not self._columns.is_good(copy))
@@ -430,9 +412,7 @@ class Recovery:
 
 
 def forget_columns(cache: ReadCache, layout: Striped, key: Key) -> None:
-    """A column of an object set was wrong, and is not any more: so may be what it has told others
-    by, rows and blocks.
-    """
+    """Forget what a wrong column, now right, may have told: rows and blocks."""
     cache.invalidate(_rows_name(key))
     for number in layout.servers:
         cache.invalidate((number, *key))

@@ -1,9 +1,7 @@
-"""Files that several hosts read at the same time: each MiB comes from its servers once, to one of
-these hosts, and from that one to the others.
+"""Files that several hosts read together: each MiB comes from servers once, then from host to host.
 
-Nothing depends on it. A MiB that another host does not give soon is fetched from the servers; and
-what it gives counts only if it has the checksum that is on record here. So files without checksums,
-which are those that are written in place, are read from the servers by each host.
+Nothing depends on it: a MiB that does not come soon is fetched from servers, and one that comes has
+to match its checksum on record. So files without checksums (written in place) come from servers.
 """
 
 from collections.abc import Callable, Hashable
@@ -35,8 +33,8 @@ class Others(Protocol):
         """Bytes up to ``end`` are being read here. Does not block."""
 
     async def fetch(self, offset: int, part: memoryview) -> bool:
-        """Fill ``part`` with a MiB of the file, or its last bytes, if another host is to have it,
-        and gives it within a short time: whether that was so. What came may be wrong."""
+        """Fill ``part`` with a MiB, or the last bytes, if another host is to have it and gives it
+        soon; whether it did. It may be wrong."""
 
     def end(self, giver: "Giver") -> None:
         """Nobody reads the file by way of ``giver`` any more. Does not block."""
@@ -46,8 +44,8 @@ class Giver(Protocol):
     """A reader that gives other hosts bytes of a file."""
 
     async def give(self, offset: int, load: bool) -> memoryview | None:
-        """A MiB of the file, or its last bytes; None if it is not here. ``load``: it is fetched if
-        it is not. Raises Unavailable."""
+        """A MiB, or the last bytes; None if not here. ``load``: fetch it then. Raises
+        Unavailable."""
 
 
 Join = Callable[[Key, Giver], Others]
@@ -72,8 +70,7 @@ class TogetherReads:
         checked: CheckedReads,
         join: Join,
     ) -> None:
-        """``checked``: what comes from other hosts is checked by this, and what nobody gives is
-        read by way of it."""
+        """``checked``: checks bytes from hosts, and reads what none gives."""
         self._servers = servers
         self._key = columns.key
         self._below = below
@@ -90,8 +87,8 @@ class TogetherReads:
         """The MiBs that are being fetched from the servers."""
 
     async def read(self, offset: int, length: int, size: int, strict: bool = True) -> memoryview:
-        """See Stage. Bytes without checksums, files that no other host reads, and reads that are no
-        part of a stream are left to the stage below."""
+        """See Stage. Bytes without checksums, files without other readers, and reads of no stream
+        go to the stage below."""
         if strict and size >= TOGETHER_FROM:
             data = await self._read_together(offset, length, size)
             if data is not None:

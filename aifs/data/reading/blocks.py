@@ -34,47 +34,44 @@ class Blocks(Protocol):
         """How many bytes of a range of it are here, from its start on. Does not block."""
 
     def read_now(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
-        """Fill ``buffer``, if all of it is here, and that takes no waiting; ``size``: where the
-        source ends. Does not block."""
+        """Fill ``buffer``, if all of it is here, without waiting; ``size``: the source's. Does not
+        block."""
 
     async def read(self, source: int, offset: int, buffer: memoryview, size: int) -> bool:
         """The same, also where it has to be waited for. Cancellable."""
 
     def fill(self, source: int, offset: int, data: memoryview, end: int) -> None:
-        """Keep the whole blocks among these bytes of it, and its last ones; bytes from ``end`` on
-        may change. Does not block."""
+        """Keep the whole blocks among these bytes, and the source's last; bytes from ``end`` on may
+        change. Does not block."""
 
     async def filled(self) -> None:
         """What was to be kept until now is here on return, unless there is no room."""
 
     def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
-        """A range of it is read soon, and stays here before what nobody has read again; or nobody
-        needs it soon. Does not block."""
+        """A range is read soon, and stays before unused ones; or is not needed soon. Does not
+        block."""
 
     @property
     def room(self) -> int:
         """Bytes that blocks may take here."""
 
     def file_of(self, source: int, offset: int, length: int) -> tuple[Any, int] | None:
-        """The burst directory, and a descriptor that is not the caller's, of the file that has this
-        range at the same offset, all of it checked; None: it is not here, or not open. So it stays
-        until those are told that ``tell`` names. Does not block."""
+        """Burst directory and descriptor, not the caller's, of the file with this checked range at
+        the same offset; None: not here, or not open. Valid until ``tell`` calls. Does not block."""
 
     def tell(self, leaving: Callable[[int], None]) -> None:
-        """``leaving`` is called from now on before blocks of a source change, or go, or are going
-        to."""
+        """Call ``leaving`` before blocks of a source change or go."""
 
     def place_of(self, source: int, size: int) -> int | None:
-        """The number of the burst directory that has all ``size`` bytes of a source in one file,
-        each checked, so that programs may read it by themselves; None: none has. Does not block."""
+        """The burst directory with all ``size`` bytes of a source in one file, checked, so that
+        programs may read it; or None. Does not block."""
 
     async def backing(self, source: int, size: int) -> int | None:
-        """A descriptor of that file for reading alone, which is the caller's; None if it is not as
-        it should be. Raises Unavailable."""
+        """A descriptor of that file for reading, the caller's; None if it is not as it should be.
+        Raises Unavailable."""
 
     def lend(self, source: int, is_lent: bool) -> None:
-        """Whether programs are given it from now on; it stays, as long as they use it. Other ids
-        may be named, too. Does not block."""
+        """Whether programs have it; it stays meanwhile. Also for other ids. Does not block."""
 
     def is_lent(self, source: int) -> bool:
         """Whether programs are given it, and it has not ended since. Does not block."""
@@ -83,12 +80,12 @@ class Blocks(Protocol):
         """Whether programs use it by themselves: have it open, or mapped. Raises Unavailable."""
 
     async def give(self, source: int, copy_id: int) -> Any:
-        """Its file is a burst copy from now on; the burst directory. Raises Busy if it has ended,
+        """Make its file a burst copy; returns the directory. Raises Busy if it has ended,
         Unavailable."""
 
     def ask(self, read: Callable[[], Iterable[tuple[int, int]]]) -> None:
-        """``read`` is called now and then: it returns the sources that were read from ``file_of``
-        since it was called last, each with a mask: bit ``n mod 64`` for segment ``n``."""
+        """Call ``read`` now and then: sources read from ``file_of`` since the last call, each with
+        a mask: bit ``n mod 64`` for segment ``n``."""
 
     def bytes_in(self, source: int, offset: int, length: int) -> int:
         """How many bytes of a range of a source are here; 0 of other ids. Does not block."""
@@ -103,16 +100,15 @@ class Blocks(Protocol):
         """Keep nothing there any more."""
 
     def end(self, source: int) -> bool:
-        """Its bytes may change from now on, or nobody has them any more; whether any were here.
-        Other ids may be named, too. Does not block."""
+        """Its bytes may change, or are nobody's any more; whether any were here. Also for other
+        ids. Does not block."""
 
     def finding(self) -> AbstractContextManager[None]:
-        """Within it a finding, or a repair, is put on record, and ``correct`` is called then: no
-        map is written that counts with the record, and has the blocks."""
+        """A finding, or repair, is recorded in the block, with ``correct``: no map is written
+        meanwhile that has the record and the blocks."""
 
     def correct(self, source: int) -> bool:
-        """As ``end``, of bytes that were found to be wrong where they were read, and are not read
-        from there any more."""
+        """``end`` for bytes found wrong at their place, and no longer read there."""
 
 
 class NoBlocks:

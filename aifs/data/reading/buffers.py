@@ -1,6 +1,4 @@
-"""Reused read buffers. A fresh megabyte costs a page fault per 4 KiB, about as much as reading into
-it.
-"""
+"""Reused read buffers: a fresh megabyte costs about as much in page faults as reading it."""
 
 import ctypes
 import mmap
@@ -19,12 +17,8 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class BufferPool:
-    """Page-aligned buffers, handed out as memoryviews; one is free again when no view of it is
-    left.
-
-    So nobody gives a buffer back: the view, or a slice of it, holds the buffer. At
-    most ``limit`` buffers are kept; while all are in use, ``take`` makes ordinary memory.
-    """
+    """Page-aligned buffers as memoryviews; free again when no view, or slice, is left. At most
+    ``limit`` are kept; while all are in use, ``take`` makes ordinary memory."""
 
     def __init__(self, limit: int = 32) -> None:
         self._limit = limit
@@ -48,13 +42,9 @@ class BufferPool:
 
 
 class BudgetedBuffers:
-    """Page-aligned buffers whose memory counts in a budget from when they are taken until no view
-    of them is left.
-
-    ``take`` hands out memory that nobody gives back: it, or a memoryview of it, holds the
-    buffer. What is free again is kept for reuse, and given back to the budget when somebody
-    else needs it. Used from one trio thread; views may die in any.
-    """
+    """Page-aligned buffers that count in a budget until no view is left. They are not given back by
+    callers, but kept for reuse, and released if the budget needs them. Used from one trio thread;
+    views may die in any."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -69,9 +59,7 @@ class BudgetedBuffers:
         return sum(size * len(buffers) for size, buffers in self._free.items())
 
     def try_take(self, size: int) -> memoryview | None:
-        """A writable view of ``size`` bytes of undefined content; None if neither we nor the budget
-        have them.
-        """
+        """A writable view of ``size`` undefined bytes; None if memory is short."""
         if self._budget.short:
             return None
         self._bury()
@@ -80,9 +68,7 @@ class BudgetedBuffers:
         return self._lend(mmap.mmap(-1, size)) if self._budget.try_reserve(size) else None
 
     async def take(self, size: int) -> memoryview:
-        """The same, but waits for the memory. Raises OverBudget where the budget will never have
-        it.
-        """
+        """``try_take``, waiting for memory. Raises OverBudget if there will never be enough."""
         view = self.try_take(size)
         if view is None:
             await self._budget.acquire(size)
@@ -118,8 +104,8 @@ class BudgetedBuffers:
 
 
 def _died(lender: weakref.ref[BudgetedBuffers], buffer: mmap.mmap) -> None:
-    """The last view of ``buffer`` has gone. A finalizer that held its lender would keep it for ever
-    where the lender's cache holds the view."""
+    """The last view has gone. The weak reference keeps a lender from living in its cache's
+    views."""
     if (buffers := lender()) is not None:
         buffers.died(buffer)
 
@@ -133,8 +119,8 @@ def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
 
 
 def is_equal(first: memoryview, second: memoryview) -> bool:
-    """Whether two writable views of the same length have the same bytes; many times faster than
-    comparing memoryviews, and other threads run meanwhile."""
+    """Whether two writable views of one length are equal; faster than memoryviews, without the
+    lock."""
     return not first or not _memcmp(_address(first), _address(second), len(first))
 
 

@@ -1,14 +1,11 @@
-"""The pattern of a file's reads, and so the ranges that will be read next. Pure: offsets in, ranges
-out.
+"""The pattern of a file's reads, and so the next ranges. Pure: offsets in, ranges out.
 
-A file is read by several *streams* at once: threads, processes that map it, the tensors of one that
-is loaded lazily. Each request continues the stream that it fits, or begins one. A stream is
-*sequential* (a request begins about where the last one ended, or inside what has been announced) or
-*strided* (requests are a constant distance apart, either way).
+A file has several *streams*: threads, processes that map it, tensors loaded lazily. Each request
+continues one that it fits, or begins one: *sequential* (it begins about where the last one ended,
+or in an announced window) or *strided* (at a constant distance, either way).
 
-As in Linux' on-demand read-ahead (Wu, Xi and Xu, 2008) a window is announced ahead of the reader,
-the next and twice as large one when half of it has been read. Requests that fit nothing halve all
-windows.
+As in Linux' on-demand read-ahead (Wu, Xi and Xu, 2008) a window is announced ahead, and the next,
+twice as large, when half of it was read. Requests that fit nothing halve all windows.
 """
 
 STREAMS = 16
@@ -58,9 +55,7 @@ class AccessPattern:
 
     @property
     def random(self) -> bool:
-        """Whether the last requests had nothing in common: what lies beside them is not worth
-        fetching.
-        """
+        """Whether the last requests had nothing in common: neighbours are not worth fetching."""
         return self._misfits >= _RANDOM_AFTER
 
     @property
@@ -69,12 +64,8 @@ class AccessPattern:
         return self._last is not None
 
     def observe(self, offset: int, length: int, limit: int = WINDOW_MAX) -> list[tuple[int, int]]:
-        """Note a request; returns (offset, length) of what to fetch ahead, most urgent first, often
-        nothing.
-
-        Ranges may lie beyond the end of the file, which is not known here. Windows grow up to
-        ``limit`` bytes.
-        """
+        """Note a request; returns ranges (offset, length) to fetch ahead, urgent first, often none,
+        maybe beyond the file's end. Windows grow up to ``limit`` bytes."""
         for stream in self.streams:
             if stream.continued_by(offset, length):
                 stream.start, stream.end = offset, max(stream.end, offset + length)
@@ -92,11 +83,8 @@ class AccessPattern:
         return []
 
     def refused(self, begin: int, offset: int) -> None:
-        """Of the range at ``begin`` that the last ``observe`` announced, nothing was fetched from
-        ``offset`` on.
-
-        That and the ranges after it will be announced again.
-        """
+        """Nothing was fetched from ``offset`` on of the range at ``begin`` that ``observe``
+        announced; it, and later ranges, are announced again."""
         stream = self._last
         if stream is not None:
             stream.ahead = begin - stream.distance if stream.strided else max(stream.end, offset)

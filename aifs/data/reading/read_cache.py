@@ -1,29 +1,22 @@
-"""The read cache, in memory: each piece is fetched once however many read it, ahead of them
-where that pays.
+"""The read cache, in memory: each piece is fetched once however many read it, ahead if that pays.
 
-A piece is a *block*: an aligned part of an object, or of a file that has to be put together or
-compared with checksums; or a whole chunk of a container, unpacked and compared, for files that
-share a chunk are different files to the kernel, whose page cache helps the readers of each one
-only. A block is *loading* or *loaded*; a load belongs to no task,
-so a reader that is cancelled while it waits disturbs nobody. Its memory counts in the budget until
-the last view of it has gone.
+A *block* is an aligned part of an object, or of a file that is assembled or checked; or a whole
+chunk of a container, unpacked and checked (the kernel's page cache does not know that files share
+it). It is *loading* or *loaded*; loads belong to no task, so readers may be cancelled. Its memory
+counts in the budget until its last view has gone.
 
 No reader sees stale or torn bytes. A writer calls ``invalidate`` before the first byte of an object
-changes, and nobody loads of it until the last one has changed. A load that was under way
-then is not kept: its result goes to those who waited already, whose reads overlap the change, and
-to no one who comes later.
+changes, and nobody loads it until the last one has changed. A load under way then goes only to
+those who waited already, whose reads overlap the change.
 
-A read never waits for memory that other reads hold, because these may be waiting for what it reads:
-a small part of the budget is the cache's own, and what is fetched into that is handed to its
-readers and not kept. A block whose load itself reads by way of the cache (``start_whole``) takes
+A read never waits for memory of other reads, which may wait for it: a small part of the budget is
+the cache's own, handed to readers and not kept. Loads that read by this cache (``start_whole``) use
 none of that.
 
-Loaded blocks are in one of two queues: those that were fetched ahead and that nobody has read yet,
-oldest first, and the others, in the order in which they were first read. Memory is taken from the
-latter as long as there are any. How many of these are kept: see ``Keeping``.
+Loaded blocks are in two queues: read-ahead ones that nobody has read, oldest first, and others, in
+order of first reading. Memory is taken from the latter first. How many of them stay: ``Keeping``.
 
-A block that its server takes long for may be asked of another source, too (*hedged*): once, for all
-tasks that wait for it.
+A late block may be asked of another source, too (*hedged*): once, for all tasks.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping
@@ -48,9 +41,7 @@ class BlockSource(Protocol):
     cause: str
     """Of waits for it (core/waiting.py)."""
     block: int
-    """Bytes that are fetched by one request, at most BLOCK_MAX: the same for all sources of an
-    object.
-    """
+    """Bytes of one request, at most BLOCK_MAX: the same for all sources of an object."""
 
     @property
     def busy(self) -> bool:
@@ -59,9 +50,7 @@ class BlockSource(Protocol):
     def start(
         self, tell: Callable[[int | BaseException], None], buffer: memoryview, offset: int
     ) -> None:
-        """Begin to fill ``buffer``; ``tell``, on the trio thread, how many bytes there were, or the
-        error.
-        """
+        """Begin to fill ``buffer``; ``tell`` gets, on the trio thread, the bytes or the error."""
 
 
 Fill = Callable[[memoryview, int], Awaitable[int]]
@@ -69,11 +58,8 @@ Fill = Callable[[memoryview, int], Awaitable[int]]
 
 
 class FilledSource:
-    """Bytes that cannot be had by one request: they have to be put together, unpacked, or compared
-    with checksums. ``fill`` runs in a task of its own, always as foreground work.
-
-    ``in_use`` is called with +1 when that begins, and with -1 when it has ended.
-    """
+    """Bytes to be assembled, unpacked, or checked. ``fill`` runs in a task, as foreground work;
+    ``in_use`` is called with +1 before and -1 after."""
 
     cause = "data servers"
 
@@ -158,11 +144,8 @@ class Block:
             self._ready.set()
 
     async def bytes(self) -> memoryview:
-        """The bytes that the object has of this block, read-only: shorter than a block where it
-        ends. Raises the load's error.
-
-        Does not suspend if the block is loaded.
-        """
+        """The block's bytes, read-only, shorter at the object's end. Raises the load's error. Does
+        not suspend if loaded."""
         if self.loading:
             if self._ready is None:
                 self._ready = trio.Event()
@@ -181,17 +164,13 @@ _FOLLOWED_SHARE, _SHARE = 2, 8
 
 
 class Keeping:
-    """How much of what has been read is kept, for readers that follow the first one and do not get
-    it from a page cache.
+    """How much is kept for readers that follow the first one without a page cache.
 
-    The piece that was read first goes first: if a piece is read again, a reader has passed it, and
-    no more need come. While nobody follows, an eighth of the budget is kept. Once a piece is read
-    that is half way out, or was dropped not long ago, half of the budget is kept, until as much as
-    the whole budget has been fetched without that happening again. So readers of the same bytes
-    that are no further apart have them fetched once.
+    First read goes first. Without followers, an eighth of the budget is kept. After a second read
+    of a piece half way out, or dropped lately, half is kept, until the whole budget has been
+    fetched without another. So readers of the same bytes this far apart fetch them once.
 
-    ``fetched``: bytes that have been fetched so far, as they count in the budget, which is the
-    clock of all this.
+    ``fetched``: bytes fetched so far, as in the budget: the clock of all this.
     """
 
     __slots__ = ("_followed_at", "_total", "fetched")
@@ -223,9 +202,8 @@ class Keeping:
 
 
 class ReadCache:
-    """All blocks of a mount. Used from one trio thread. Nothing here blocks; only ``fetch`` and
-    ``settle`` suspend.
-    """
+    """All blocks of a mount, in one trio thread. Does not block; only ``fetch`` and ``settle``
+    suspend."""
 
     def __init__(self, budget: Budget) -> None:
         """``budget``: unused as yet, of at least 4 times BLOCK_MAX."""
@@ -283,9 +261,7 @@ class ReadCache:
     # --- reading ---
 
     def find(self, name: Hashable, index: int, needed: int) -> Block | None:
-        """Block ``index`` of an object if it is loading, or loaded with at least ``needed``
-        bytes.
-        """
+        """Block ``index`` of an object if loading, or loaded with ``needed`` bytes."""
         block = self._objects.get(name, _NOTHING).get(index)
         if block is None:
             return None
@@ -306,11 +282,8 @@ class ReadCache:
         return self._objects.get(name, _NOTHING).get(index)
 
     def start(self, source: BlockSource, index: int, end: int) -> Block | None:
-        """Begin to load block ``index`` of an object of ``end`` bytes, which ``find`` has not
-        found.
-
-        None if there is no memory now.
-        """
+        """Begin to load a block, not found before, of an object of ``end`` bytes; None without
+        memory."""
         return self._start(source, index, _size(source, index, end))
 
     def _start(self, source: BlockSource, index: int, size: int) -> Block | None:
@@ -318,16 +291,13 @@ class ReadCache:
         return None if memory is None else self._load(source, index, memory)
 
     def start_whole(self, source: BlockSource, index: int, size: int) -> Block:
-        """The same for all ``size`` bytes of a block whose load may read by way of this cache. It
-        needs no memory: where there is none it is not kept.
-        """
+        """``start`` for all ``size`` bytes of a block that may load by this cache. Without memory
+        it is not kept."""
         block = self._start(source, index, _rounded(size))
         return block or self._load(source, index, memoryview(bytearray(size)), kept=False)
 
     def read_ahead(self, source: BlockSource, index: int, end: int) -> bool:
-        """Have block ``index`` loaded before somebody asks. False: not now, the server or memory is
-        needed otherwise.
-        """
+        """Load block ``index`` ahead. False: server or memory is needed otherwise."""
         if index in self._objects.get(source.name, ()):
             return True
         size = _size(source, index, end)
@@ -340,12 +310,10 @@ class ReadCache:
         return True
 
     def hedge(self, block: Block, source: BlockSource) -> bool:
-        """Have a block that is loading loaded from another source, too: what is there first counts.
+        """Load a loading block from another source, too, once: the first result counts.
 
-        An error of the other source does not count, one of its own does at once: so others may wait
-        for the block to tell theirs, in a circle, and no circle outlasts what is asked of the
-        servers themselves. False: there is no memory. For a block that has been hedged already
-        nothing is done.
+        The other source's errors do not count; its own do at once, so waits for one another, in a
+        circle, end with the servers' answers. False: no memory.
         """
         if block.loading and not block.hedged:
             memory = self._memory(block.size)
@@ -357,11 +325,10 @@ class ReadCache:
         return True
 
     async def fetch(self, source: BlockSource, offset: int, length: int, end: int) -> memoryview:
-        """Bytes of an object of ``end`` bytes that nobody changes, read-only; fewer than ``length``
-        only at its end.
+        """Bytes of an unchanging object of ``end`` bytes, read-only; fewer only at its end.
 
-        A range inside one block is not copied. May wait until others let go of their views: so keep
-        none while fetching another. Raises what the server's read raises.
+        A range in one block is not copied. May wait until others drop views: keep none while
+        fetching. Raises the server's errors.
         """
         length = min(length, end - offset)
         if length <= 0:
@@ -473,15 +440,12 @@ class ReadCache:
             await self._idle.wait()
 
     def invalidate(self, name: Hashable) -> None:
-        """Forget all blocks of an object, those that are loading too. Views that readers hold stay
-        as they are.
-        """
+        """Forget all blocks of an object, also loading ones. Readers' views stay."""
         for block in list(self._objects.get(name, {}).values()):
             self._drop(block)
 
     def invalidate_id(self, oid: int) -> None:
-        """The same of all objects of an object set or a container, and of what was made of them.
-        Names end with its id."""
+        """``invalidate`` for all objects of a set or container, whose names end with its id."""
         for name in [name for name in self._objects if isinstance(name, tuple) and name[-1] == oid]:
             self.invalidate(name)
 
@@ -505,7 +469,6 @@ class ReadCache:
             block.ahead = False
 
     def _take_up(self, block: Block) -> None:
-        """Somebody reads what was fetched ahead."""
         block.ahead = False
         self._ahead_bytes -= block.size
         self._ahead_used += block.size
@@ -514,9 +477,7 @@ class ReadCache:
             self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        """Somebody reads, or has read, what is loaded: the kernel has it now, so little of that is
-        kept if nobody follows.
-        """
+        """Note a read: the kernel has it now, so little is kept without followers."""
         block.read_at = self._keeping.fetched
         self._used[block] = None
         self._used_bytes += block.size
@@ -536,7 +497,7 @@ class ReadCache:
         return self._buffers.try_take(size)
 
     def _evict(self, size: int) -> None:
-        """Drop loaded blocks of ``size`` bytes together, as far as there are so many."""
+        """Drop loaded blocks of ``size`` bytes, if there are as many."""
         dropped = 0
         while (
             dropped < size and (victim := next(iter(self._used or self._ahead), None)) is not None
@@ -549,9 +510,7 @@ class ReadCache:
         self._buffers.give_back(size)
 
     def _may_read_ahead(self, size: int) -> bool:
-        """Reading ahead takes half of the memory at most, and none from what was read ahead and
-        still has a future.
-        """
+        """Half of the memory at most, and none from read-ahead blocks with a future."""
         while self._ahead and self._is_forgotten(oldest := next(iter(self._ahead))):
             self._drop(oldest)
         spare = self._budget.free + self._buffers.free_bytes + self._used_bytes
@@ -563,10 +522,8 @@ class ReadCache:
     # --- status ---
 
     def status(self) -> dict[str, Any]:
-        """Counters since the mount, of blocks of all kinds. ``joined``: reads that waited for a
-        load that was under way already; ``hedged_bytes``: of blocks that were asked of another
-        source, too.
-        """
+        """Counters since the mount. ``joined``: reads that waited for a load under way;
+        ``hedged_bytes``: of blocks asked of another source, too."""
         return {
             "hits": self._hits,
             "misses": self._misses,
@@ -581,9 +538,7 @@ class ReadCache:
 
 
 def _size(source: BlockSource, index: int, end: int) -> int:
-    """The buffer for a block of an object of ``end`` bytes: no larger than it may need, in few
-    sizes.
-    """
+    """The buffer for a block, no larger than needed, in few sizes."""
     size = _rounded(min(source.block, end - index * source.block))
     return min(size, source.block) if source.block >= _SMALLEST else source.block
 
