@@ -1,11 +1,9 @@
 """The library of training jobs: checkpoints that appear whole or not at all
 (docs/guide/checkpoints.md), and files that ranks save together (docs/guide/grouped.md).
 
-Works on a mount of AIFS and in any other directory; speaks to a mount only through its files and
-extended attributes.
-
-A module is imported when a name of it is first used, because programs that start a job use little
-of it, and must start soon."""
+Works on a mount of AIFS, through its files and extended attributes alone, and in any other
+directory. Modules are imported when a name of theirs is first used, so that starts are fast.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
-"""How the ranks of a grouped write agree, and how that fails.
-
-On a mount the daemon knows (``mounted_group``). In any other directory each rank is a group of its
-own (``LoneRank``)."""
+"""How the ranks of a grouped write agree, and how that fails. On a mount the daemon knows
+(``mounted_group``); elsewhere each rank is a group (``LoneRank``)."""
 
 import hashlib
 import os
@@ -17,8 +15,8 @@ from aifs.core.units import format_duration
 
 
 class GroupError(CheckpointError):
-    """A grouped write has failed, for all of its ranks; nothing was published. ``rank``: the one at
-    fault, or None."""
+    """A grouped write has failed for all ranks; nothing was published. ``rank``: at fault, or
+    None."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -38,8 +36,7 @@ class InvalidGroup(GroupError, ValueError):
 
 
 REFUSED_AFTER_S = 10.0
-"""How long a rank that finds files of an earlier run waits for its peers to start a new group,
-before it fails."""
+"""How long a rank that finds an earlier run's files waits for its peers' new group."""
 
 
 JOB_NAME = re.compile(r"[!-+\--~]{0,63}")  # printable, no comma
@@ -52,8 +49,8 @@ JOB_VARIABLES = (
     "SLURM_STEP_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
-"""Variables by which launchers tell jobs and their runs apart. Those of several hosts may count the
-last two each for itself; the ranks of a mount are on one host."""
+"""Variables by which launchers tell jobs and runs apart. Hosts may count the last two each for
+itself; the ranks of a mount are on one host."""
 
 
 @dataclass(frozen=True)
@@ -81,40 +78,34 @@ class RankOptions:
     job: str
     """An id that the ranks of this job have, and of no other one, or ''."""
     is_said: bool
-    """The ranks have said ``job``, and the same in no other run; else it is what the environment
-    knows.
-    """
+    """Whether the ranks gave ``job``, the same in no other run; else the environment did."""
 
     def __str__(self) -> str:
         return f"{self.directory}: group {self.name}"
 
 
 class Coordinator(Protocol):
-    """One rank's part in a group. Making one makes this process the rank, or raises InvalidGroup,
-    OSError; it does not wait for other ranks. Every function may block; ``watch`` and the others
-    are called from different threads."""
+    """One rank's part in a group. Construction makes this process the rank, or raises InvalidGroup,
+    OSError; it waits for no rank. Every function may block; ``watch`` runs in another thread."""
 
     def commit(self, file: str, size: int) -> None:
-        """This rank has written all its files, and they are durable. ``file``: path of one of them,
-        and its size, if all must have one; else ''. Raises GroupError, OSError; InvalidGroup, after
-        which the group fails for all, if the size is not that of the first rank that has committed.
-        """
+        """Commit this rank's durable files. ``file``: one of them, and its size, if all must have
+        one; else ''. Raises GroupError, OSError; InvalidGroup if the size is not that of the first
+        rank's, which fails the group for all."""
 
     def fail(self, reason: str) -> None:
         """This rank gives up, and so the group fails. Nothing, if it has an outcome already."""
 
     def watch(self) -> None:
-        """Returns when all ranks have committed, all is durable, and published if it was to be.
-        Raises GroupError, FileExistsError if the final name is taken, OSError. Called once."""
+        """Wait until all have committed, all is durable, and published if wanted. Raises
+        GroupError, FileExistsError if the final name is taken, OSError. Called once."""
 
     def close(self) -> None:
         """After ``watch``; nothing else is called afterwards."""
 
 
 class LoneRank:
-    """A ``Coordinator`` for a directory that is not on AIFS: it hears of no other rank, so its
-    group has ended well when it has committed itself.
-    """
+    """A ``Coordinator`` outside AIFS: it hears of no other rank, so its own commit is the end."""
 
     def __init__(self, options: RankOptions) -> None:
         self._options = options
@@ -148,10 +139,8 @@ def name_missing(missing: list[int]) -> str:
 
 
 def job_of_environment() -> str:
-    """The same in all ranks of a job on this host, and where it differs it is another job, or
-    another run of it; '' if nothing is known. Runs that a launcher does not tell apart have the
-    same.
-    """
+    """The same in all ranks of a job on this host; different in other jobs and runs, if the
+    launcher tells these apart; '' if unknown."""
     job = "/".join(value for value in map(os.environ.get, JOB_VARIABLES) if value)
     return (
         job

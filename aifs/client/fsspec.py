@@ -1,11 +1,10 @@
-"""``aifs://``: the filesystem for programs that speak fsspec (pandas, pyarrow, datasets, torch's
-distributed checkpoints). A path is the one that the host knows: ``aifs:///mnt/aifs/run``.
+"""``aifs://``: the filesystem for programs that use fsspec (pandas, pyarrow, datasets, torch's
+distributed checkpoints), with the host's paths: ``aifs:///mnt/aifs/run``.
 
-It reads and writes as any local filesystem does, on a mount and in any other directory, and adds
-two things. A **transaction** publishes: a directory that is made in it appears whole and durable
-with all that was written into it, or not at all, as a checkpoint does, with a manifest; a file that
-is written into a directory that was there before appears whole and durable, each for itself.
-``checksum`` of a file of a checkpoint is the digest that its manifest has stored.
+It works on a mount and elsewhere like a local filesystem, and adds two things. A **transaction**
+publishes: a new directory appears whole and durable, or not at all, with a manifest, as a
+checkpoint does; a file in an existing directory appears whole and durable by itself. ``checksum``
+of a checkpoint's file is the digest stored in its manifest.
 """
 
 import errno
@@ -27,15 +26,13 @@ class TransactionFile(LocalFileOpener):
     """A file that is written in a transaction, under the name ``place`` until that commits."""
 
     def __init__(self, place: str, target: str, fd: int) -> None:
-        """``fd``: stays open as long as no process may take the file for abandoned; -1: its
-        directory says that."""
+        """``fd``: open until the file may count as abandoned; -1: its directory says that."""
         self.target = target
         self._fd = fd
         super().__init__(place, "wb")
 
     def sync(self) -> None:
-        """Its bytes are durable, and it has the mode of the file that it replaces. Raises
-        OSError."""
+        """Make it durable, with the mode of the file that it replaces. Raises OSError."""
         fd = files.open_file(self.path, write=False)
         try:
             with suppress(FileNotFoundError):
@@ -79,8 +76,8 @@ class FsspecTransaction(Transaction):
             self._made.append(path)
 
     def open(self, path: str, mode: str, auto_mkdir: bool) -> TransactionFile:
-        """Write the file ``path`` anew. Raises ValueError for a mode that changes a file in place;
-        CheckpointError, OSError."""
+        """Write the file ``path`` anew. Raises ValueError for in-place modes; CheckpointError,
+        OSError."""
         if mode not in ("wb", "xb"):
             raise ValueError(f"{path}: mode {mode!r}: a transaction writes files anew ('wb')")
         if mode == "xb" and os.path.lexists(path):
@@ -99,8 +96,8 @@ class FsspecTransaction(Transaction):
         return self._beside[-1]
 
     def _missing_above(self, directory: str) -> str:
-        """The topmost directory on the way to ``directory`` that will be made. Raises
-        FileNotFoundError if it will not."""
+        """The topmost directory to make above ``directory``. Raises FileNotFoundError if none may
+        be."""
         if not any(made == directory or made.startswith(f"{directory}/") for made in self._made):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         while not os.path.isdir(os.path.dirname(directory)):
@@ -115,9 +112,9 @@ class FsspecTransaction(Transaction):
         return self._pending[top]
 
     def complete(self, commit: bool = True) -> None:
-        """Publish, or drop, all of it: first new directories, then one file after the other. If it
-        fails half-way, files that have their names stay, and the rest is dropped. Raises ValueError
-        if a file is still open, CheckpointError, OSError."""
+        """Publish, or drop, all of it: new directories, then file by file. After a failure, files
+        with names stay, the rest is dropped. Raises ValueError for an open file, CheckpointError,
+        OSError."""
         try:
             if commit:
                 self._publish()
@@ -158,14 +155,14 @@ class AifsFileSystem(LocalFileSystem):
     transaction_type = FsspecTransaction
 
     def __init__(self, auto_mkdir: bool = True, **kwargs: Any) -> None:
-        """``auto_mkdir``: the directories on the way to a file that is written are made, as in an
-        object store: zarr, pandas and others rely on it where they have a URL."""
+        """``auto_mkdir``: make directories on the way, as zarr, pandas and others expect of a
+        URL."""
         super().__init__(auto_mkdir=auto_mkdir, **kwargs)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        """The path of the host, which is absolute however many slashes are left of the URL:
-        ``datasets`` streams ``aifs:///mnt/x`` from ``aifs://mnt/x``."""
+        """The host's absolute path, whatever slashes are left: ``datasets`` makes ``aifs:///mnt/x``
+        of ``aifs://mnt/x``."""
         path = stringify_path(path)
         if isinstance(path, str) and path.startswith("aifs:"):
             path = "/" + path.removeprefix("aifs:").lstrip("/")
@@ -184,8 +181,8 @@ class AifsFileSystem(LocalFileSystem):
         return self.transaction.open(self._strip_protocol(path), mode, self.auto_mkdir)
 
     def checksum(self, path: str) -> int:
-        """Of a file of a checkpoint that has not changed since it was published: its BLAKE3, which
-        the manifest has stored. Of any other one: a number that changes with size and times."""
+        """The stored BLAKE3 of a checkpoint's unchanged file; for others, a number by size and
+        times."""
         path = os.path.realpath(self._strip_protocol(path))
         with suppress(CheckpointError, OSError, ValueError):
             return int(_stored_digest(path), 16)

@@ -88,9 +88,7 @@ class Group:
         )
         _check(self._options, files_per_rank)
         self._target = os.path.join(os.path.dirname(path), publish) if publish else path
-        """The path that the directory has when all is published: its own, or that of
-        ``publish``.
-        """
+        """The directory's path when published: its own, or that of ``publish``."""
         if publish:
             require_free(self._target, replace=False)
         trees.make_durable_dir(path)
@@ -124,14 +122,14 @@ class Group:
         self._pool = ThreadPoolExecutor(1, "aifs-group")
         """The thread in which files are written."""
         self.durable: Future[None] = Future()
-        """Done when the files of all ranks are durable, and published if they were to be; not on
-        AIFS: those of this rank."""
+        """Done when all ranks' files (outside AIFS: this rank's) are durable, and published if
+        wanted."""
         in_background("aifs-group-watch", self._watch)
 
     @classmethod
     def from_torch(cls, process_group: Any = None, *, name: str, **options: Any) -> "Group":
-        """The ranks are those of a process group of torch.distributed, None for the default one;
-        all of them call this. If one cannot join, all raise GroupError."""
+        """A group of the ranks of a torch.distributed process group (None: the default), called by
+        all. If one cannot join, all raise GroupError."""
         import torch.distributed as dist
 
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -178,8 +176,8 @@ class Group:
         return self._target if is_published else self._options.directory
 
     def path(self, path: PathLike) -> str:
-        """Of a file of the group, given relative to its directory or absolute. Raises InvalidGroup
-        if it lies elsewhere."""
+        """A file of the group, from a relative or absolute path. Raises InvalidGroup if it is
+        elsewhere."""
         wanted = plain(os.path.join(self.directory, path))
         if not wanted.startswith(os.path.join(self.directory, "")):
             raise InvalidGroup(
@@ -210,9 +208,8 @@ class Group:
             put.result()
 
     def commit(self) -> Saved:
-        """This rank has put all its files: for ``files_per_rank=None``, or when there are fewer.
-        ``buffered`` is done when the rank has committed. Raises InvalidGroup if it has before,
-        GroupError if the group has failed."""
+        """Commit this rank: for ``files_per_rank=None``, or fewer files. ``buffered`` is done then.
+        Raises InvalidGroup if it has committed, GroupError if the group has failed."""
         with self._changing:
             self._require_open()
             self._has_committed = True
@@ -221,9 +218,7 @@ class Group:
         return saved
 
     def cancel(self, reason: str = "was cancelled") -> None:
-        """The group fails, for all ranks; nothing if it is complete already. Files that are there
-        stay.
-        """
+        """Fail the group for all ranks, unless complete. Files stay."""
         with self._changing:
             if not self._is_closed:
                 self.coordinator.fail(reason)
@@ -243,7 +238,7 @@ class Group:
     def _run(
         self, buffered: Future[None], content: Content | None, target: str, is_last: bool
     ) -> None:
-        """Write, commit, or both; in the group's own thread, one after the other."""
+        """Write, commit, or both; in the group's thread, in order."""
         try:
             if self.durable.done():
                 self.durable.result()
@@ -264,8 +259,7 @@ class Group:
 
     def _named_file(self) -> tuple[str, int]:
         """One of this rank's files, and its size, if all must have one. Raises InvalidGroup, for
-        all, if its own have not.
-        """
+        all, if its own differ."""
         if not self._options.same_size:
             return "", 0
         first, *rest = self._sizes.items() or [("", 0)]
@@ -282,8 +276,8 @@ class Group:
         return first
 
     def _watch(self) -> None:
-        """When it ends well, nothing of the group is left before anybody hears of it; else all hear
-        of it first, as a file may still be on its way."""
+        """Report the end: after success nothing of the group is left before; after a failure all
+        hear first, because a file may be on its way."""
         try:
             self.coordinator.watch()
             has_failed = False
@@ -305,7 +299,6 @@ class Group:
             self.coordinator.close()
 
     def _end(self, error: BaseException | None) -> None:
-        """The first outcome counts."""
         with self._ending:
             if self.durable.done():
                 return
@@ -330,13 +323,12 @@ def group_putfile(
 
 
 def group_getfile(path: PathLike, group: Group, *, together: bool = False) -> Loaded:
-    """The file ``path`` of the group, mapped: bytes that several ranks of one host read are fetched
-    once. Waits until this rank's put there is in the buffer. Files of other ranks are there when
-    the group is durable; before that an older file may be (not on AIFS: when they say so). Raises
-    OSError.
+    """The file ``path`` of the group, mapped: ranks of one host fetch bytes once. Waits until this
+    rank's put is buffered. Other ranks' files are there when the group is durable; before, older
+    ones may be. Raises OSError.
 
-    ``together``: all ranks of a group from torch.distributed read this one file; those on several
-    hosts read a part each and pass it on. Raises CheckpointError, in all ranks, if one cannot read.
+    ``together``: all ranks of a torch.distributed group read it; hosts read a part each and pass it
+    on. Raises CheckpointError, in all ranks, if one cannot read.
     """
     target = group.path(path)
     group.await_put(target)

@@ -1,8 +1,5 @@
-"""How the ranks of a grouped write agree on a mount: the daemon knows. See docs/design/commit.md.
-
-By ioctl; where the mount has none (no bridge), by extended attributes, and then nobody notices a
-death before the time is over.
-"""
+"""How the ranks of a grouped write agree on a mount, by the daemon (docs/design/commit.md): by
+ioctl, or, without the bridge, by extended attributes, which notice no death before the time-out."""
 
 import errno
 import json
@@ -86,9 +83,7 @@ class MountedGroup:
                 return ioctl.call(self._fd, call, self._options.directory, **fields)
 
     def _told(self, number: int = 0) -> dict[str, Any]:
-        """The daemon's report on the directory's group, or the one with this id; {} if there is
-        none.
-        """
+        """The daemon's report on the directory's group, or that with this id; or {}."""
         try:
             return json.loads(
                 os.getxattr(
@@ -104,8 +99,7 @@ class MountedGroup:
 
     def _enter(self) -> int:
         """Create or find the group, and be its rank; returns its id. Raises InvalidGroup,
-        OSError.
-        """
+        OSError."""
         while True:
             try:
                 found = self._create()
@@ -151,9 +145,8 @@ class MountedGroup:
         return state["committed"] > 0 and state["joined"] == 0
 
     def _give_up_left_over(self, told: dict[str, Any]) -> bool:
-        """Whether to look for the group once more: ranks had committed to it, and none of them
-        lives. Raises InvalidGroup if it may be of this job, or of one that was killed, and no rank
-        comes that knows."""
+        """Whether to look again: ranks of the group had committed, and none lives. Raises
+        InvalidGroup if it may be of this job, or of a killed one, and no rank comes that knows."""
         ranks, rank = told.get("members", []), self._options.rank
         if told.get("state") != _OPEN:  # another rank has seen to it
             return True
@@ -274,7 +267,7 @@ class MountedGroup:
     # --- errors -----------------------------------------------------------------------------------
 
     def _told_safely(self) -> dict[str, Any]:
-        """The daemon's report on this group; {} if there is none."""
+        """The daemon's report on this group; or {}."""
         try:
             return self._told(self._id)
         except OSError:

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 class Future(concurrent.futures.Future[T]):
     """``result(timeout)``, ``exception(timeout)``, ``done()``, ``add_done_callback`` as of
-    concurrent.futures, or ``await``. It cannot be cancelled: if one thread stops waiting, the
-    others still wait."""
+    concurrent.futures, or ``await``. It cannot be cancelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +88,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(frozen=True)
 class Saved:
-    """The file ``path``, which is on its way. Its memory must not change before ``buffered`` is
-    done: then the file has its name, whole, and is durable in the burst tier of a mount (elsewhere:
-    in the filesystem). ``durable``: it is on the data servers; for a file of a group on a mount,
-    all of the group's files are.
-    """
+    """The file ``path``, on its way. Its memory must not change before ``buffered`` is done: the
+    file has its name, and is durable in the burst tier (elsewhere: in the filesystem). ``durable``:
+    it is on the data servers, like all files of a group on a mount."""
 
     path: str
     buffered: Future[None]
@@ -132,8 +129,8 @@ def getfile(path: PathLike) -> Loaded:
 
 
 def write_content(target: str, content: Content) -> None:
-    """The file ``target`` appears, whole and durable. Files that killed attempts have left of it
-    go. Raises OSError."""
+    """Make the file ``target`` appear, whole and durable; remove killed attempts' files. Raises
+    OSError."""
     directory, name = os.path.split(target)
     trees.make_durable_dir(directory)
     left_over = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.tmp")
@@ -162,7 +159,7 @@ def _put(saved: Saved, content: Content, before: Future[None] | None) -> None:
 
 
 def _drain(path: str) -> None:
-    """Returns when the file is on the capacity tier. Raises OSError."""
+    """Wait until the file is on the capacity tier. Raises OSError."""
     attributes.put(path, attributes.DRAIN, "")
     for _ in delays():
         if not attributes.ask_json(path, attributes.DRAIN)["files"]:

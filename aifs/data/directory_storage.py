@@ -463,7 +463,7 @@ def write_slots(path: str, content: bytes, durable: bool, expected: object) -> b
 
 
 def _give_to_owner_of(directory: str, fd: int) -> None:
-    """Give root's files, perhaps fsck's, to the store's user, who needs them."""
+    """Give files that root made, perhaps by fsck, to the user of the store."""
     status = os.stat(directory)
     if status.st_uid != os.geteuid():
         with suppress(OSError):

@@ -303,6 +303,7 @@ class FileIO:
                 await self._upkeep.have_done(Work.TRASH)
 
     def _require_room(self, file: OpenInode, end: int) -> None:
+        """Raises FileTooLarge, NoSpace if the file cannot get so large."""
         if end > SIZE_MAX:
             raise FileTooLarge()
         if self._engine.short_of_space and end > file.inode.size and not file.inode.in_burst:

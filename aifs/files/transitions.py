@@ -143,6 +143,7 @@ class Transitions:
         movers: Movers,
         holds: Callable[[], bool],
     ) -> Made | None:
+        """None if the file is not what it was when it was described."""
         while holds():
             try:
                 return await movers.carry_out(carry_out, making, lambda: not holds())

@@ -83,6 +83,7 @@ class Crossing:
 
 
 def _inode(key: bytes, value: bytes) -> bytes:
+    """Without its burst copy, a cache. Raises Unavailable if that is all there is."""
     if not has_copy(value):
         return value
     inode = decode_inode(keys.number(key), value)

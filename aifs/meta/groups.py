@@ -97,6 +97,7 @@ class Pending(NamedTuple):
 
 
 def _decode_pending(record: bytes) -> Pending | None:
+    """Raises struct.error."""
     if not record:
         return None
     step, created_ns = _PENDING.unpack_from(record)

@@ -1,7 +1,7 @@
 """Namespace operations as transaction functions (see kv.py): names, links, attributes; no bytes.
 
-Functions take the transaction first and raise FsErrors. Fresh numbers (inodes, cookies) are
-arguments, because functions may run twice. ``now`` is ns since the epoch. The kernel checks
+Functions take the transaction first and raise FsError subclasses. Fresh numbers (inodes, cookies)
+are arguments, because functions may run twice. ``now`` is ns since the epoch. The kernel checks
 permissions (``default_permissions``); link counts, setgid inheritance and times are ours.
 """
 

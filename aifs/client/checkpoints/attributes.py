@@ -1,5 +1,4 @@
-"""The extended attributes through which programs talk to a mount of AIFS. Elsewhere they have no
-value."""
+"""The extended attributes through which programs talk to a mount of AIFS; empty elsewhere."""
 
 import json
 import os
@@ -30,8 +29,7 @@ def is_aifs(path: str) -> bool:
 
 
 def get(path: str, name: str) -> str:
-    """The value, or '' if there is none here. A symlink is followed. An attribute of this name on
-    another filesystem does not count."""
+    """The value, or '' if there is none, or the filesystem is another. Follows a symlink."""
     value = _read(path, name)
     return value if value and is_aifs(path) else ""
 

@@ -1,10 +1,9 @@
-"""The checkpoints in a directory: which there are, which is the newest, whether they are whole,
-which have to go.
+"""The checkpoints in a directory: the newest, whether they are whole, which have to go.
 
 A checkpoint is a directory with a manifest, or one whose name ends in a step; its name does not
 begin with a dot. It is *shown* if it appeared as a whole: in an AIFS, if it was published or
-renamed into place, which the mount records; elsewhere, if it has a manifest. Only such a one counts
-for ``keep``. It is the newest, too; if there is none, one that has all files of its manifest is.
+renamed into place, which the mount records; elsewhere, if it has a manifest. Only shown ones count
+for ``keep``. A shown one is the newest; without any, one that has all files of its manifest.
 
 Checkpoints whose names differ in their step alone are a run, and ordered by it. The newest is the
 last one of the run in which something was published last.
@@ -50,9 +49,8 @@ class Checkpoint:
     path: Path
     """Its directory."""
     state: str
-    """*complete*, *pending* (being saved, or what is left of a save), *damaged* (files are missing
-    or have another size than the manifest says, or it cannot be read), or *no manifest*.
-    """
+    """*complete*, *pending* (a save, or its rest), *damaged* (files are missing or of another size,
+    or it cannot be read), or *no manifest*."""
     step: int | None
     """None if it is not known."""
     time: float
@@ -73,8 +71,8 @@ class Checkpoint:
 
 
 def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoint]:
-    """The checkpoints in the directory ``path``, the newest last; on request those that are not
-    published. Raises OSError."""
+    """The checkpoints in the directory ``path``, the newest last; ``pending``: also unpublished
+    ones. Raises OSError."""
     directory = plain(path)
     mounted = attributes.is_aifs(directory)
     found = []
@@ -86,8 +84,8 @@ def list_checkpoints(path: PathLike, *, pending: bool = False) -> list[Checkpoin
 
 
 def latest(path: PathLike, *, in_place: bool = False) -> Path | None:
-    """The newest complete checkpoint in the directory ``path``, or None. ``in_place``: one that is
-    not known to be whole counts as well, unless it is empty or damaged. Raises OSError."""
+    """The newest complete checkpoint in ``path``, or None. ``in_place``: also one not known to be
+    whole, unless it is empty or damaged. Raises OSError."""
     return newest_of(list_checkpoints(path), in_place)
 
 
@@ -101,7 +99,7 @@ def newest_of(found: Iterable[Checkpoint], in_place: bool = False) -> Path | Non
 
 
 def _judge(one: Checkpoint, mounted: bool) -> Checkpoint:
-    """The same, with whether it was shown, and when."""
+    """Note whether it was shown, and when."""
     if not mounted:
         one = replace(one, shown=one.state == COMPLETE)
     elif one.state != PENDING and (shown_s := attributes.get(str(one.path), attributes.SHOWN)):
@@ -112,7 +110,7 @@ def _judge(one: Checkpoint, mounted: bool) -> Checkpoint:
 
 
 def _in_order(found: list[Checkpoint]) -> list[Checkpoint]:
-    """By steps within a run; runs in the order in which something was published last in them."""
+    """By steps within a run; runs by their last publication."""
     places = [(*retention.run_of(os.fsencode(one.path.name)), one.time) for one in found]
     last: dict[bytes, float] = {}
     for run, _, time_s in places:
@@ -122,8 +120,7 @@ def _in_order(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def is_checkpoint(path: PathLike) -> bool:
-    """Whether ``path`` is a checkpoint in any state, including the rest of one that was not
-    published."""
+    """Whether ``path`` is a checkpoint in any state, also the rest of an unpublished one."""
     directory = plain(path)
     name = os.path.basename(directory)
     if os.path.islink(directory) or not os.path.isdir(directory):
@@ -190,7 +187,6 @@ def _look_at_pending(path: str) -> Checkpoint:
 
 
 def _measure(path: str) -> tuple[int, int]:
-    """Bytes and number of the regular files."""
     sizes = [
         found.st_size
         for name, found in walk(path)
@@ -216,11 +212,10 @@ def _check_sizes(path: str, listed: Files) -> dict[str, str]:
 
 
 def verify(path: PathLike, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:
-    """Read the checkpoint ``path`` and compare it with its manifest; returns what is wrong, each
-    with the file's name.
+    """Compare the checkpoint ``path`` with its manifest; returns faults, each with the file's name.
 
-    Files that the manifest does not list are not looked at. Raises CheckpointError without a
-    manifest, OSError.
+    Files outside the manifest are not looked at. Raises CheckpointError without a manifest,
+    OSError.
     """
     directory = plain(path)
     try:
@@ -253,8 +248,7 @@ def _compare(directory: str, name: str, expected: Digest, on_bytes: Callable[[in
 
 
 def remove(path: PathLike) -> None:
-    """Remove the checkpoint ``path``: its name goes first, in one step, so no program finds half of
-    it. Raises OSError."""
+    """Remove the checkpoint ``path``, its name first, in one step. Raises OSError."""
     directory = plain(path)
     if not stat.S_ISDIR(os.lstat(directory).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
@@ -269,8 +263,8 @@ def remove(path: PathLike) -> None:
 
 
 def remove_leftovers(directory: str) -> None:
-    """Finish removals that have crashed, and remove what is left of saves that crashed when they
-    had published. Raises OSError."""
+    """Finish crashed removals, and remove the rest of saves that crashed after publishing. Raises
+    OSError."""
     names = set(os.listdir(directory))
     for name in names:
         path = os.path.join(directory, name)
@@ -284,12 +278,13 @@ def remove_leftovers(directory: str) -> None:
 
 
 def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
-    """Apply a policy such as 'last=3,every=1000' to the checkpoints of the directory ``path``;
-    returns those that have to go now.
+    """Apply a policy such as 'last=3,every=1000' to the checkpoints in ``path``; returns those that
+    go.
 
-    A mount keeps to it from now on. Elsewhere it is applied once, to checkpoints that no process of
-    this host has open. Nothing goes, and a warning is logged, if steps and times of publishing
-    disagree. Raises CheckpointError for a policy that cannot be read, OSError."""
+    A mount keeps to it from now on. Elsewhere it is applied once, except to checkpoints that a
+    process of this host has open. Nothing goes, and a warning is logged, if steps and times of
+    publishing disagree. Raises CheckpointError for an unreadable policy, OSError.
+    """
     directory, wanted = plain(path), parse_keep(policy)
     found = {os.fsencode(one.path.name): one for one in list_checkpoints(directory)}
     used = _used_below(directory)
@@ -318,9 +313,7 @@ def keep(path: PathLike, policy: str, *, dry_run: bool = False) -> list[Path]:
 
 
 def set_policy(directory: str, wanted: retention.Keep) -> bool:
-    """Have the mount that the directory lies in keep to this; whether there is one. Raises
-    OSError.
-    """
+    """Set the policy of the directory's mount, if there is one. Raises OSError."""
     if not attributes.is_aifs(directory):
         return False
     text = retention.format_keep(wanted)
@@ -342,8 +335,7 @@ def parse_keep(policy: str) -> retention.Keep:
 
 
 def _used_below(directory: str) -> set[bytes]:
-    """Names in the directory that a symlink beside them leads to, or below which a process of this
-    host has something open."""
+    """Names to which symlinks beside them lead, or below which this host has files open."""
     top = os.path.realpath(directory)
     links = [entry.path for entry in os.scandir(directory) if entry.is_symlink()]
     used = {os.path.realpath(link) for link in links}

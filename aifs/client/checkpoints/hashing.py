@@ -1,8 +1,7 @@
 """The bytes of a checkpoint's files: listed, made durable, hashed.
 
-Hashes are taken by plain reads, right after the bytes were written, so that they come from memory;
-a mapping would be as fast, but an error of the device would end the process (SIGBUS) instead of the
-save.
+Files are hashed by plain reads, right after they were written, from memory; with a mapping an error
+of the device would end the process (SIGBUS).
 """
 
 import os
@@ -19,9 +18,7 @@ from aifs.core.files import close_file, open_file, read_into, sync_dir, sync_fil
 from aifs.core.manifest import RESERVED
 
 WORKERS = 4
-"""Files that are worked on at a time, by a thread each: while one waits for the device, another is
-hashed.
-"""
+"""Files at a time, a thread each: one waits for the device while another is hashed."""
 
 BUFFER = 1 << 20
 BUFFER_ALONE = 4 << 20  # of a file that is hashed by all processors: enough to spread it over them
@@ -30,7 +27,7 @@ _threads_alone = blake3.blake3.AUTO
 
 
 def _after_fork() -> None:
-    """The threads of blake3's pool do not exist in a child, which would wait for them for ever."""
+    """A child does not have blake3's threads, and would wait for them."""
     global _threads_alone
     _threads_alone = 1
 
@@ -44,9 +41,8 @@ def is_reserved(path: str) -> bool:
 
 
 def list_files(directory: str) -> dict[str, os.stat_result]:
-    """The regular files below, without those of the protocol. Symlinks are not followed. Raises
-    OSError.
-    """
+    """The regular files below, without the protocol's; symlinks are not followed. Raises
+    OSError."""
     return {
         path: found
         for path, found in walk(directory)
@@ -55,8 +51,8 @@ def list_files(directory: str) -> dict[str, os.stat_result]:
 
 
 def walk(directory: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Paths below ``directory`` with their status, a directory before what is in it; not what
-    vanishes meanwhile. Raises OSError."""
+    """Paths below ``directory`` with their status, directories first, without vanishing ones.
+    Raises OSError."""
     for entry in list(os.scandir(os.path.join(directory, below))):
         path = os.path.join(below, entry.name)
         with suppress(FileNotFoundError):
@@ -67,17 +63,15 @@ def walk(directory: str, below: str = "") -> Iterator[tuple[str, os.stat_result]
 
 
 def sync_files(directory: str, paths: Iterable[str], hash: bool = True) -> Files:
-    """Make the bytes of the files durable, and say what they are. Raises CheckpointError,
-    OSError.
-    """
+    """Make the files durable, and describe them. Raises CheckpointError, OSError."""
     return _for_all(directory, paths, lambda path, alone: _digest(path, alone, hash, sync_file))
 
 
 def digest_files(
     directory: str, paths: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None
 ) -> Files:
-    """Read the files; ``on_bytes`` is called with the number of bytes that were read since. Raises
-    CheckpointError, OSError."""
+    """Read the files; ``on_bytes`` is called with the bytes read since. Raises CheckpointError,
+    OSError."""
     return _for_all(directory, paths, lambda path, alone: _digest(path, alone, on_bytes=on_bytes))
 
 

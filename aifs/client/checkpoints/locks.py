@@ -1,8 +1,7 @@
 """Whether the process that works on a file lives: it holds a lock of the file.
 
-Locks are those of open file descriptions (fcntl(2)): the kernel lets go of one when the last
-descriptor is closed, so when the process has ended, however it did. Where the filesystem has no
-locks, all succeed, and no file counts as abandoned.
+Locks belong to open file descriptions (fcntl(2)), so they end with the process. Without locks in
+the filesystem all succeed, and no file counts as abandoned.
 """
 
 import errno
@@ -21,14 +20,13 @@ class Locked(Exception):
 
 
 def lock(fd: int, byte: int = 0) -> None:
-    """Nobody else has the lock ``byte`` of the file. ``fd`` is open for writing. Raises Locked,
-    OSError."""
+    """Take the lock ``byte`` of a file open for writing. Raises Locked, OSError."""
     _lock(fd, fcntl.F_WRLCK, byte)
 
 
 def wait(fd: int, byte: int, shared: bool) -> None:
-    """Wait for the lock ``byte`` of the file, alone or with others who share it. ``fd`` is open for
-    writing; to share it, reading will do. Raises OSError."""
+    """Wait for the lock ``byte`` of a file open for writing, or, to share it, reading. Raises
+    OSError."""
     _lock(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte, fcntl.F_OFD_SETLKW)
 
 
@@ -59,8 +57,7 @@ def is_at(path: str, fd: int) -> bool:
 
 
 def create_beside(target: str) -> tuple[str, int]:
-    """A new file beside ``target``, locked as long as it is open: its path, and a descriptor for
-    writing. Raises OSError."""
+    """A new, locked file beside ``target``: its path, and a descriptor to write. Raises OSError."""
     while True:
         path = trees.beside(target)
         fd = trees.create_file(path)
@@ -78,8 +75,7 @@ def create_beside(target: str) -> tuple[str, int]:
 
 
 def remove_abandoned(path: str) -> None:
-    """Remove the file if no process holds it. Where the filesystem has no locks it stays. Raises
-    OSError."""
+    """Remove the file unless a process holds it, or the filesystem has no locks. Raises OSError."""
     fd = files.open_file(path, write=False)
     try:
         if _lock(fd, fcntl.F_RDLCK) and is_at(path, fd):

@@ -74,8 +74,8 @@ def decode_files(value: dict[str, Any]) -> Files:
 
 
 def read_document(path: str) -> bytes | None:
-    """A file that a save has left beside those of a checkpoint, or None. Anybody may have planted
-    it: raises CheckpointError if it is a symlink, no regular file, or too long; OSError."""
+    """A file that a save left beside a checkpoint, or None. Anybody may have planted it: raises
+    CheckpointError for a symlink, no regular file, or a long one; OSError."""
     try:
         return read_foreign(path, _BYTES_MAX)
     except OSError as error:

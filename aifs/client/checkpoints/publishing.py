@@ -1,9 +1,9 @@
 """Publish: a directory that has been written gets its name, with a manifest of its files.
 
-The order, on any filesystem: the bytes are durable; the manifest is; the name appears; then the
-pointers change (the ``latest`` symlink, the tracker file). On AIFS name and pointers change in one
-transaction; elsewhere a crash may leave pointers that still show the checkpoint before, never ones
-that show a checkpoint which is not there."""
+The order: the bytes are durable; the manifest is; the name appears; then the pointers change (the
+``latest`` symlink, the tracker file). On AIFS name and pointers change in one transaction;
+elsewhere a crash may leave old pointers, never ones to a missing checkpoint.
+"""
 
 import errno
 import json
@@ -28,8 +28,8 @@ PathLike = str | os.PathLike[str]
 
 
 def plain(path: PathLike) -> str:
-    """An absolute path without ``.``, ``..`` and a slash at the end. Raises CheckpointError for an
-    empty one, and for KIND://REST, which is no name of a directory."""
+    """An absolute path without ``.``, ``..`` and a final slash. Raises CheckpointError for an empty
+    one, and for KIND://REST."""
     text = os.fspath(path)
     if not text:
         raise CheckpointError("the path is empty")
@@ -46,12 +46,11 @@ def step_of(name: str) -> int | None:
 def commit(
     tmp: PathLike, rank: int, names: Iterable[str] | None = None, *, hash: bool = True
 ) -> None:
-    """Rank ``rank`` has written its files of the pending directory ``tmp``: they are durable when
-    this returns.
+    """Commit the files of rank ``rank`` in the pending directory ``tmp``; durable on return.
 
-    ``names``: paths below ``tmp``; None: all that are there and that no other rank has committed.
-    May be repeated until the publish; the last one counts. ``publish(..., ranks=N)`` wants one of
-    each rank. Raises CheckpointError, OSError.
+    ``names``: paths below ``tmp``; None: all that no other rank has committed. May be repeated
+    until the publish. ``publish(..., ranks=N)`` wants one of each rank. Raises CheckpointError,
+    OSError.
     """
     directory = plain(tmp)
     if names is None:
@@ -165,8 +164,8 @@ def publish_attempt(
 
 
 def require_free(target: str, replace: bool) -> None:
-    """Check that a checkpoint may get the name. Raises FileExistsError, CheckpointError for a file
-    that cannot be replaced, OSError."""
+    """Check that a checkpoint may get the name. Raises FileExistsError, CheckpointError for an
+    irreplaceable file, OSError."""
     there = _mode(target)
     if there and not replace:
         raise FileExistsError(errno.EEXIST, "a checkpoint of this name is there already", target)
@@ -175,7 +174,7 @@ def require_free(target: str, replace: bool) -> None:
 
 
 def _mode(path: str) -> int:
-    """The mode of the file with this name, also of a symlink; 0 if there is none."""
+    """The mode of this name, also of a symlink; 0 if there is none."""
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:
@@ -183,8 +182,8 @@ def _mode(path: str) -> int:
 
 
 def pointers_to(target: str, step: int | None, latest: str | None, tracker: str | None) -> Pointers:
-    """``step``: by default the number at the end of the target's name. Raises CheckpointError if
-    the pointers are no names beside ``target``, or a tracker has no step to hold; OSError."""
+    """``step``: by default the number at the end of the name. Raises CheckpointError if the
+    pointers are no names beside ``target``, or a tracker has no step to hold; OSError."""
     step = step_of(os.path.basename(target)) if step is None else step
     for name in [name for name in (latest, tracker) if name is not None]:
         if os.path.basename(name) != name or name in ("", ".", "..", os.path.basename(target)):
@@ -204,9 +203,7 @@ def pointers_to(target: str, step: int | None, latest: str | None, tracker: str 
 
 
 def _time_after(target: str, latest: str | None) -> float:
-    """Now; if the clock has gone back, just after the checkpoint before: checkpoints are ordered by
-    this.
-    """
+    """Now, or just after the checkpoint before if the clock went back: times order checkpoints."""
     with suppress(CheckpointError, OSError):
         before = manifest.read(os.path.join(os.path.dirname(target), latest)) if latest else None
         if before is not None:
@@ -217,9 +214,7 @@ def _time_after(target: str, latest: str | None) -> float:
 def _complete(
     directory: str, step: int | None, ranks: int | None, hash: bool, attempt: str, time_s: float
 ) -> Manifest:
-    """Everything in the directory is durable and in its manifest, and nothing else is left
-    there.
-    """
+    """Make the directory durable, with its manifest and nothing else."""
     commits = read_commits(directory)
     members = attributes.get_json(directory, attributes.PENDING).get("members", [])
     missing = sorted(set(range(ranks or 0)) - commits.keys() - set(members))

@@ -72,7 +72,7 @@ def stamps(directory: str) -> Stamps:
 
 
 def share(sizes: dict[str, int], ranks: int, rank: int) -> list[str]:
-    """The files that fall to ``rank``: the largest first, each to the rank that has least. The same
+    """The files of ``rank``: the largest first, each to the rank with least; the same
     everywhere."""
     load = [(0, 0, number) for number in range(ranks)]  # bytes, files
     mine = []
@@ -155,8 +155,8 @@ class Ranks:
         return {rank: mark for rank, (_, mark) in found.items() if mark}
 
     def _poll(self, lack: Callable[[], str]) -> Iterator[None]:
-        """Yields again and again, ever slower. Raises RanksMissing, with the text of ``lack``, when
-        the time is over."""
+        """Yields, ever slower. Raises RanksMissing, with the text of ``lack``, after the
+        time-out."""
         end = time.monotonic() + self._timeout_s
         for _ in delays():
             yield
@@ -182,9 +182,8 @@ class Ranks:
     # --- every rank -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Returns when this rank may write its files. Raises CheckpointError, RanksMissing,
-        OSError.
-        """
+        """Wait until this rank may write its files. Raises CheckpointError, RanksMissing,
+        OSError."""
         trees.make_dir(self.directory)
         if self.rank == 0:
             self.attempt = os.urandom(16).hex()
@@ -276,8 +275,7 @@ class Ranks:
                 return
 
     def _await_all(self, state: str, plan: str = "") -> dict[int, dict[str, Any]]:
-        """The marks of the others when all are that far; {} if one has come again, so that the plan
-        holds no more."""
+        """The others' marks in this state; {} if one has come again, so that the plan is void."""
         self._state = state
         for _ in self._poll(self._lacking):
             # Reading a file asks the mount, where listing may not: so it is seen, too, when the

@@ -119,8 +119,7 @@ def checkpoint(
 
 
 def _lock(pending: str) -> int:
-    """A descriptor that keeps other processes of this host from saving to the same name. Raises
-    CheckpointError."""
+    """A descriptor that excludes other processes of this host. Raises CheckpointError."""
     while True:
         trees.make_dir(pending)
         try:
@@ -142,8 +141,8 @@ def _lock(pending: str) -> int:
 
 
 def _prepare(pending: str, ranks: int, step: int | None) -> None:
-    """Remove the files of crashed attempts, except where other ranks may have written already. Tell
-    a mount which ranks will write."""
+    """Remove crashed attempts' files, unless other ranks may have written; tell a mount the
+    ranks."""
     remove_leftovers(os.path.dirname(pending))
     if ranks == 1:
         trees.empty_dir(pending)
@@ -164,8 +163,7 @@ def _give_up(pending: str, lock: int, group: Ranks | None, error: BaseException)
 
 
 def _is_still(pending: str, lock: int) -> bool:
-    """Whether the name is that of the directory that is locked: it may have been published, and be
-    made anew."""
+    """Whether the name is still the locked directory's."""
     try:
         return os.stat(pending).st_ino == os.fstat(lock).st_ino
     except FileNotFoundError:

@@ -46,9 +46,7 @@ class DamagedTensors(ValueError):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor: the name that torch and numpy have for its element type, and its place in the
-    file.
-    """
+    """One tensor: its element type by the name of torch and numpy, and its place in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,8 +55,7 @@ class TensorEntry(NamedTuple):
 
 
 class TensorHeader(NamedTuple):
-    """The bytes before the data. ``names``: in the order of the data; ``size``: of the whole
-    file."""
+    """The bytes before the data. ``names``: in order of the data; ``size``: of the file."""
 
     data: bytes
     names: list[str]
@@ -66,8 +63,7 @@ class TensorHeader(NamedTuple):
 
 
 def itemsize(name: str, dtype: str) -> int:
-    """Bytes of one element. Raises TypeError, which names the tensor ``name``, for a type that the
-    format does not have."""
+    """Bytes of one element. Raises TypeError, naming the tensor ``name``, for an unknown type."""
     if dtype not in _CODES:
         raise TypeError(f"{name}: elements of type {dtype} cannot be in a file of tensors")
     return KINDS[_CODES[dtype]][1]

@@ -1,7 +1,7 @@
-"""Datasets for training: rows of any format in an order that is computed, shuffled at the speed of
+"""Datasets for training: rows of any format in a computed order, shuffled at the speed of
 sequential reading, resumable to the row (docs/guide/datasets.md).
 
-Works on a mount of AIFS and in any other directory. Needs the extra ``data``; ``Loader``, torch.
+Works on a mount of AIFS and elsewhere. Needs the extra ``data``; ``Loader``, torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,9 @@
-"""An open dataset: rows by number, and blocks for readers. Any thread may use it, and it can be
+"""An open dataset: rows by number, and blocks for readers. Any thread may use it; it can be
 pickled.
 
-Its index is kept as ``.aifs-index`` in the dataset's directory (of a dataset that is one file:
-``.NAME.aifs-index`` beside it), where the first user who may write there puts it. It is a cache: it
-counts only if it names exactly the files that are there, with their sizes and mtimes, and losing it
-costs the time to make it. Indexes of directories of files, whose places change, are made each time.
+Its index is ``.aifs-index`` in the dataset's directory (``.NAME.aifs-index`` beside a file), put
+there by the first user who may. It is a cache: it counts only for exactly these files, sizes and
+mtimes. Indexes of directories of files, whose places change, are made each time.
 """
 
 import os
@@ -36,8 +35,8 @@ _OPEN_FILES = 256  # whose footers are held
 
 
 class Dataset:
-    """A dataset that ``data.open`` has found. ``len``: its rows; ``dataset[row]``: one row, in the
-    order of paths (slow: a block is read for it)."""
+    """A dataset from ``data.open``. ``len``: its rows; ``dataset[row]``: one row, in the order of
+    paths (slow: it reads a block)."""
 
     def __init__(self, path: str, index: Index, options: Mapping[str, Any]) -> None:
         self.path = path
@@ -71,12 +70,11 @@ class Dataset:
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """Of each block the number of rows until its end."""
         return array("q", accumulate(self.index.rows))
 
     def open_block(self, number: int) -> BlockRows:
-        """The rows of block ``number`` of the index, which is read now. Raises DatasetError with
-        the file's name; OSError, with ESTALE for a file that is not the one that was indexed."""
+        """Read the rows of block ``number``. Raises DatasetError with the file's name; OSError,
+        ESTALE for a file that has changed since it was indexed."""
         file = self.index.file_of(number)
         block: RowBlock = self.index.block(number)
         return self._file(file).open_block(number - self.index.first_blocks[file], block)
@@ -94,8 +92,7 @@ class Dataset:
         return opened
 
     def let_go(self, numbers: Iterable[int]) -> None:
-        """Nobody here needs these files soon, by their numbers: they are closed, once what was read
-        of them is let go of."""
+        """Close files, by number, that are not needed soon, once what was read is dropped."""
         with self._lock:
             for number in numbers:
                 self._opened.pop(number, None)
@@ -212,7 +209,7 @@ def _cache_of(root: str) -> str:
 def _kept(
     path: str, format: str, names: Mapping[bytes, Version], options: Mapping[str, Any]
 ) -> Index | None:
-    """The index that was kept, if it is that of these files, read in this way."""
+    """The kept index, if it is that of these files and options."""
     try:
         data = read_foreign(path, _INDEX_MAX)
         index = record.decode(data) if data is not None else None
@@ -225,7 +222,7 @@ def _kept(
 
 
 def _has_such_rows(index: Index, options: Mapping[str, Any]) -> bool:
-    """Whether records are as large as the user says: of other formats the files tell it."""
+    """Whether records have the user's size; files of other formats tell theirs."""
     if index.format != records.NAME:
         return True
     size = options.get("record_bytes", 0)

@@ -1,10 +1,9 @@
-"""A reader: the rows of an epoch, in the order that docs/guide/datasets.md defines, for one of many
+"""A reader: the rows of an epoch, in the order of docs/guide/datasets.md, for one of many
 processes.
 
-Rows are fetched group by group, the next group of each share while the one before is handed out, by
-a few threads. In memory are two groups of each share of the reader (twice the shuffle buffer at
-most), one block of each of its shares, and a block for each thread. Nothing is per row of the
-dataset."""
+A few threads fetch each share's next group ahead. In memory are two groups (twice the shuffle
+buffer at most) and a block of each share, and a block a thread; nothing per row of the dataset.
+"""
 
 import threading
 import time
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def filled(counts: Sequence[int], limits: Sequence[int], more: int) -> list[int]:
-    """``counts`` after ``more`` were given, one at a time, each by the share that has given fewest
-    and is below its limit, the first of these."""
+    """``counts`` after ``more``, each given by the first of the shares below their limits that have
+    given fewest."""
     low, high = min(counts, default=0), max(limits, default=0)
     while low < high:  # the highest level to which all can be brought
         level = (low + high + 1) // 2
@@ -49,9 +48,9 @@ def filled(counts: Sequence[int], limits: Sequence[int], more: int) -> list[int]
 class Progress:
     """Where all readers of an epoch begin: rows that each of its shares has given.
 
-    Reader q of P has each P-th share from q on. It goes on with the share that has given fewest
-    rows, the lowest number first, so rows of readers that began at a prefix of the global sequence,
-    and have given as many rows each, are a prefix again.
+    Reader q of P has each P-th share from q on, and goes on with the share that has given fewest,
+    the lowest first. So readers that began at a prefix of the global sequence, and have given as
+    many rows each, make a prefix again.
     """
 
     def __init__(self, epoch: Epoch, readers: int, counts: Sequence[int]) -> None:
@@ -179,11 +178,11 @@ def reader(
 
 
 class Reader:
-    """An iterator over rows. ``len``: those that it had to give when it was made. It is closed by
-    ``close``, as a context manager, or with the last reference to it; one thread may use it.
+    """An iterator over rows; ``len``: those at the start. Closed by ``close``, as a context
+    manager, or with the last reference; one thread may use it.
 
-    Errors: DatasetError with the file's name for damaged bytes; OSError, with ESTALE for a file
-    that has changed since it was indexed. After an error the row that failed is tried again.
+    Raises DatasetError with the file's name for damaged bytes; OSError, ESTALE for a file changed
+    since it was indexed. After an error the failed row is tried again.
     """
 
     def __init__(
@@ -242,9 +241,9 @@ class Reader:
         return row
 
     def batches(self) -> Iterator["pyarrow.RecordBatch"]:
-        """The same rows as Arrow batches, one for each group of a share (``buffer / shares``
-        rows), not decoded to Python objects. Shares take turns, so the order of rows is another one
-        than that of single rows; ``transform`` and ``drop_last`` do not count."""
+        """The rows as Arrow batches, one a group of a share (``buffer / shares`` rows), undecoded.
+        Shares take turns, so the order differs from single rows; without ``transform`` and
+        ``drop_last``."""
         if self._given:
             raise ValueError("this reader gives rows: make another one for batches")
         if not self._batches:
@@ -265,11 +264,10 @@ class Reader:
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """Where the epoch is: a few integers, the same for all readers that have handed out as many
-        rows. A reader with this state, for any world and workers that divide its shares, gives
-        exactly the rows that follow. When the iteration has ended the epoch is over.
-
-        Raises ValueError between batches, which other readers may have had of other sizes."""
+        """Where the epoch is: a few integers, the same for all readers with as many rows. A reader
+        with this state, for any world and workers that divide its shares, gives exactly the rows
+        that follow. After the iteration the epoch is over. Raises ValueError between batches, which
+        other readers may have had of other sizes."""
         if self._ended:
             return state_of(self._epoch, self._progress.limits)
         if self._batches:
@@ -291,11 +289,11 @@ class Reader:
         self.close()
 
     def _tell(self) -> None:
-        """The mount, and the dataset, how far we are."""
+        """Tell mount and dataset how far we are."""
         self._announcer.tell(self._row())
 
     def _row(self) -> int:
-        """Up to here we need nothing of any share any more."""
+        """The row of any share up to which all is done."""
         open_ones = [n for share, n in self._counts.items() if n < self._limit(share)]
         return min(open_ones, default=max(self._counts.values()))
 
@@ -303,7 +301,7 @@ class Reader:
         return self._progress.limits[share]
 
     def _turns(self) -> deque[int]:
-        """The shares that have given fewest rows, in their order: each gives one."""
+        """The shares that have given fewest rows, in order."""
         open_ones = [share for share in self._shares if self._counts[share] < self._limit(share)]
         least = min((self._counts[share] for share in open_ones), default=0)
         return deque(share for share in open_ones if self._counts[share] == least)
@@ -334,8 +332,7 @@ class _Fetch(NamedTuple):
 
 
 class _Groups:
-    """Fetches groups of rows, each share's next one ahead. Its threads end with the last reference
-    to it."""
+    """Fetches groups, each share's next one ahead. Its threads end with the last reference."""
 
     def __init__(self, dataset: Dataset, epoch: Epoch, shares: int) -> None:
         self._epoch = epoch
@@ -406,8 +403,8 @@ def _rows_of(epoch: Epoch, blocks: "_Blocks", share: int, row: int) -> list[Any]
 def _by_piece(
     group: ShuffleGroup, places: list[int]
 ) -> Iterator[tuple[Piece, list[int], list[int]]]:
-    """Of each piece of a group that gives some of the rows at ``places``: the numbers of these rows
-    in its block, and the numbers of these places, in the order of its rows."""
+    """For each piece with rows at ``places``: their numbers in its block, and the places'
+    numbers."""
     in_order = sorted(range(len(places)), key=places.__getitem__)
     at = begin = 0
     for piece in group.pieces:
@@ -421,7 +418,6 @@ def _by_piece(
 
 
 def _places(group: ShuffleGroup) -> list[int]:
-    """Of each row its place among the rows of all pieces."""
     return _all_places(group)[group.start :: group.step][: group.rows]
 
 
@@ -456,8 +452,7 @@ _BATCHES = _Fetch(
 
 
 class _Dealt:
-    """A group whose rows are dealt out to all shares. Those of one reader's shares are fetched
-    together, each piece once, by several threads."""
+    """A group dealt out to all shares. A reader's shares are fetched together, each piece once."""
 
     def __init__(
         self,
@@ -501,8 +496,8 @@ class _Blocks:
         self._held: OrderedDict[int, Future[BlockRows]] = OrderedDict()
 
     def read_to_the_end(self, group: ShuffleGroup) -> None:
-        """The next group of the share begins where this one ends: without this, blocks that no
-        share needs any more would push out those that other shares still read."""
+        """Go on to the end, where the share's next group begins: otherwise finished blocks would
+        push out those that other shares read."""
         with self._lock:
             for piece in group.pieces[:-1]:
                 if piece.block != group.pieces[-1].block:
@@ -536,11 +531,9 @@ EVERY_S = 0.25
 
 
 class Announcer:
-    """Announces to the mount of a dataset which epoch a reader reads, in which order, and how far
-    it is, so that files are in the burst tier before it comes to them. Elsewhere, and where the
-    mount refuses that, nothing is announced. Ends with the last reference to it; one thread may use
-    it.
-    """
+    """Announces a reader's epoch, order and progress to the mount, so that files are in the burst
+    tier in time. Does nothing elsewhere, or if refused. Ends with the last reference; one
+    thread."""
 
     def __init__(self, dataset: Dataset, epoch: Epoch, readers: int, number: int) -> None:
         """Reader ``number`` of so many. Tells nothing yet."""
@@ -556,8 +549,8 @@ class Announcer:
                 self._fd = files.open_file(dataset.path, write=False)
 
     def tell(self, row: int) -> None:
-        """So many rows of each share have been handed out. Files of windows that are over are
-        closed, because open files cannot make room for others. Costs little most of the time."""
+        """So many rows of each share are handed out. Closes files of past windows, which could not
+        make room for others. Mostly costs little."""
         window = self._epoch.window_of(row)
         if window > self._window:
             for number in range(self._window, window):

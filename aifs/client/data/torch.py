@@ -28,11 +28,11 @@ from aifs.datasets.sequence import Epoch, EpochOrder
 
 class TorchRows(torch.utils.data.IterableDataset):
     """Rows of one epoch, for ``torch.utils.data.DataLoader``: each worker of each rank gives its
-    own, in the order of docs/guide/datasets.md.
+    own (docs/guide/datasets.md).
 
-    ``rank``, ``world``: by default those of torch.distributed, else of the variables RANK and
-    WORLD_SIZE, else one process. The other arguments are those of ``data.reader``; ``transform``
-    runs in the workers. ``set_epoch`` counts for the next iteration, also in workers that persist.
+    ``rank``, ``world``: by default torch.distributed's, else RANK and WORLD_SIZE, else one process.
+    Other arguments: as ``data.reader``; ``transform`` runs in workers. ``set_epoch`` counts for the
+    next iteration, also in persistent workers.
     """
 
     def __init__(
@@ -96,14 +96,13 @@ class TorchRows(torch.utils.data.IterableDataset):
 class Loader:
     """A ``torch.utils.data.DataLoader`` of a dataset, whose state can be saved with a checkpoint.
 
-    Each iteration is one epoch, and the next one the epoch after; one that was left in the middle
-    goes on in the next. ``state_dict`` says where the batches that were handed out end, however far
-    the workers have fetched ahead, and is the same on all ranks that have had as many; a Loader
-    with this state, for another world or other workers that divide its shares, gives exactly the
-    rows that follow.
+    An iteration is an epoch, or the rest of an interrupted one. ``state_dict`` is the end of the
+    batches handed out, whatever workers have fetched, the same on all ranks with as many. A Loader
+    with it, for any world and workers that divide its shares, gives exactly the rows that follow.
 
-    ``drop_last``: all ranks give as many batches, all of ``batch_size`` rows. ``order``: arguments
-    of ``data.reader``; ``loader``: of DataLoader (``collate_fn``, ``persistent_workers``, ...)."""
+    ``drop_last``: all ranks give as many batches of ``batch_size`` rows. ``order``: arguments of
+    ``data.reader``; ``loader``: of DataLoader (``collate_fn``, ``persistent_workers``, ...).
+    """
 
     def __init__(
         self,
@@ -180,8 +179,7 @@ class Loader:
         return Progress(epoch, self._rows.world * self._workers, counts)
 
     def _of_workers(self, rank: int, progress: Progress) -> list[int]:
-        """Batches that each worker of the rank gives. They take turns, one batch each; workers
-        without further batches are left out."""
+        """Batches of each worker of the rank: one each in turn, without exhausted workers."""
         readers = [rank + self._rows.world * worker for worker in range(self._workers)]
         if self._drop_last:
             least = min(progress.left(one) for one in range(self._rows.world * self._workers))
@@ -190,7 +188,7 @@ class Loader:
 
 
 def _place() -> tuple[int, int]:
-    """Our rank, and how many there are."""
+    """Our rank, and their number."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

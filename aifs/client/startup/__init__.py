@@ -1,9 +1,9 @@
-"""Jobs that start sooner: environments and images that are made once and used in place by all ranks
-and hosts, and records of the files that a start touches (docs/guide/startup.md; BootSeer, sec. 4.1
-and 4.3).
+"""Jobs that start sooner: environments and images, made once and used in place by all ranks and
+hosts, and records of the files that a start touches (docs/guide/startup.md; BootSeer, sec. 4.1 and
+4.3).
 
-Environments and images work on a mount of AIFS and in any other directory. A module is imported
-when a name of it is first used, as those of ``aifs.client`` are."""
+Environments and images work on a mount of AIFS and elsewhere. Modules are imported at first use.
+"""
 
 from typing import TYPE_CHECKING
 

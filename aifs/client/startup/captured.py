@@ -46,13 +46,14 @@ def capture(
     expire_s: float | None = None,
 ) -> MadeDirectory:
     """Bring to ``target`` the files that ``install()`` puts there: call it, and keep them as an
-    environment, or take those of the environment with this key. Of all callers, on any host, one
+    environment, or take those of the environment with this key. Of all callers on all hosts one
     installs.
 
-    The path of ``target`` need not be the one that it was captured from: text that says the old one
-    is changed, compiled Python that does is left out, and other binary files have their strings
-    replaced if the new path is not longer; else nothing is restored. Owners and attributes are not
-    kept. Restored files are not synced. Raises as ``environment`` does; MakingFailed."""
+    ``target`` may differ from the captured path: text that names the old one is changed, compiled
+    Python left out, other binary files changed if the new path is not longer; else nothing is
+    restored. Owners and attributes are not kept; restored files are not synced. Raises as
+    ``environment``; MakingFailed.
+    """
     path = os.path.realpath(target)
     trees.make_dir(path)
     with _alone(path) as mark:
@@ -75,7 +76,7 @@ def capture(
 
 @contextmanager
 def _alone(target: str) -> Iterator[int]:
-    """Nobody else on this filesystem changes ``target``: a descriptor of its mark."""
+    """Exclude others on this filesystem from ``target``: a descriptor of its mark."""
     path = os.path.join(target, _MARK)
     while True:
         fd = files.open_file(path, create=True, foreign=True)
@@ -120,7 +121,7 @@ def _make(made: str, target: str, mark: int, install: Callable[[], object]) -> N
 
 
 def _look(target: str) -> State:
-    """Raises MakingFailed if one is neither file, directory nor symlink; OSError."""
+    """Raises MakingFailed for other files than regular ones, directories, symlinks; OSError."""
     found = {}
     for path, status in hashing.walk(target):
         if path == _MARK:
@@ -135,7 +136,7 @@ def _look(target: str) -> State:
 
 
 def _decode_state(data: bytes) -> State | None:
-    """None for a mark that was not written, or is torn: nothing was installed yet."""
+    """None for an unwritten or torn mark: nothing was installed yet."""
     try:
         value = json.loads(data)
     except ValueError:
@@ -147,7 +148,7 @@ def _decode_state(data: bytes) -> State | None:
 
 
 def _restore(made: str, target: str) -> None:
-    """May be repeated after one that was interrupted."""
+    """May be repeated after an interruption."""
     told = _told(made)
     source = os.path.join(made, _FILES)
     entries = list(hashing.walk(source))
@@ -191,8 +192,7 @@ def _restore(made: str, target: str) -> None:
 
 @contextmanager
 def _reached(target: str, path: str) -> Iterator[str]:
-    """Another path of this one below the target, which leads over no symlink: others may have put
-    one there."""
+    """Another path below the target, without symlinks, which others may put there."""
     top = beneath.open_directory(target)
     try:
         above = beneath.reach(os.path.dirname(path), top)
@@ -203,7 +203,7 @@ def _reached(target: str, path: str) -> Iterator[str]:
 
 
 def _remove_temporary(target: str, directories: Sequence[str], wanted: Container[str]) -> None:
-    """Names that a killed process has left beside the files that are ``wanted``."""
+    """Remove names that a killed process left beside ``wanted`` files."""
     for directory in directories:
         with _reached(target, os.path.join(directory, "")) as at:
             for name in os.listdir(at):
@@ -212,7 +212,7 @@ def _remove_temporary(target: str, directories: Sequence[str], wanted: Container
 
 
 def _told(made: str) -> dict[str, Any]:
-    """Raises MakingFailed if one is missing, or would reach out of the target."""
+    """Raises MakingFailed if one is missing, or out of the target."""
     path = os.path.join(made, _TOLD)
     try:
         told = json.loads(files.read_foreign(path, _TOLD_MAX) or b"")
@@ -227,7 +227,7 @@ def _told(made: str) -> dict[str, Any]:
 
 
 def _is_same(path: str, wanted: os.stat_result) -> bool:
-    """By mode, size and time, as the files that were put there have them."""
+    """By mode, size and time, as installed."""
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -246,14 +246,13 @@ def _remove(path: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """Remove directories in the place of other files."""
     if os.path.isdir(path) and not os.path.islink(path):
         trees.remove_tree(path)
 
 
 def _put(source: str, to: str, linked: bool) -> None:
-    """The file, symlink or directory, without what is in it. ``linked``: as a hard link if that can
-    be. A directory that is there stays as it is."""
+    """Make the file, symlink or empty directory; ``linked``: a hard link if possible. Directories
+    there stay."""
     status = os.lstat(source)
     if stat.S_ISDIR(status.st_mode):
         if os.path.lexists(to) and (os.path.islink(to) or not os.path.isdir(to)):
@@ -279,7 +278,7 @@ def _copy(source: str, to: str, status: os.stat_result) -> None:
 
 @contextmanager
 def _new(path: str, status: os.stat_result) -> Iterator[int]:
-    """A file for writing, which then has this mode and time and gets the name."""
+    """A file for writing, which then gets mode, time and name."""
     temporary = trees.beside(path)
     fd = trees.create_file(temporary)
     try:

@@ -1,5 +1,4 @@
-"""Environments: directories with installed packages, made once for their key, which is what an
-environment depends on; its name is a hash of that."""
+"""Environments: directories with installed packages, named by a hash of the key they depend on."""
 
 import glob
 import importlib.machinery
@@ -17,8 +16,8 @@ DIGITS = 32
 
 
 def platform_key() -> dict[str, Any]:
-    """The properties of this machine that compiled modules depend on: Python's ABI, the processor,
-    the C library, the models of its NVIDIA GPUs."""
+    """The machine as compiled modules see it: Python's ABI, processor, C library, NVIDIA GPU
+    models."""
     return {
         "python": _abi(),
         "machine": platform.machine(),
@@ -28,7 +27,7 @@ def platform_key() -> dict[str, Any]:
 
 
 def _abi() -> str:
-    """``SOABI`` of sysconfig, which takes longer to import than all else here."""
+    """``SOABI`` of sysconfig, without its slow import."""
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]  # such as .cpython-311-x86_64-linux-gnu.so
     return suffix.removesuffix(".so").strip(".") or platform.python_version()
 
@@ -46,8 +45,8 @@ def _gpus() -> list[str]:
 
 
 def name_of(key: Mapping[str, Any]) -> str:
-    """The name of the environment with this key: 32 hexadecimal digits. Values are what JSON has;
-    the order of names does not count. Raises TypeError for others."""
+    """The environment's name for this key of JSON values: 32 hexadecimal digits; order does not
+    count. Raises TypeError for other values."""
     text = json.dumps(key, sort_keys=True, separators=(",", ":"))
     return blake3.blake3(text.encode()).hexdigest()[:DIGITS]
 

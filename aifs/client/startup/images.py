@@ -1,16 +1,12 @@
-"""Container images: archives of ``docker save`` and layouts of the OCI, unpacked once into a
-directory that all hosts use.
+"""Container images: archives of ``docker save`` and OCI layouts, unpacked once for all hosts.
 
     DIR/images/DIGEST/rootfs        its layers, applied one after the other
-    DIR/images/DIGEST/config.json   its configuration, as it was; DIGEST is the SHA-256 of it, which
-                                    is what Docker calls the image's ID
+    DIR/images/DIGEST/config.json   its configuration; DIGEST is its SHA-256, Docker's image ID
 
-It is made as ``once`` makes directories: by one of all that import it, and whole or not at all. The
-directory is of root, and for root alone: programs in it may be set-user-ID.
-
-The parts of an archive are found by their digests, and used only when these are right (OCI image
-specification, "Image Manifest Specification"). The configuration names the digests of unpacked
-layers, so these are checked also where a manifest has none (``docker save``)."""
+``once`` makes it: by one importer, whole or not at all. The directory is for root alone: programs
+in it may be set-user-ID. Parts are found by digests, which are checked (OCI image specification,
+"Image Manifest Specification"), also those of unpacked layers in the configuration.
+"""
 
 import errno
 import gzip
@@ -148,7 +144,7 @@ def _apply(rootfs: Rootfs, layer: ImageLayer, file: IO[bytes], limits: Limits) -
 
 @contextmanager
 def _unpacked(packed: io.BufferedReader) -> Iterator[IO[bytes]]:
-    """The bytes that gzip or Zstandard has packed, as their first ones say, or these themselves."""
+    """The bytes packed by gzip or Zstandard, by their magic, or these bytes."""
     start = packed.peek(4)[:4]
     if start.startswith(b"\x1f\x8b"):
         yield gzip.GzipFile(fileobj=packed)  # type: ignore[misc]
@@ -203,7 +199,7 @@ class _Measured(io.RawIOBase):
 
 @contextmanager
 def _refusing(what: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors inside are raised with ``what`` before their text."""
+    """Put ``what`` before the text of errors inside."""
     try:
         yield
     except ImageRefused as error:
@@ -259,8 +255,7 @@ class _ShortReads(io.BufferedReader):
 
 
 def _open_below(directory: str, path: str) -> IO[bytes]:
-    """Raises FileNotFoundError. Symlinks in a directory are followed: the digest of their target is
-    checked."""
+    """Raises FileNotFoundError. Follows symlinks: the target's digest is checked."""
     found = os.path.join(directory, path)
     if path != _INDEX and not path.startswith(_BLOBS):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), found)
@@ -304,7 +299,7 @@ class ImageArchive:
             raise ImageRefused(f"{layer.path} is missing in the archive") from None
 
     def _listed(self, index: bytes) -> list[ArchivedImage]:
-        """The images of an OCI index, and of those that it lists."""
+        """The images of an OCI index, and of nested ones."""
         images: dict[str, ArchivedImage] = {}
         indexes: list[tuple[bytes, list[str]]] = [(index, [])]
         for document, above in indexes:  # which grows
@@ -342,7 +337,7 @@ class ImageArchive:
         return image
 
     def _blob(self, descriptor: Any) -> bytes:
-        """The whole document that a descriptor describes."""
+        """The document of a descriptor."""
         path = _blob_path(descriptor)
         data = self._read_listed(path)
         digest = hashlib.sha256(data).hexdigest()
@@ -382,7 +377,7 @@ def _blob_path(descriptor: Any) -> str:
 
 
 def _is_ours(descriptor: dict[str, Any]) -> bool:
-    """Whether it may describe an image for this machine."""
+    """Whether it may be for this machine."""
     system = descriptor.get("platform")
     if not isinstance(system, dict):
         return True

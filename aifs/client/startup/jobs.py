@@ -1,17 +1,14 @@
-"""Starts of jobs for the program that begins them: directories with records of the files that they
-touched.
+"""Starts of jobs for the program that begins them: directories with records of files they touched.
 
     DIR/JOB/RUN.start    what the start RUN has touched (core/start_record.py)
 
-The mount records (reads). This module asks it to, and prefetches the files of its records. No
-job fails because of any of this: ``JobStart`` says in one line why nothing is recorded, and goes
-on.
+The mount records reads on demand; this module prefetches the records' files. No job fails because
+of it: ``JobStart`` reports in one line, and goes on.
 
-Prefetching is opening the files, and reading their hot parts. So it has the rights of the caller,
-names and attributes are in the kernel's caches, too, from any tier, and nothing is written.
-
-Users may share DIR, so records and names there may be another user's: JOB is no symlink, and only
-regular files of this mount are opened."""
+Prefetching opens files, and reads their hot parts: with the caller's rights, into the kernel's
+caches, from any tier, writing nothing. Users may share DIR: JOB is no symlink, and only regular
+files of this mount are opened.
+"""
 
 import os
 import re
@@ -67,8 +64,8 @@ class StartUnknown(UserError):
 
 
 def default_directory() -> str:
-    """The directory ``start`` of the mount of the current directory, or of the only mount. Raises
-    StartUnknown, also if everybody may make one there."""
+    """``start`` of the current directory's mount, or of the only one. Raises StartUnknown, also if
+    everybody may make one there."""
     here = mount_of(os.getcwd())
     found = [mount.mountpoint for mount in all_mounts() if mount.fstype == FSTYPE]
     if here is not None and here.fstype == FSTYPE:
@@ -95,8 +92,8 @@ def _is_foreign(path: str) -> bool:
 
 
 def directory_of(top: str, job: str, key: str = "") -> str:
-    """The directory of a job; with ``key`` that of the job as it is started with this key. Raises
-    StartUnknown for a name that cannot be."""
+    """A job's directory, or that for a start with ``key``. Raises StartUnknown for an invalid
+    name."""
     name = f"{job}+{key}" if key else job
     if not JOB.fullmatch(name):
         raise StartUnknown(f"{name!r} is no name of a job: letters, digits and ._:+-, up to 128")
@@ -132,8 +129,8 @@ def read_records(directory: str) -> list[StartRecord]:
 
 @contextmanager
 def opened(directory: str, run: str = "") -> Iterator[str]:
-    """Another path of the directory of a job, or of one of its starts, which leads there as long as
-    the context lasts. Raises StartUnknown if there is none; a symlink is none."""
+    """Another path of a job's directory, or start, valid in the context. Raises StartUnknown if
+    there is none; a symlink is none."""
     path = os.path.join(directory, run) if run else directory
     try:
         fd = job = beneath.open_directory(directory)
@@ -175,9 +172,8 @@ class Fetched(NamedTuple):
 
 
 def prefetch(directory: str, passed_on_s: float = 0.0) -> Fetched:
-    """Read the files that the next start of the job will touch, in that order. On return they are
-    in memory, except those that have changed or are out of reach. ``passed_on_s``: large files stay
-    open for so long afterwards, so that hosts that start later know where it is. Raises
+    """Read the files of the job's next start, in order, into memory, except changed or unreachable
+    ones. ``passed_on_s``: large ones stay open so long, for hosts that start later. Raises
     StartUnknown."""
     from concurrent.futures import ThreadPoolExecutor  # the job need not wait for this
 
@@ -197,9 +193,8 @@ def prefetch(directory: str, passed_on_s: float = 0.0) -> Fetched:
 
 
 def _read(root: int, kept: list[int], hot: HotFile) -> bool:
-    """Whether the file was still there, as it was, and could be read. One of several blocks stays
-    open in ``kept``, so that hosts that read it, too, can pass it on.
-    """
+    """Whether the file was unchanged and read. Multi-block ones stay open in ``kept``, to be passed
+    on."""
     with suppress(OSError):
         fd = beneath.open_file(hot.path.lstrip("/"), root)
         try:
@@ -228,9 +223,7 @@ _scratch = _Scratch()
 
 
 class JobStart:
-    """The start of a job, which has begun: prefetched by another process, so that the job need
-    not wait. Nothing here raises. Made while the process has one thread.
-    """
+    """A begun start, prefetched by another process. Does not raise. Made while single-threaded."""
 
     def __init__(self, directory: str, run: str, warn: Callable[[str], None]) -> None:
         """``warn`` is called with one line that says why a part is left out."""
@@ -266,7 +259,6 @@ class JobStart:
             attributes.put(directory, attributes.START, text)
 
     def _prefetch(self) -> int:
-        """The process that does it."""
         child = os.fork()
         if child == 0:
             try:

@@ -94,8 +94,8 @@ class Rootfs:
         files.close_file(self._root)
 
     def apply(self, layer: IO[bytes]) -> None:
-        """Apply a layer: ``layer`` gives the bytes of its archive, unpacked. Raises ImageRefused,
-        OSError, and the errors of tarfile for a damaged one."""
+        """Apply a layer, the unpacked bytes of an archive. Raises ImageRefused, OSError, errors of
+        tarfile."""
         self._fresh = {""}
         archive = tarfile.TarFile(
             fileobj=_Forward(layer),  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ class Rootfs:
             beneath.set_attribute(name, attribute, data, parent)
 
     def _hide(self, above: str, whiteout: str) -> None:
-        """Remove what other layers made: all that is in a directory, or one name."""
+        """Remove a name, or all in a directory, of other layers."""
         hidden = whiteout.removeprefix(_WHITEOUT)
         if hidden in ("", ".", ".."):
             raise ImageRefused(f"{above}/{whiteout}: hides no name")
@@ -244,7 +244,7 @@ class Rootfs:
     def _remove(
         self, name: str, parent: int, path: str, kept: Container[str] = frozenset()
     ) -> None:
-        """Remove this name and all below it, except paths that are ``kept``."""
+        """Remove this name and all below, except paths ``kept``."""
         if _is_directory(name, parent):
             fd = beneath.open_directory(name, parent)
             try:
@@ -264,8 +264,8 @@ class Rootfs:
             path = path.rpartition("/")[0]
 
     def _reach(self, path: str, make: bool) -> tuple[str, int] | None:
-        """A directory: its path without symlinks, and a descriptor, until another one is asked for.
-        Where it is missing it is made, or there is none."""
+        """A directory's path without symlinks, and a descriptor until the next call. Makes missing
+        ones, or returns None."""
         if path == self._reached[0]:
             return self._reached
         self._leave()
@@ -341,7 +341,7 @@ class _Forward:
 
 
 def _path_of(name: str) -> str:
-    """A path from the root, without ``.`` and a slash before it; empty for the root."""
+    """A path from the root, without ``.`` and leading slash; empty for the root."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in name:
         raise ImageRefused(f"{name!r}: leads out of the image")
@@ -372,7 +372,7 @@ def _is_directory(name: str, parent: int) -> bool:
 
 
 def _target(name: str, parent: int) -> str | None:
-    """Of a symlink; of anything else None."""
+    """A symlink's target, or None."""
     if not stat.S_ISLNK(os.lstat(name, dir_fd=parent).st_mode):
         return None
     return os.readlink(name, dir_fd=parent)

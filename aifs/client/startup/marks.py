@@ -59,10 +59,9 @@ class Mark(NamedTuple):
 
 
 class MarkedOutput:
-    """Pass the bytes that a command writes to ``stdout`` on to the descriptor ``target``, and note
-    its marks by ``stages.note``. Marks that cannot be noted are left out.
-
-    ``stdout`` is a terminal where ``target`` is one: programs print by lines to those alone."""
+    """Pass ``stdout`` of a command on to the descriptor ``target``, noting its marks by
+    ``stages.note``, if possible. ``stdout`` is a terminal if ``target`` is: programs print by lines
+    to those alone."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -96,9 +95,8 @@ class MarkedOutput:
         self._noter.start()
 
     def end(self, usage: resource.struct_rusage) -> None:
-        """The command has ended; wait until no process has ``stdout`` open, and all of it is passed
-        on. Raises OSError if that fails, as on a full disk, except if the reader has closed
-        ``target``."""
+        """After the command's end, wait until ``stdout`` is closed and passed on. Raises OSError if
+        that fails, except if the reader has closed ``target``."""
         self._usage.set_result(usage)
         self._copier.join()
         self._noter.join(_NOTED_S)
@@ -141,7 +139,7 @@ class MarkedOutput:
                 stages.note(*mark, stages.since(before.pop(mark.stage, now), now))
 
     def _spent(self, directory: str) -> Spent:
-        """The seconds of the command and its children, so far."""
+        """Seconds of the command and its children, so far."""
         if processes := all_below(self._pid):
             return stages.of_others(directory, sum(processes.values()), processes)
         return stages.of_others(directory, stages.processor_s(self._usage.result()), ())

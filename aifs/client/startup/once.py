@@ -166,7 +166,7 @@ def make_once(
 
 
 def made_at(path: str | os.PathLike[str], owner: int | None = None) -> MadeDirectory:
-    """The one with this path, in use; ``owner`` as of ``make_once``. Raises MakingFailed,
+    """The one with this path, in use; ``owner``: see ``make_once``. Raises MakingFailed,
     OSError."""
     above, name = os.path.split(os.path.realpath(path))
     unknown = MakingFailed(f"{os.fspath(path)}: is no environment or image")
@@ -189,8 +189,8 @@ def made_at(path: str | os.PathLike[str], owner: int | None = None) -> MadeDirec
 
 
 def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, float]]:
-    """By name, the record of each directory that has been made, and when it was used last, in
-    seconds since the epoch. Raises MakingFailed, OSError."""
+    """By name, the record of each made directory, and its last use (s since the epoch). Raises
+    MakingFailed, OSError."""
     found = {}
     with suppress(FileNotFoundError), _opened(directory) as place:
         for name in _names(place.records):
@@ -202,16 +202,16 @@ def list_made(directory: str | os.PathLike[str]) -> dict[str, tuple[MadeRecord, 
 
 
 def expire(directory: str | os.PathLike[str]) -> list[str]:
-    """Remove unused directories whose time is over, and those that dead makers have left; returns
-    the names. Raises MakingFailed, OSError."""
+    """Remove expired unused directories, and dead makers'; returns the names. Raises MakingFailed,
+    OSError."""
     with suppress(FileNotFoundError), _opened(directory) as place:
         return _expire_all(place)
     return []
 
 
 def remove(path: str | os.PathLike[str], owner: int | None = None) -> None:
-    """Remove the one with this path now; ``owner`` as of ``make_once``. Raises MakingFailed if it
-    is in use, or belongs to another user; OSError."""
+    """Remove the one with this path; ``owner``: see ``make_once``. Raises MakingFailed if in use,
+    or another user's; OSError."""
     made_at(path, owner).close()
     above, name = os.path.split(os.path.realpath(path))
     with _opened(above, owner) as place:
@@ -234,8 +234,7 @@ class _Place(NamedTuple):
         self.require_trusted(RECORDS, os.stat(self.records))
 
     def require_trusted(self, name: str, found: os.stat_result) -> None:
-        """Raises MakingFailed if an untrusted user may have made ``name``, because everybody may
-        make names here."""
+        """Raises MakingFailed if an untrusted user may have made ``name``: everybody may here."""
         if self.owner is None:
             is_foreign = beneath.is_foreign(found, os.stat(self.at))
         else:
@@ -255,8 +254,8 @@ def _untrusted(path: str, found: os.stat_result) -> MakingFailed:
 def _opened(
     directory: str | os.PathLike[str], owner: int | None = None, make: bool = False
 ) -> Iterator[_Place]:
-    """``make``: it and its directory of records, if they are missing. Raises MakingFailed,
-    FileNotFoundError, OSError."""
+    """``make``: directory and records, if missing. Raises MakingFailed, FileNotFoundError,
+    OSError."""
     path = os.path.realpath(directory)
     if owner is not None:
         above, name = os.path.split(os.path.abspath(directory))
@@ -275,8 +274,8 @@ def _opened(
 
 @contextmanager
 def _without_symlink(path: str, known_as: str) -> Iterator[str]:
-    """Another path of the directory, which leads there as long as the context lasts. Errors say
-    ``known_as``. Raises MakingFailed if it is no directory."""
+    """Another path of the directory, valid in the context; errors say ``known_as``. Raises
+    MakingFailed for no directory."""
     try:
         fd = beneath.open_directory(path)
     except NotADirectoryError:
@@ -304,7 +303,7 @@ def _is_dir(path: str) -> bool:
 
 
 def _is_there(place: _Place, name: str) -> bool:
-    """Whether it has been made. Raises MakingFailed if it is not one that the caller should run."""
+    """Whether it was made. Raises MakingFailed if the caller should not run it."""
     try:
         found = os.lstat(os.path.join(place.at, name))
     except FileNotFoundError:
@@ -317,8 +316,7 @@ def _is_there(place: _Place, name: str) -> bool:
 
 
 def _in_use(records: str, name: str) -> int:
-    """A descriptor of the record, which is made if it is missing, with the lock of those who use
-    the directory."""
+    """A descriptor of the record, made if missing, with the users' lock."""
     path = os.path.join(records, name)
     while True:
         try:
@@ -376,7 +374,7 @@ def _make_if_missing(
     seen: int,
     fd: int,
 ) -> bool:
-    """Whether this call has made it. ``seen``: attempts that had ended when the caller came."""
+    """Whether this call made it. ``seen``: attempts ended when the caller came."""
     record = _read_open(fd)
     if _is_there(place, name):
         return False
@@ -415,12 +413,12 @@ def _make_if_missing(
 
 
 def _pending(name: str) -> str:
-    """Another name of the same length, which ``ls`` does not show."""
+    """Another name of this length, hidden from ``ls``."""
     return "." + os.urandom(len(name)).hex()[: len(name) - 1]
 
 
 def _show(place: _Place, pending: str, name: str) -> bool:
-    """Give it its name. False: another one has it, on a filesystem without locks."""
+    """Name it. False: another one has the name, without locks."""
     path = os.path.join(place.at, pending)
     try:
         trees.rename_new(path, os.path.join(place.at, name))
@@ -434,8 +432,7 @@ def _show(place: _Place, pending: str, name: str) -> bool:
 
 
 def _is_of_record(place: _Place, name: str, fd: int) -> bool:
-    """Whether the directory belongs to the owner of the record ``fd``, which names it: others may
-    be making it."""
+    """Whether the directory belongs to the owner of its record ``fd``: others may be making it."""
     with suppress(FileNotFoundError):
         found = os.lstat(os.path.join(place.at, name))
         return found.st_uid == os.fstat(fd).st_uid
@@ -514,7 +511,7 @@ def _decode(data: bytes) -> MadeRecord:
 
 
 def _write(fd: int, record: MadeRecord) -> None:
-    """Where it is: the locks are those of this file. A torn one counts as empty."""
+    """In place: the locks are this file's. A torn one counts as empty."""
     data = json.dumps(record._asdict()).encode()
     if len(data) > _RECORD_MAX:
         raise MakingFailed(f"a key of {len(data)} bytes: at most {_RECORD_MAX} are kept")

@@ -1,9 +1,8 @@
-"""A tree of files that was made under one name, and shall work under another of the same length.
+"""A tree of files made under one name, to work under another of the same length.
 
-Installers write the path that they install to into scripts, ``pyvenv.cfg``, ``.pth`` files,
-compiled Python and shared objects. The first name stands nowhere else, as it is random, and both
-names have the same length: so the bytes of one may be exchanged for those of the other wherever
-they stand, and every other byte keeps its place.
+Installers write their target's path into scripts, ``pyvenv.cfg``, ``.pth`` files, compiled Python
+and shared objects. The first name is random, and stands nowhere else; the lengths are equal: so one
+is exchanged for the other wherever it stands, and no other byte moves.
 """
 
 import base64
@@ -21,12 +20,12 @@ PIECE = 4 << 20
 
 
 def relocate(directory: str, old: str, new: str) -> int:
-    """Make all below ``directory`` say ``new`` where it said ``old``; returns how many files and
-    symlinks did.
+    """Replace ``old`` by ``new`` in all below ``directory``; returns how many files and symlinks.
 
-    A file that does is replaced by another one, with the same mode and times: it may be a hard link
-    into an installer's cache. Its entry in pip's ``RECORD`` is brought up to date. Nothing is
-    durable yet. Raises OSError; ValueError if the names differ in length."""
+    Changed files are new ones, with mode and times: they may be hard links into an installer's
+    cache. Entries in pip's ``RECORD`` follow. Nothing is durable. Raises OSError; ValueError for
+    other lengths.
+    """
     before, after = os.fsencode(old), os.fsencode(new)
     if len(before) != len(after):
         raise ValueError(f"{old} and {new} differ in length")
@@ -77,8 +76,8 @@ def _rewrite(path: str, before: bytes, after: bytes) -> None:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Another file of this name, with the same mode and time: Python takes compiled modules for
-    stale by the time of their sources."""
+    """A new file of this name, mode and time: Python checks compiled modules by their sources'
+    times."""
     found = os.stat(path)
     temporary = trees.beside(path)
     fd = trees.create_file(temporary)
@@ -92,8 +91,7 @@ def _replace(path: str, data: bytes) -> None:
 
 
 def note(directory: str, record: str, changed: set[str], reached: str = "") -> None:
-    """Bring up to date what a RECORD below ``directory`` says (path, hash, size) of files that have
-    ``changed``. ``reached``: another path of the RECORD."""
+    """Update a RECORD (path, hash, size) for ``changed`` files. ``reached``: another path of it."""
     reached = reached or os.path.join(directory, record)
     site = os.path.dirname(os.path.dirname(record))
     data = files.read_file(reached)

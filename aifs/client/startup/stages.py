@@ -54,8 +54,8 @@ def of_this_process(directory: str) -> Spent:
 
 
 def of_others(directory: str, processor_s: float, pids: Iterable[int]) -> Spent:
-    """Of these processes, whose seconds of processor are known. Their waits are left out where the
-    mount knows them by other process numbers."""
+    """Of these processes, with known processor seconds; no waits if the mount has other numbers for
+    them."""
     told = attributes.get_json(_mount(directory), f"{attributes.WHY}.{_MYSELF}")
     known = [*pids][:_ASKED] if told.get("pid") == os.getpid() else []
     return {PROCESSOR: processor_s} | _waited(directory, known)
@@ -102,8 +102,7 @@ _CAUSES, _TOLD = 3, 0.05
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """The block is the stage ``name`` of this process's rank (``RANK``, or 0). It has ended when
-    the block has, with an error, too."""
+    """The block is stage ``name`` of this process's rank (``RANK``, or 0), also if it raises."""
     directory = os.environ.get(DIRECTORY, "")
     before = of_this_process(directory) if directory else {}
     note("begin", name, time.time())
@@ -177,9 +176,8 @@ class StageReport(NamedTuple):
 
 
 def report(directory: str, run: str = "") -> tuple[str, list[StageReport]]:
-    """The name of the start ``run`` (otherwise the one that was noted last), and its stages, in the
-    order in which the first rank has begun them. Raises StartUnknown, OSError.
-    """
+    """The name of the start ``run`` (or the last noted), and its stages by first begin. Raises
+    StartUnknown, OSError."""
     run, found = spans(directory, run)
     return run, summary(found)
 

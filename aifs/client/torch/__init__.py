@@ -1,8 +1,5 @@
-"""Checkpoints of PyTorch at the speed of the device: see docs/guide/training.md.
-
-Works on a mount of AIFS and in any other directory. Each name is loaded when it is first asked for,
-so that the helper process, which needs no torch, does not load it.
-"""
+"""Checkpoints of PyTorch at the speed of the device: docs/guide/training.md. Works on a mount of
+AIFS and elsewhere. Names are loaded at first use, because the helper process needs no torch."""
 
 from aifs.core.on_demand import on_demand
 

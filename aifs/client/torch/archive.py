@@ -90,10 +90,8 @@ def record_names(storages: int) -> list[str]:
 
 
 def write_archive(image: Image, storages: Iterable[Chunks], sink: Sink) -> int:
-    """Write it to ``sink``; returns its length. ``storages``: in the order of ``image.sizes``.
-
-    Each byte is read once or twice and copied only by the sink. Raises OSError.
-    """
+    """Write it to ``sink``; returns its length. ``storages``: in the order of ``image.sizes``. Each
+    byte is read once or twice, copied only by the sink. Raises OSError."""
     with ThreadPoolExecutor(1, "aifs-crc") as pool:
         writer = _Writer(image, sink, pool)
         for name, size, chunks in image.records(storages):
@@ -207,8 +205,7 @@ class _Writer:
 
 
 def _zip64(size: int, stored: int, offset: int) -> bytes:
-    """The extra field of numbers that do not fit into 32 bits. ``stored``: the size as it is in the
-    archive."""
+    """The extra field for larger numbers. ``stored``: the size in the archive."""
     values = [size, stored] if size >= _MAX32 else []
     values += [offset] if offset >= _MAX32 else []
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""

@@ -19,8 +19,8 @@ _ALL_DEVICES = 1
 
 
 def queued_work(storages: Sequence[Any]) -> dict[torch.device, Any]:
-    """By accelerator that storages, or tensors, lie on: an event behind all that the calling thread
-    has queued there, in the stream that is its current one."""
+    """For each accelerator of storages, or tensors: an event behind all work queued by this
+    thread."""
     events = {}
     for device in {storage.device for storage in storages if is_on_accelerator(storage)}:
         events[device] = torch.Event(device)
@@ -66,9 +66,8 @@ class Arena:
         queued: Mapping[torch.device, Any],
         connection: Connection,
     ) -> None:
-        """Copy each storage to its place, and report progress to the helper. Storages of
-        accelerators are copied as they are behind ``queued``, of ``queued_work``. ``places`` has
-        the end of all, too. Raises OSError if the helper is gone."""
+        """Copy each storage to its place (``places`` ends with the end), accelerators' behind
+        ``queued``, and report progress to the helper. Raises OSError if it is gone."""
         told = 0
         for end in self._copy(storages, places, queued):
             if end - told >= CHUNK:
@@ -80,7 +79,7 @@ class Arena:
     def _copy(
         self, storages: Sequence[Any], places: Sequence[int], queued: Mapping[torch.device, Any]
     ) -> Iterator[int]:
-        """Where that ends which has been copied, after each piece."""
+        """Where the copied part ends, after each piece."""
         coming = self._fetch(storages, places, queued) if queued else deque()
         for storage, place in zip(storages, places, strict=False):
             if is_on_accelerator(storage):
@@ -97,9 +96,8 @@ class Arena:
     def _fetch(
         self, storages: Sequence[Any], places: Sequence[int], queued: Mapping[torch.device, Any]
     ) -> deque[tuple[int, Any]]:
-        """Have accelerators copy their storages in separate streams, because in the stream that
-        computes a copy would wait for all that is queued. Returns where each piece ends, and its
-        event."""
+        """Have accelerators copy storages in separate streams, not behind computing. Returns each
+        piece's end and event."""
         if torch.cuda.is_initialized() and not self._locked:
             # Memory that could not be locked is copied to by way of the driver's, which is slower.
             failed = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _ALL_DEVICES)

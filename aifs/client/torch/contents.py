@@ -1,9 +1,8 @@
 """Files of tensors of torch, arrays of numpy, or anything with the buffer protocol: put and loaded.
 
-A mapping of names to tensors, or one tensor, which is called ``tensor`` then, becomes a file of
-safetensors (``client/checkpoints/tensor_file.py``); any other buffer becomes the file as it is.
-Bytes go to the file from where they lie, at the speed of the device, and are loaded by mapping.
-Imports torch only for its tensors.
+Names with tensors, or one tensor (``tensor``), become a file of safetensors
+(``client/checkpoints/tensor_file.py``); any other buffer becomes the file. Bytes go from where they
+lie, and are loaded by mapping. Imports torch only for its tensors.
 """
 
 import mmap
@@ -103,8 +102,7 @@ def _bytes_of(tensor: Any) -> Iterable[memoryview]:
 
 
 class Loaded:
-    """The content of the file ``path``. Tensors and arrays of it share its memory, and keep it
-    alive."""
+    """The file ``path``. Its tensors and arrays share its memory, and keep it alive."""
 
     def __init__(self, path: str, content: memoryview) -> None:
         self.path = path
@@ -121,16 +119,14 @@ class Loaded:
         return tensors_on(device, self._content, self._decode()[0])
 
     def to_tensor(self, name: str = ONE, device: Any = "cpu") -> Any:
-        """The one tensor that was put, or the one of that name. Raises CheckpointError if there is
-        none.
-        """
+        """The one tensor, or that of this name. Raises CheckpointError if there is none."""
         from aifs.client.torch.tensors import tensors_on
 
         return tensors_on(device, self._content, {name: self._entry(name)})[name]
 
     def to_arrays(self) -> dict[str, Any]:
-        """The tensors as arrays of numpy, by name. Raises TypeError for element types that numpy
-        does not have, CheckpointError."""
+        """Arrays of numpy, by name. Raises TypeError for element types unknown to it,
+        CheckpointError."""
         return {name: self._array(name, entry) for name, entry in self._decode()[0].items()}
 
     def to_array(self, name: str = ONE) -> Any:
@@ -139,8 +135,7 @@ class Loaded:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata that were put beside the tensors. Raises CheckpointError if it is no file of
-        tensors."""
+        """The metadata beside the tensors. Raises CheckpointError if it is no file of tensors."""
         return self._decode()[1]
 
     def _decode(self) -> tuple[dict[str, tensor_file.TensorEntry], dict[str, str]]:
@@ -172,9 +167,8 @@ class Loaded:
 
 
 def map_file(path: str) -> memoryview:
-    """The file's bytes, privately mapped: read when used; changes are not written. Raises
-    OSError.
-    """
+    """The file's bytes, privately mapped: read when used, changes are not written. Raises
+    OSError."""
     fd = files.open_file(path, write=False)
     try:
         size = os.fstat(fd).st_size
@@ -192,8 +186,8 @@ def save_safetensors(
     method: str | None = None,
 ) -> None:
     """Write ``tensors`` as the file ``path``, which appears whole or not at all; ``sync`` and
-    ``method`` as of ``save``. Tensors that share memory are written each. Raises TypeError for an
-    element type that the format does not have, OSError."""
+    ``method``: see ``save``. Tensors sharing memory are written each. Raises TypeError for an
+    unknown element type, OSError."""
     target = plain(path)
     content = content_of(dict(tensors), metadata)
     if method is None:
@@ -202,7 +196,7 @@ def save_safetensors(
 
 
 def load_safetensors(path: PathLike, device: Any = "cpu") -> "dict[str, torch.Tensor]":
-    """The tensors by name. On the CPU they are a private mapping of the file: read when used,
-    changes are not written. Raises CheckpointError if it is no such file, OSError."""
+    """The tensors by name; on the CPU, a private mapping: read when used, changes are not written.
+    Raises CheckpointError if it is no such file, OSError."""
     target = plain(path)
     return Loaded(target, map_file(target)).to_tensors(device)

@@ -81,9 +81,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """Where FileSystemWriter writes: into the pending directory, through sinks. Nothing is
-    synced.
-    """
+    """FileSystemWriter's files: in the pending directory, through sinks, unsynced."""
 
     method = "buffered"
 
@@ -205,9 +203,7 @@ class AifsWriter(FileSystemWriter):
 
 
 def _begin_group(directory: str, text: str) -> None:
-    """The files that are written into the directory are one grouped write; an attempt that crashed
-    is given up.
-    """
+    """Begin a grouped write of the directory's files, ending a crashed attempt."""
     if not attributes.is_aifs(directory):
         return
     if attributes.get(directory, attributes.GROUP):
@@ -216,8 +212,7 @@ def _begin_group(directory: str, text: str) -> None:
 
 
 class AifsReader(FileSystemReader):
-    """Loads the checkpoint ``path``; of a directory of checkpoints the newest one. Raises
-    FileNotFoundError."""
+    """Loads the checkpoint ``path``, or a directory's newest. Raises FileNotFoundError."""
 
     def __init__(self, path: PathLike, **options: Any) -> None:
         super().__init__(_resolve(path), **options)
@@ -269,8 +264,8 @@ def plan_distributed(path: str, on: Sequence[int], sharded: bool) -> LoadPlan:
 
 
 def _items(metadata: saved.Metadata, ranks: int, sharded: bool) -> list[list[ReadItem]]:
-    """The items that each rank reads: in the order of the saved state, except for its outermost
-    keys, which dcp.load sorts."""
+    """The items that each rank reads, in the saved order, except for outermost keys, which dcp.load
+    sorts."""
     found: list[list[ReadItem]] = [[] for _ in range(ranks)]
     paths = metadata.planner_data or {}
     places = {name: place for place, name in enumerate(paths)}
@@ -296,7 +291,7 @@ def _items(metadata: saved.Metadata, ranks: int, sharded: bool) -> list[list[Rea
 
 
 def _shards(size: torch.Size, ranks: int) -> list[saved.ChunkStorageMetadata]:
-    """The parts by the first dimension, of those ranks that get one."""
+    """Parts by the first dimension, of the ranks that get one."""
     chunks, begin = [], 0
     for part in torch.empty(size[0], device="meta").chunk(ranks):
         offsets = torch.Size((begin, *(0 for _ in size[1:])))

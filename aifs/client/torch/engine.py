@@ -1,8 +1,5 @@
-"""A checkpoint engine with the methods that DeepSpeed calls, without DeepSpeed.
-
-DeepSpeed names the directory and the files, and writes the file ``latest`` itself after ``commit``;
-so each file appears whole and durable, and the checkpoint is complete when ``commit`` has returned.
-"""
+"""A checkpoint engine with the methods that DeepSpeed calls, without DeepSpeed. That names
+directory and files, and writes ``latest`` after ``commit``; each file appears whole and durable."""
 
 import os
 from typing import Any
@@ -15,9 +12,8 @@ from aifs.core import files, trees
 
 
 class CheckpointEngine:
-    """``create``, then ``save`` for each file, then ``commit``; ``load`` at any time. The others
-    tell DeepSpeed how to use it.
-    """
+    """``create``, ``save`` for each file, ``commit``; ``load`` at any time. The rest is for
+    DeepSpeed."""
 
     def __init__(self, config_params: Any = None) -> None:
         self.name = "aifs"
@@ -32,9 +28,7 @@ class CheckpointEngine:
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Tensors that share memory share it in the file: so views are to be copied before a
-        save.
-        """
+        """Tensors that share memory do so in the file: copy views before a save."""
         return True
 
     def set_commit_info(self, info: Any) -> None:
@@ -67,8 +61,8 @@ class CheckpointEngine:
         return torch.load(plain(path), map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
-        """All that this rank has saved since ``create`` is durable, also the names of its
-        directories. Raises OSError."""
+        """Make all saves of this rank since ``create`` durable, with directories' names. Raises
+        OSError."""
         for directory in sorted(self._directories):
             files.sync_dir(os.path.dirname(directory))
         self._directories.clear()

@@ -1,6 +1,4 @@
-"""The files that ranks read together, one after the other as if they were one, and how fast that
-goes lately.
-"""
+"""The files that ranks read together, as if they were one, and recent speeds."""
 
 import io
 import os
@@ -12,9 +10,7 @@ from aifs.client.checkpoints.manifest import CheckpointError
 from aifs.core import files
 
 READ, GATHER, CHAIN = "read", "gather", "chain"
-"""Each host reads all by itself; each reads a part and passes it on; one reads all, and each passes
-on to the next.
-"""
+"""Each host reads all; each reads a part and passes it on; one reads all, passed along a chain."""
 
 PIECE = 64 << 20
 """Bytes that are on their way at a time."""
@@ -24,9 +20,7 @@ Range = tuple[int, int]
 
 
 class Speeds(NamedTuple):
-    """Bytes per second that a host reads from storage, and that it passes on to another; None: not
-    known.
-    """
+    """Bytes per second that a host reads, and passes on; None: unknown."""
 
     storage: float | None = None
     network: float | None = None
@@ -40,9 +34,8 @@ class SharedRead(NamedTuple):
     """One rank of each host, in the order in which they pass bytes on."""
 
     def reads_of(self, rank: int, todo: Sequence[Range]) -> list[Range]:
-        """The ranges of the pieces ``todo`` that ``rank`` reads itself, in this order. A rank that
-        is not in the ring maps the memory of its host's one, unless it cannot: then it reads
-        all."""
+        """The ranges of ``todo`` that ``rank`` reads, in order. Ranks outside the ring map their
+        host's memory, or read all if they cannot."""
         if self.way == READ:
             return list(todo)
         if rank not in self.ring:
@@ -61,12 +54,10 @@ def plan(size: int, hosts: Sequence[Hashable], speeds: Sequence[Speeds]) -> Shar
 
 
 def choose(size: int, speeds: Sequence[Speeds]) -> tuple[str, int]:
-    """The way that takes least time for ``size`` bytes, by the speeds of the hosts; and which one
-    begins a chain.
+    """The fastest way for ``size`` bytes by the hosts' speeds, and the host that begins a chain.
 
-    A ring in which each host passes on what it has got takes as long as its slowest link, or as the
-    slowest host needs to read its part; a chain as long as its slowest link, or as its first host
-    needs to read all. Where speeds are not known, hosts share the reading.
+    A ring takes as long as its slowest link, or slowest host's part; a chain as its slowest link,
+    or first host's reading. With unknown speeds, hosts share the reading.
     """
     count = len(speeds)
     if count == 1 or not size:
@@ -96,8 +87,7 @@ def parts_of(piece: Range, count: int) -> list[Range]:
 
 
 def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
-    """The ranges of a file of ``size`` bytes, each of at most ``piece``, that cover each byte once:
-    those in ``order`` first, then the rest as it lies."""
+    """Ranges of at most ``piece`` that cover each byte once: ``order`` first, then the rest."""
     done: list[Range] = []  # ascending, apart from each other
     for begin, end in (*order, (0, size)):
         rest = list(_without(max(begin, 0), min(end, size), done))
@@ -107,7 +97,7 @@ def pieces(size: int, order: Sequence[Range], piece: int) -> Iterator[Range]:
 
 
 def _without(begin: int, end: int, done: Sequence[Range]) -> Iterator[Range]:
-    """The parts of a range that lie in none of ``done``."""
+    """The parts of a range outside ``done``."""
     for first, last in done:
         if begin < min(first, end):
             yield begin, min(first, end)
@@ -137,9 +127,8 @@ PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (
     "load_safetensors",
     "AifsReader",
 )
-"""The loaders: of parts; of one file by all ranks together; of a file, or of one for each rank; the
-same, mapped; of torch.distributed.checkpoint.
-"""
+"""Loaders: of parts; of one file by all ranks; of a file, or one a rank; mapped; of
+torch.distributed.checkpoint."""
 
 METADATA = ".metadata"
 """A file of each checkpoint of torch.distributed."""
@@ -181,9 +170,7 @@ class LoadPlan(NamedTuple):
     """Of the files, by their paths."""
     ranks: list[RankReads]
     tensors: list[TensorPlace]
-    """In the order in which they are read; none if the pickle holds more than weights, so that
-    only ``torch.load(weights_only=False)`` would tell.
-    """
+    """In reading order; none if only ``torch.load(weights_only=False)`` would tell them."""
 
 
 def distinct_bytes(ranges: Iterable[FileRange]) -> int:
@@ -201,8 +188,8 @@ measured: dict[str, float] = {}
 
 
 class FoundFiles(NamedTuple):
-    """The files that a rank has found. ``identity``: a digest that differs for other bytes in files
-    of these names and sizes."""
+    """Files that a rank has found. ``identity``: a digest that tells equal names and sizes
+    apart."""
 
     paths: Sequence[str]
     identity: str = ""
@@ -240,8 +227,7 @@ class Files:
         measure("storage", (begin, end), begin_s)
 
     def read_into(self, target: memoryview, begin: int) -> None:
-        """Fill ``target`` with the bytes from ``begin`` on. Raises CheckpointError where a file has
-        become shorter, OSError."""
+        """Fill ``target`` from ``begin`` on. Raises CheckpointError for a shorter file, OSError."""
         done = 0
         for number, (first, last) in self.places(begin, begin + len(target)):
             part = target[done : done + last - first]

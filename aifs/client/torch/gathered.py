@@ -1,10 +1,10 @@
-"""All ranks of a process group read one file, or several as if they were one: the bytes come once
-from storage, and from rank to rank across hosts.
+"""All ranks of a process group read one file, or several as one: bytes come once from storage, and
+from rank to rank across hosts.
 
-On one host all read from the mount, which fetches bytes that are not in the page cache once. Of
-several hosts, one rank each takes part in an exchange (``gather_files.plan``): it passes on the
-bytes that it reads, a piece at a time, and reads the next one meanwhile. The other ranks of its
-host map its memory."""
+On one host all read from the mount, which fetches bytes once. Of several hosts, one rank each takes
+part in an exchange (``gather_files.plan``): it passes a piece on while it reads the next. Others
+map its memory.
+"""
 
 import mmap
 import os
@@ -109,9 +109,8 @@ def read_files(
     arrived: Arrived = lambda begin, end: None,
     speeds: Speeds | None = None,
 ) -> memoryview:
-    """As ``read``, for the bytes of the files that ``find`` tells, one after the other; it may
-    raise CheckpointError, OSError. All ranks must find files of the same names, sizes and identity.
-    ``what``: for messages."""
+    """``read`` for the files that ``find`` tells, in order; it may raise CheckpointError, OSError.
+    All ranks must find equal names, sizes and identity. ``what``: for messages."""
     if not dist.is_initialized():
         return read_alone(find, into, order, arrived)
     return _Reading(find, what, group, into, order, arrived).run(speeds or known_speeds())
@@ -184,9 +183,8 @@ class _Reading:
             return content
 
     def _open(self, stack: ExitStack, speeds: Speeds) -> tuple[Files, Sequence[_Statement]]:
-        """The files that all ranks find alike, and the first message of each. They look again where
-        a name, as that of the latest checkpoint, means another file to some: it may have been
-        changed at this moment."""
+        """The files that all ranks find alike, and first messages. They look again if a name, as
+        the latest checkpoint's, just changed."""
         for is_last in (False,) * _LOOKS + (True,):
             found, source = FoundFiles([]), Files([])
             with self._noting():
@@ -214,7 +212,7 @@ class _Reading:
     # --- with the others ---
 
     def _tell(self, mine: Any) -> list[Any]:
-        """Send an object to all ranks; returns those of all."""
+        """Send an object to all ranks; returns all."""
 
         def gather() -> list[Any]:
             everyone: list[Any] = [None] * self._watch.size
@@ -230,7 +228,7 @@ class _Reading:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Errors inside are noted for the other ranks, which fail, too."""
+        """Note errors inside for the other ranks, which fail, too."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -251,7 +249,7 @@ class _Reading:
     def _lead(
         self, exchange: Callable[[memoryview], None], size: int, is_alone: bool
     ) -> memoryview:
-        """``exchange`` with other hosts, into memory that the other ranks of this one map, too."""
+        """``exchange`` with other hosts, into memory that ranks here map."""
         if is_alone:
             self._tell(None)
             content = _memory(self._into, size)
@@ -270,9 +268,7 @@ class _Reading:
             files.close_file(fd)
 
     def _ring(self, shared: SharedRead, source: Files, content: memoryview) -> None:
-        """Each reads a part of each piece, and passes on what it has got, until all have all (a
-        ring all-gather).
-        """
+        """A ring all-gather: each reads a part of each piece, and passes on its last."""
         ring, count, me = shared.ring, len(shared.ring), shared.ring.index(self._watch.rank)
         todo = list(pieces(len(content), self._order, PIECE))
         with self._reading(source, content, shared.reads_of(self._watch.rank, todo)) as states:
@@ -288,7 +284,7 @@ class _Reading:
                 self._arrive(content, begin, end)
 
     def _chain(self, shared: SharedRead, source: Files, content: memoryview) -> None:
-        """The first reads all; each passes a piece on while it gets the next one."""
+        """The first reads all; each passes a piece on while it gets the next."""
         ring, me = shared.ring, shared.ring.index(self._watch.rank)
         before, behind = (
             (ring[me - 1] if me else None),
@@ -324,9 +320,7 @@ class _Reading:
     def _reading(
         self, source: Files, content: memoryview, parts: Sequence[Range]
     ) -> Iterator[Iterator[torch.Tensor]]:
-        """Yields for each part, when it has been read, whether that went well; the next one is read
-        meanwhile.
-        """
+        """Yields for each part whether it was read; the next is read meanwhile."""
 
         def fill(begin: int, end: int) -> torch.Tensor:
             with self._noting():
@@ -375,7 +369,7 @@ class _Reading:
 
 
 def _check(into: Any, size: int) -> None:
-    """Raises CheckpointError where ``into`` does not fit."""
+    """Raises CheckpointError if ``into`` does not fit."""
     if into is not None and memoryview(into).nbytes != size:
         raise CheckpointError(f"the buffer has {memoryview(into).nbytes} bytes, the file {size}")
 
@@ -387,7 +381,6 @@ def _memory(into: Any, size: int) -> memoryview:
 
 
 def _placed(content: memoryview, into: Any) -> memoryview:
-    """The bytes of ``content``, in ``into`` if that is given."""
     if into is None:
         return content
     target = memoryview(into).cast("B")
@@ -415,7 +408,7 @@ def map_offer(offer: _Offer, size: int) -> memoryview | None:
 
 
 def _difference(one: _Statement, other: _Statement) -> str:
-    """How the files of a rank differ from those of rank 0; "": not at all."""
+    """How a rank's files differ from rank 0's; or ""."""
     if one.size != other.size:
         return f"finds {one.size} bytes, rank 0 {other.size}"
     if (one.names, one.identity) != (other.names, other.identity):
@@ -450,13 +443,11 @@ class GatherError(CheckpointError):
 
 
 class Watch:
-    """One collective undertaking, for which each rank of ``group`` makes one; ``what``: for
-    messages.
+    """One collective work, made by each rank of ``group``; ``what``: for messages.
 
-    If a rank is missing in a collective, it fails in the ranks that were to hear from it, and lasts
-    until the time-out of the process group in all others. So a rank that sees a failure says so in
-    the store of the process group, which all read while they wait. Then each rank answers there;
-    ranks that do not are named.
+    A missing rank fails ranks that were to hear from it, and blocks others until the process
+    group's time-out. So a rank that sees a failure notes it in the group's store, which all read
+    while they wait. Then each answers there; ranks that do not are named.
     """
 
     def __init__(self, group: Any, what: str) -> None:
@@ -470,10 +461,9 @@ class Watch:
         self._store = dist.PrefixStore(f"aifs/{'-'.join(map(str, ranks))}/{_calls[ranks]}", store)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in another thread, where it may wait for other ranks; returns its result.
-        Raises GatherError if one of them has failed or ended; then ``work`` may go on until the
-        process group's time is over. Raises the errors of ``work``, except those of the process
-        group."""
+        """Run ``work`` in a thread, where it may wait for ranks; returns its result. Raises
+        GatherError if a rank has failed or ended (``work`` may go on until the group's time-out),
+        and errors of ``work`` except the process group's."""
         future: Future[T] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(
@@ -500,7 +490,7 @@ class Watch:
             return True
 
     def _say(self, text: str) -> None:
-        """That it has failed, and that this rank is there."""
+        """Note the failure, and that this rank is there."""
         if text or not self._store.check(["failed"]):
             self._store.set("failed", text)
         self._store.set(f"here/{self.rank}", "")

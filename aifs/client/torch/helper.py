@@ -25,9 +25,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Write ``image`` as the file ``file`` of the checkpoint ``target``; ``options`` of
-    ``checkpoint``.
-    """
+    """Write ``image`` as ``file`` of the checkpoint ``target``; ``options`` of ``checkpoint``."""
 
     target: str
     file: str

@@ -1,6 +1,5 @@
-"""The ranges that the ranks of a job will read of a checkpoint, and their order: from the loaders'
-own functions, and torch's for its loaders. Only the bytes that loaders need for this are read, and
-no code of a checkpoint is run."""
+"""The ranges that a job's ranks will read of a checkpoint, in order, by the loaders' own functions
+or torch's. Reads only what loaders need, and runs no code of a checkpoint."""
 
 import os
 import pickle
@@ -88,7 +87,7 @@ def _kind(path: str) -> str:
 
 
 def _files_of(paths: Sequence[str], ranks: int) -> list[str]:
-    """One that all load, or one for each rank."""
+    """One for all, or one a rank."""
     files, what = list(paths), "given"
     if len(paths) == 1 and os.path.isdir(paths[0]):
         what = f"in {paths[0]}"
@@ -108,7 +107,7 @@ def _files_of(paths: Sequence[str], ranks: int) -> list[str]:
 
 
 def _by_numbers(path: str) -> list[tuple[bool, int, str]]:
-    """So that rank-10 comes behind rank-2."""
+    """So that rank-10 follows rank-2."""
     parts = re.split(r"([0-9]+)", path)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
@@ -172,7 +171,7 @@ def _tensors_of(source: Files, paths: Sequence[str]) -> list[TensorPlace]:
 
 
 def _archived(source: Files, what: str) -> dict[str, Range]:
-    """The tensors of a file of ``torch.save``; none if the pickle holds more than weights."""
+    """The tensors of a ``torch.save`` file; none if it holds more than weights."""
     content: Any = AsFile(source.size, source.read_into)
     try:
         with FakeTensorMode():  # storages say where they lie, and are not read

@@ -35,8 +35,7 @@ REPLICA, SOCKET, DEVICE = "replica", "socket", "device"
 _PART = re.compile(r"(.+)\.([0-9a-f]{16})\.(\d{4,})-of-(\d{4,})", re.DOTALL)
 
 Named = tuple[str, int, int]
-"""Name, rank and size of a group without torch.distributed. The name is that of its file: NAME.pt.
-"""
+"""Name, rank and size of a group without torch.distributed; its file is NAME.pt."""
 
 
 def choose(places: Sequence[Hashable]) -> list[int]:
@@ -97,7 +96,7 @@ def parallel_save(
 
 
 def _require_one(target: str, file: str, directory: Path) -> None:
-    """All parts are of one state. Raises CheckpointError."""
+    """Check that all parts are of one state. Raises CheckpointError."""
     try:
         find_parts(str(directory), file)
     except CheckpointError:
@@ -105,7 +104,6 @@ def _require_one(target: str, file: str, directory: Path) -> None:
 
 
 def _place(writers: str, rank: int, target: str) -> Hashable:
-    """Ranks at one place have one writer."""
     if writers == REPLICA:
         return rank
     host = files.boot_id()
@@ -119,9 +117,7 @@ def _place(writers: str, rank: int, target: str) -> Hashable:
 
 
 def _agree(image: Image, place: Hashable, group: Any, target: str) -> tuple[Image, list[Hashable]]:
-    """The image with rank 0's pickle, whose devices may be named otherwise; and the places of
-    all.
-    """
+    """The image with rank 0's pickle, whose devices may have other names; and all places."""
     mine = (place, image.sizes, image.pickle if dist.get_rank(group) == 0 else b"")
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
@@ -161,8 +157,8 @@ def has_parts(directory: str) -> bool:
 
 
 def find_parts(directory: str, file: str | None = None) -> list[str]:
-    """Paths of the parts in their order. ``file``: that of the parts; None: there must be one.
-    Raises CheckpointError, OSError."""
+    """The parts' paths in order. ``file``: of the parts; None: there must be one. Raises
+    CheckpointError, OSError."""
     found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in os.listdir(directory):
         match = _PART.fullmatch(name)
@@ -205,9 +201,8 @@ def parallel_load(
 
 
 def find_files(directory: str, file: str | None = None) -> FoundFiles:
-    """Parts of equal names and sizes may be of different states; their manifests differ. A pointer,
-    as that of the latest checkpoint, is resolved once for all of them: it may be moved at this
-    moment."""
+    """Equal names and sizes may be different states; manifests differ. Pointers, as the latest
+    checkpoint's, are resolved once: they may be moved."""
     directory = os.path.realpath(directory)
     parts = find_parts(directory, file)
     listed = read_document(os.path.join(directory, NAME))

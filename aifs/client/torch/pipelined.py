@@ -35,12 +35,13 @@ END_S = 10.0
 
 
 class PipelinedCheckpointer:
-    """Checkpoints of one rank, at most one of which is in flight.
+    """Checkpoints of one rank, at most one in flight.
 
-    ``template``: the checkpoint's path, such as ``run/step-{step}``; ``file``: the name of this
-    rank's file in it; ``options``: of ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes
-    as much memory as the state. Errors are raised by the next ``save``, ``wait`` or ``close``,
-    once; after that a new save may be tried. Not for use by several threads."""
+    ``template``: path, such as ``run/step-{step}``; ``file``: of this rank in it; ``options``: of
+    ``aifs.client.checkpoint``, such as ``keep='last=3'``. Takes as much memory as the state. The
+    next ``save``, ``wait`` or ``close`` raises errors, once; then a new save may be tried. For one
+    thread.
+    """
 
     def __init__(
         self,
@@ -81,9 +82,8 @@ class PipelinedCheckpointer:
             self.close()
 
     def save(self, state: Any, step: int) -> None:
-        """Begin to save ``state``, which must not change until ``wait`` has returned. Waits for the
-        one before to be durable. Raises the error of that one, CheckpointError, OSError, and errors
-        of pickling."""
+        """Begin to save ``state``, unchanged until ``wait``, once the one before is durable. Raises
+        its error, CheckpointError, OSError, and errors of pickling."""
         self.wait(durable=True)
         self._target = plain(self._template.format(step=step))
         image, storages = describe(state, archive_name(self._file))
@@ -101,8 +101,8 @@ class PipelinedCheckpointer:
         )
 
     def wait(self, *, durable: bool = False) -> None:
-        """Until the state may be changed; with ``durable`` until the checkpoint is published.
-        Raises what it failed with: OSError, CheckpointError (also if the helper is gone)."""
+        """Wait until the state may change; ``durable``: until it is published. Raises OSError,
+        CheckpointError (also if the helper is gone)."""
         if self._staging is None:
             return
         assert self.helper is not None

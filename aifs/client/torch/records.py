@@ -18,8 +18,7 @@ CHUNK = 32 << 20  # bytes that are copied from an accelerator at a time
 def describe(
     obj: Any, name: str, pickle_module: Any = pickle, pickle_protocol: int = 2
 ) -> tuple[Image, list[Any]]:
-    """The archive of ``obj``, and its storages, none of whose bytes are read. Raises the errors of
-    pickling."""
+    """The archive of ``obj``, and its unread storages. Raises the errors of pickling."""
     storages: dict[
         int, Any
     ] = {}  # address of the storage's handle -> it; in the order of the archive
@@ -62,8 +61,8 @@ def describe(
 
 
 def names_hash(count: int) -> str:
-    """The first half of the serialization id. It depends on the order of a hash table, so torch's
-    own writer, which is given the names, has to say it."""
+    """The first half of the serialization id: by the order of a hash table, so from torch's
+    writer."""
     written: list[bytes] = []
 
     class Recorder:
@@ -101,8 +100,8 @@ def bytes_in(storage: Any) -> torch.Tensor:
 
 
 def chunks(source: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor of bytes, one after the other in memory: as it lies there, or copied from its device
-    through two page-locked buffers, one of which is filled while the other is used."""
+    """The bytes of a tensor, in place, or from its device through two page-locked buffers in
+    turn."""
     size = source.numel()
     if source.device.type == "cpu":
         if size:

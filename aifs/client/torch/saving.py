@@ -54,8 +54,7 @@ def save_image(
 
 
 def write_file(target: str, fill: "Callable[[Sink], object]", *, sync: bool, method: str) -> None:
-    """The bytes that ``fill`` writes become the file ``target``, whole; with ``sync`` durably.
-    Raises OSError."""
+    """Write ``target`` by ``fill``, whole; ``sync``: durably. Raises OSError."""
     temporary, fd = locks.create_beside(target)
     try:
         try:

@@ -76,9 +76,7 @@ class BufferedSink:
 
 
 class DirectSink:
-    """Past the page cache, to the empty file ``fd``. Raises OSError (EINVAL) where that cannot
-    be.
-    """
+    """Past the page cache, to the empty file ``fd``. Raises OSError (EINVAL) if impossible."""
 
     def __init__(self, fd: int) -> None:
         files.set_direct(fd, True)
@@ -115,7 +113,7 @@ class DirectSink:
         return False
 
     def _turn(self, length: int) -> None:
-        """Have this buffer written, and take the other."""
+        """Have this buffer written; take the other."""
         data = memoryview(self._buffers[self._side])[:length]
         self._pending[self._side] = self._pool.submit(
             files.write_at, self._fd, data, self._position
@@ -161,7 +159,6 @@ def open_sink(fd: int, method: str, *, write_back: bool = True) -> Sink:
 
 
 def _copy(address: int, data: memoryview) -> None:
-    """Without the interpreter's lock."""
     if data.readonly:
         ctypes.memmove(address, bytes(data), len(data))
     else:
@@ -175,8 +172,7 @@ _known: dict[str, str] = {}
 
 
 def writing_method(directory: str, size: int) -> str:
-    """For a file of ``size`` bytes in ``directory`` that shall be durable as soon as can be. Raises
-    OSError."""
+    """For a file of ``size`` bytes that shall soon be durable in ``directory``. Raises OSError."""
     if size < SIZE or filesystems.is_in_memory(directory):
         return BUFFERED
     device = device_of(directory)

@@ -28,9 +28,7 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements row by row; copied only if they do not lie so. Each piece is used before the
-    next.
-    """
+    """The elements row by row, copied only if needed; each piece is used before the next."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     yield from chunks(
         values.flatten().view(torch.uint8)
@@ -66,10 +64,10 @@ class _Lane(NamedTuple):
 
 
 def place(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of tensors, whose elements lie row by row, on an accelerator; complete on return.
+    """Contiguous tensors copied to an accelerator; complete on return.
 
-    Threads bring pieces to page-locked memory while the accelerator fetches others from there: it
-    cannot fetch from a mapping by itself, and one processor alone is slower than it.
+    Threads fill page-locked memory while the accelerator fetches from it: it cannot fetch from a
+    mapping, and one processor is slower than it.
     """
     placed = {
         name: torch.empty_like(tensor, device=device)

@@ -328,6 +328,7 @@ def _what_is_wrong(check: Callable[[memoryview], None], data: memoryview) -> str
 
 
 def _check(place: Location, stored: memoryview) -> None:
+    """Raises ValueError if these are not the stored bytes of the chunk."""
     if chunk_codec.digest_of(chunk_codec.decode(stored, place.codec, place.raw)) != place.digest:
         raise ValueError("its checksum is wrong")
 
@@ -340,6 +341,7 @@ def _check_stored(place: Location, stored: memoryview) -> None:
 
 
 def _decode(place: Location, stored: memoryview, target: memoryview) -> str:
+    """Fill ``target`` with the raw bytes; returns the fault of the stored ones, or ""."""
     try:
         data = chunk_codec.decode(stored, place.codec, place.raw)
         if chunk_codec.digest_of(data) != place.digest:

@@ -1,3 +1,9 @@
+"""Containers that are appended to: one object, or several that protect each other.
+
+What a server that hangs has not answered may land late, behind the end or at it. So nothing more is
+appended to a plain container then; of a protected one the column is lost.
+"""
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

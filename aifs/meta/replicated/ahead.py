@@ -174,6 +174,8 @@ def decode_change_set(record: bytes) -> ChangeSet:
 
 
 def _packed(change: int | Patches) -> bytes:
+    """The added number (i64) behind a byte 0; patches (u32 offset, u32 length, bytes) behind a
+    1."""
     if isinstance(change, int):
         return b"\0" + _ADDED.pack(change)
     return b"\1" + b"".join([_PATCH.pack(at, len(part)) + part for at, part in change])

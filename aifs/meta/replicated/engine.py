@@ -511,6 +511,7 @@ class ReplicatedEngine(Engine):
                     await self.transact(_give_up, delegations, record)
 
     async def _ship(self) -> None:
+        """Bring all that is ahead to the database. Raises Unavailable."""
         call = _Call(_change_nothing, ())
         await self._take_turn(call)
         if call.error is not None:
@@ -633,6 +634,7 @@ class ReplicatedEngine(Engine):
     # --- the session ------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        """Raises Unavailable if the engine has failed."""
         if self._failure:
             raise Unavailable(self._failure)
         self.session.check()
