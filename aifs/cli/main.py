@@ -75,7 +75,8 @@ fsck has its own, as fsck(8): see aifs fsck --help.
 """
 
 _COMMANDS = {
-    "Stores and mounts": "format mount umount status info host server config meta fsck scrub",
+    "Stores and mounts": "format mount upgrade umount status info host server config meta fsck "
+    "scrub",
     "Finding faults": "doctor why stats top trace profile debug bench",
     "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hint",
     "Checkpoints": "checkpoint group",

@@ -135,7 +135,7 @@ def mount_command(
             _remount(mountpoint, mount_options)
         return
     loaded = config.load(source, overrides)
-    if kept:
+    if kept is not None:
         _go_on(loaded, mountpoint, mount_options, kept, foreground)
         return
     find_metadata(loaded)
@@ -164,18 +164,20 @@ def _go_on(
     loaded: "Config", mountpoint: str, options: "MountOptions", kept: str, foreground: bool
 ) -> None:
     """Serve the mount of a daemon once that has died. ``kept``: descriptors of the mount, of what
-    is kept, and of a pipe that says when, from the keeper."""
+    is kept, and of a pipe that says when, from the keeper; "": see whether this version could."""
     log.setup(None if foreground else loaded.log.file, loaded.log.level)
     os.umask(0o022)
     try:
-        from aifs.fuse.kept import KeptMount
+        from aifs.fuse.kept import KeptMount, stand_by
         from aifs.fuse.session import serve
 
+        if not kept:
+            return
         device, table, turn = map(int, kept.split(":"))
         for fd in (device, table, turn):
             os.set_inheritable(fd, False)
         gc.freeze()
-        if not os.read(turn, 1):
+        if not stand_by(table, turn):
             return  # the keeper has ended
         os.close(turn)
         serve(loaded, mountpoint, options, lambda: None, kept=KeptMount(table, device))

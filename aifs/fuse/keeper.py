@@ -17,18 +17,19 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 
-LOOK_S = 1.0
-"""How often it looks whether the daemon is about to end, though a thread keeps it in the kernel."""
+LOOK_S, SOON_S = 1.0, 0.1
+"""How often it looks at the daemon that runs: also whether that is about to end, though a thread
+keeps it in the kernel; while something else is expected, too."""
 
-SERVES_S = 0.1
-"""How often it looks whether the daemon serves, so that another one may stand by."""
+TRIAL_S = 30.0
+"""How long a daemon of another version may take until it stands by, and then until it serves."""
 
 FIRST_PAUSE_S, PAUSE_MAX_S = 0.02, 5.0
 
 HEAD_AT = 4096 + 16384 * 48  # kept.py
-SERVED, ENDED, RESTARTS, DEATH = 1, 2, 3, 4
+SERVED, ENDED, RESTARTS, DEATH, ORDER, READY, FINISHED = 1, 2, 3, 4, 7, 8, 9
+ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
 
 
 def head(table: int, word: int, value: int | None = None) -> int:
@@ -47,28 +48,6 @@ def is_dying(pid: int) -> bool:
         return True
 
 
-def wait_for(pid: int, is_child: bool, stand_by: Callable[[], bool]) -> int:
-    """Until the daemon has ended, or will have as soon as it leaves the kernel; its status.
-    ``stand_by`` is called until it says True."""
-    try:
-        ended = os.pidfd_open(pid)
-    except OSError:
-        ended = None
-    poll = select.poll()
-    if ended is not None:
-        poll.register(ended, select.POLLIN)
-    look_s = SERVES_S
-    while ended is not None and not poll.poll(look_s * 1000) and not is_dying(pid):
-        if look_s == SERVES_S and stand_by():
-            look_s = LOOK_S
-    if ended is not None:
-        os.close(ended)
-    if is_child:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        return status if found else signal.SIGKILL
-    return signal.SIGKILL
-
-
 def is_over(device: int, number: bytes) -> bool:
     """Whether the connection has ended, or nothing is mounted any more."""
     poll = select.poll()
@@ -79,87 +58,181 @@ def is_over(device: int, number: bytes) -> bool:
         return not any(line.split()[2] == number for line in mounts)
 
 
-def say(log: str, text: str) -> None:
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING keeper: {text}\n".encode()
-    try:
-        if not log:
-            os.write(2, line)
-            return
-        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, line)
-        os.close(fd)
-    except OSError:
-        pass
+class Keeper:
+    """Of one mount, whose daemons it starts until the mount ends."""
 
+    def __init__(self, it: dict) -> None:
+        self.device, self.table = it["device"], it["table"]
+        self.number, self.tries, self.log = it["number"].encode(), it["tries"], it["log"]
+        self.pid, self.is_child = it["pid"], False
+        self.command = it["command"]
+        self.served = 0
+        """The daemons that had served when the one that runs was started."""
+        self.waiting, self.turn = 0, -1
+        """The daemon that stands by, and its pipe."""
+        self.order = 0
+        """The newest order to go on with another version."""
+        self.trial: list[str] = []
+        """The command of that version, until a daemon of it serves."""
+        self.tried = 0
+        """The daemon of it that runs."""
+        self.since_s = 0.0
+        """When its last step began."""
 
-class Daemons:
-    """Those that it starts; at most one stands by."""
+    def run(self) -> None:
+        failed = 0
+        while True:
+            status = self.wait()
+            if head(self.table, ENDED) or is_over(self.device, self.number):
+                return
+            serves = self.serves()
+            failed = 0 if serves or self.tried or not self.is_child else failed + 1
+            self.judge(serves, is_late=True)
+            self.served = head(self.table, SERVED)
+            if self.served == 0 or failed >= self.tries:
+                self.say(f"the mount ends: {failed} daemons in a row died before they served")
+                return
+            head(self.table, DEATH, status)
+            if failed:
+                time.sleep(min(FIRST_PAUSE_S * 2**failed, PAUSE_MAX_S))
+            head(self.table, RESTARTS, head(self.table, RESTARTS) + 1)
+            self.follow()
 
-    def __init__(self, command: list[str], *descriptors: int) -> None:
-        self._command = command
-        self._descriptors = descriptors
-        self._pid, self._turn = 0, -1
+    def serves(self) -> bool:
+        """Whether the daemon that runs has served."""
+        return head(self.table, SERVED) > self.served
+
+    def wait(self) -> int:
+        """Until the daemon has ended, or will have as soon as it leaves the kernel; its status."""
+        try:
+            daemon = os.pidfd_open(self.pid)
+        except OSError:
+            return self.status()
+        poll = select.poll()
+        poll.register(daemon, select.POLLIN)
+        look_s = SOON_S
+        while not poll.poll(look_s * 1000) and not is_dying(self.pid):
+            look_s = self.look(daemon)
+        os.close(daemon)
+        return self.status()
+
+    def status(self) -> int:
+        """As waitpid(2) says it, of the daemon that has ended, or will have."""
+        if self.is_child:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            return status if found else signal.SIGKILL
+        return signal.SIGKILL
+
+    def look(self, daemon: int) -> float:
+        """What is due while a daemon runs; seconds until the next look."""
+        serves, is_late = self.serves(), time.monotonic() - self.since_s > TRIAL_S
+        if self.tried:
+            if is_late and not serves:
+                signal.pidfd_send_signal(daemon, signal.SIGKILL)
+            else:
+                self.judge(serves)
+        elif self.trial:
+            if head(self.table, READY) == self.waiting:
+                signal.pidfd_send_signal(daemon, signal.SIGKILL)
+            elif self.has_died() or is_late:
+                self.refuse("does not stand by")
+        elif serves and (order := head(self.table, ORDER)) != self.order:
+            self.order, self.since_s = order, time.monotonic()
+            program = os.pread(self.table, ORDER_MAX, ORDER_AT).partition(b"\0")[0]
+            self.dismiss()
+            self.trial = [os.fsdecode(program), *self.command[1:]]
+            self.stand_by()
+        elif serves and not self.waiting:
+            self.stand_by()
+        return SOON_S if self.trial or not self.waiting else LOOK_S
+
+    # --- another version ---
+
+    def judge(self, serves: bool, is_late: bool = False) -> None:
+        """Of a daemon on trial, if one runs."""
+        if self.tried and serves:
+            self.command, self.trial, self.tried = self.trial, [], 0
+            head(self.table, FINISHED, self.order)
+        elif self.tried and is_late:
+            self.refuse("does not serve")
+
+    def refuse(self, why: str) -> None:
+        """The mount goes on as before."""
+        self.say(f"{self.trial[0]} {why}: the mount goes on with {self.command[0]}")
+        self.dismiss()
+        self.trial, self.tried = [], 0
+        head(self.table, FINISHED, self.order | REFUSED)
+
+    # --- the daemon that stands by ---
 
     def stand_by(self) -> None:
-        """Start one that waits until it is its turn."""
-        waits, self._turn = os.pipe()
-        descriptors = (*self._descriptors, waits)
-        self._pid = os.fork()
-        if self._pid:
+        """Start a daemon that waits for its turn."""
+        command = self.trial or self.command
+        waits, self.turn = os.pipe()
+        descriptors = (self.device, self.table, waits)
+        self.waiting = os.fork()
+        if self.waiting:
             os.close(waits)
             return
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             for fd in descriptors:
                 os.set_inheritable(fd, True)
-            os.execv(self._command[0], [*self._command, ":".join(map(str, descriptors))])
+            os.execv(command[0], [*command, ":".join(map(str, descriptors))])
         finally:
             os._exit(127)
 
-    def next(self) -> int:
-        """It is the turn of one; its pid."""
-        if not self._pid or os.waitpid(self._pid, os.WNOHANG)[0]:  # none stands by, or it has died
+    def has_died(self) -> bool:
+        """Whether none stands by any more."""
+        if self.waiting and os.waitpid(self.waiting, os.WNOHANG)[0]:
+            os.close(self.turn)
+            self.waiting = 0
+        return not self.waiting
+
+    def dismiss(self) -> None:
+        """It ends, if there is one."""
+        if not self.has_died():
+            os.kill(self.waiting, signal.SIGKILL)
+            os.waitpid(self.waiting, 0)
+            os.close(self.turn)
+            self.waiting = 0
+
+    def follow(self) -> None:
+        """It is its turn."""
+        if self.has_died():
             self.stand_by()
         try:
-            os.write(self._turn, b"1")
+            os.write(self.turn, b"1")
         except BrokenPipeError:
             pass  # it has just died
-        os.close(self._turn)
-        pid, self._pid = self._pid, 0
-        return pid
+        os.close(self.turn)
+        self.pid, self.is_child, self.waiting = self.waiting, True, 0
+        if self.trial:
+            self.tried, self.since_s = self.pid, time.monotonic()
+
+    def say(self, text: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING keeper: {text}\n".encode()
+        try:
+            if not self.log:
+                os.write(2, line)
+                return
+            fd = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.write(fd, line)
+            os.close(fd)
+        except OSError:
+            pass
 
 
 def main() -> None:
     it = json.loads(sys.argv[1])
-    device, table, abort = it["device"], it["table"], it["abort"]
-    number, pid, is_child = it["number"].encode(), it["pid"], False
     # A batch system may send all processes of a job any signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    daemons = Daemons(it["command"], device, table)
-    failed = served = 0
-
-    def stand_by() -> bool:
-        if does_serve := head(table, SERVED) > served:
-            daemons.stand_by()
-        return does_serve
-
-    while True:
-        status = wait_for(pid, is_child, stand_by)
-        if head(table, ENDED) or is_over(device, number):
-            break
-        failed = 0 if head(table, SERVED) != served or not is_child else failed + 1
-        served = head(table, SERVED)
-        if served == 0 or failed >= it["tries"]:
-            say(it["log"], f"the mount ends: {failed} daemons in a row died before they served")
-            break
-        head(table, DEATH, status)
-        if failed:
-            time.sleep(min(FIRST_PAUSE_S * 2**failed, PAUSE_MAX_S))
-        head(table, RESTARTS, head(table, RESTARTS) + 1)
-        pid, is_child = daemons.next(), True
-    if abort >= 0:
+    keeper = Keeper(it)
+    keeper.run()
+    keeper.dismiss()
+    if it["abort"] >= 0:
         try:
-            os.write(abort, b"1")
+            os.write(it["abort"], b"1")
         except OSError:
             pass
 

@@ -5,7 +5,7 @@ mount's descriptor.
     offset      bytes
     0           4096        struct kept of opens.h: INIT, and what the bridge has counted last
     4096        786432      struct lent of opens.h, for each inode that is lent
-    HEAD        4096        64 words: see Head
+    HEAD        4096        64 words: see Head; the newest order
     DONE        524288      a ring of slots, by the kernel's number of a request: done requests
     SLOTS       ...         slots for handles and backing ids, each where there was room
 
@@ -18,11 +18,13 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
-from aifs.core.errors import MountError
+from aifs import __version__
+from aifs.core.errors import Invalid, MountError
 from aifs.core.log import logger
 from aifs.core.waiting import current_unique
 from aifs.files.kept import Done, KeptHandle, KeptState
@@ -49,6 +51,8 @@ RESENT = 1 << 63
 _BACKING = 1 << 62
 """Of the first word of a slot that is a backing id's. No handle has it."""
 
+ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
+
 _DIRECT = 1 << 32
 _BACKING_CLOSE = 0x4004E502
 _RESEND = struct.Struct("=IiQ").pack(16, 7, 0)  # FUSE_NOTIFY_RESEND
@@ -70,6 +74,13 @@ class Head(IntEnum):
     """Slots that have ever been in use."""
     MOUNTED = 6
     """When the mount was made, in seconds since the epoch."""
+    ORDER = 7
+    """How many orders there were to go on with another version of AIFS; the newest is behind the
+    words: the path of an interpreter, and a zero byte."""
+    READY = 8
+    """The process that stands by, when it is ready."""
+    FINISHED = 9
+    """The newest order that has been carried out, or with REFUSED has failed."""
 
 
 class KeptMount(KeptState):
@@ -107,12 +118,8 @@ class KeptMount(KeptState):
         if table is None:
             self._put_head(Head.FORMAT, FORMAT)
             self._put_head(Head.MOUNTED, int(time.time()))
-        elif self.head(Head.FORMAT) != FORMAT:
-            raise MountError(
-                f"the mount was begun by a daemon with format {self.head(Head.FORMAT)} of what is "
-                f"kept; this AIFS goes on with format {FORMAT} alone"
-            )
         else:
+            _require_format(self.head(Head.FORMAT))
             self._load()
 
     def head(self, word: Head) -> int:
@@ -301,13 +308,43 @@ class KeptMount(KeptState):
         """The mount ends in order."""
         self._put_head(Head.ENDED, 1)
 
+    def order(self, program: bytes) -> None:
+        if not program or len(program) >= ORDER_MAX or b"\0" in program:
+            raise Invalid("it takes the path of an interpreter")
+        self._map[ORDER_AT : ORDER_AT + len(program) + 1] = program + b"\0"
+        self._put_head(Head.ORDER, self.head(Head.ORDER) + 1)
+
     def status(self) -> dict[str, object]:
         """For ``aifs status``."""
+        finished = self.head(Head.FINISHED)
         return {
+            "program": sys.executable,
+            "version": __version__,
+            "orders": self.head(Head.ORDER),
+            "finished": finished & ~REFUSED,
+            "is_refused": finished & REFUSED != 0,
             "mounted_s": self.head(Head.MOUNTED),
             "restarts": self.head(Head.RESTARTS),
             "last_death": describe_death(self.head(Head.DEATH)) if self.is_taken else "",
         }
+
+
+def stand_by(table: int, turn: int) -> bool:
+    """Wait until it is this process's turn; False: it never is. ``turn``: see ``keeper.py``. Raises
+    MountError for a file of another version."""
+    word = struct.Struct("=Q")
+    (found,) = word.unpack(os.pread(table, _WORD, HEAD_AT + _WORD * Head.FORMAT))
+    _require_format(found)
+    os.pwrite(table, word.pack(os.getpid()), HEAD_AT + _WORD * Head.READY)
+    return bool(os.read(turn, 1))
+
+
+def _require_format(found: int) -> None:
+    if found != FORMAT:
+        raise MountError(
+            f"the mount was begun by a daemon with format {found} of what is kept; this AIFS goes "
+            f"on with format {FORMAT} alone"
+        )
 
 
 def describe_death(status: int) -> str:

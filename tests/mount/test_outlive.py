@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from aifs.core import mountinfo
+from aifs.fuse.kept import HEAD_AT, Head
 from aifs.store.owner import read_owner
-from tests.support.mounts import TIMEOUT_S, Mounted, mounted_store
+from tests.support.mounts import TIMEOUT_S, Mounted, aifs, mounted_store
 from tests.support.outcomes import exchange
 
 KEPT = "kernel.restarts=5"
@@ -273,6 +275,64 @@ def test_one_stands_by_that_goes_on(kept: Mounted) -> None:
     ended = os.pidfd_open(waiting)
     assert select.select([ended], [], [], TIMEOUT_S)[0]
     os.close(ended)
+
+
+def program(path: Path, script: str) -> Path:
+    """An interpreter that can be asked whether it could go on, and then runs ``script``."""
+    path.write_text(f"""#!/bin/sh
+for word in "$@"; do last=$word; done
+[ "${{last##*:}}" != "$last" ] || exit 0
+{script}
+""")
+    path.chmod(0o755)
+    return path
+
+
+def test_another_version_goes_on(kept: Mounted, scratch: Path) -> None:
+    """It has its code elsewhere."""
+    shutil.copytree(Path(mountinfo.__file__).parents[1], scratch / "new" / "aifs")
+    version = scratch / "new" / "aifs" / "__init__.py"
+    version.write_text(version.read_text() + '\n__version__ = "9.9"\n')
+    newer = program(scratch / "python", f'exec {sys.executable} "$@"')
+    newer.write_text(newer.read_text().replace("exec", f"PYTHONPATH={scratch}/new exec"))
+    file = os.open(kept.path / "file", os.O_CREAT | os.O_RDWR)
+    os.write(file, b"before")
+    done = aifs("upgrade", kept.path, "--python", newer)
+    assert "version 9.9 (before: " in done.stdout
+    kept.adopt()
+    assert os.pread(file, 10, 0) == b"before"
+    os.close(file)
+    kill(kept)
+    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["bridge"]["kept"]
+    assert told["version"] == "9.9" and told["program"] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 3", "does not stand by"),
+        (
+            f"exec {sys.executable} -c '\n"
+            "import os, sys\n"
+            '_, table, turn = map(int, sys.argv[1].split(":"))\n'
+            "os.pwrite(table, os.getpid().to_bytes(8, sys.byteorder), int(sys.argv[2]))\n"
+            f"os.read(turn, 1)' $last {HEAD_AT + 8 * Head.READY}",
+            "does not serve",
+        ),
+    ],
+)
+def test_a_version_that_fails_leaves_the_mount_to_the_one_before(
+    kept: Mounted, scratch: Path, script: str, reason: str
+) -> None:
+    kept.expected += [reason]
+    file = os.open(kept.path / "file", os.O_CREAT | os.O_RDWR)
+    other = program(scratch / "python", script)
+    done = aifs("upgrade", kept.path, "--python", other, check=False)
+    assert done.returncode == 6 and "did not go on with it" in done.stderr
+    kept.adopt()
+    os.write(file, b"after")
+    assert os.pread(file, 10, 0) == b"after"
+    os.close(file)
 
 
 def test_without_its_keeper_it_goes_on_and_ends_with_the_daemon(kept: Mounted) -> None:

@@ -1,0 +1,80 @@
+"""``aifs upgrade``: another version of AIFS goes on with a mount."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import click
+
+from aifs.cli import door
+from aifs.cli.command import MOUNTPOINT, PATH, Report, command
+from aifs.core.errors import MountError, TimeoutReached
+
+_TIMEOUT_S = 90.0
+"""The keeper gives a new version 30 s until it stands by, and 30 s more until it serves."""
+
+_PAUSE_S = 0.05
+
+
+@command(
+    "upgrade",
+    short_help="Go on with a mount by another version of AIFS.",
+    examples="aifs upgrade /mnt/store\naifs upgrade /mnt/store --python /opt/aifs-0.3/bin/python",
+)
+@click.argument("mountpoint", type=MOUNTPOINT)
+@click.option(
+    "--python", type=PATH, help="The interpreter with the new version; without it that of aifs."
+)
+def upgrade_command(mountpoint: str, python: str | None) -> Report:
+    """Replace the daemon of MOUNTPOINT by one of another version, or start it anew. Programs wait
+    for a moment, and see no error; their files stay open.
+
+    The mount was made with kernel.restarts above 0. The new version starts and reads the
+    configuration while the old one serves. Where it cannot, or does not serve within 30 s, the old
+    one goes on, and the exit code is 6.
+    """
+    path = door.require_aifs(mountpoint)
+    before = _kept(path)
+    program = os.path.abspath(python or sys.executable)
+    _require_works(path, program)
+    door.put(path, "upgrade", program)
+    now, deadline_s = before, time.monotonic() + _TIMEOUT_S
+    while now["finished"] <= before["orders"]:
+        if time.monotonic() > deadline_s:
+            raise TimeoutReached(f"{mountpoint}: {program} has not gone on with it yet")
+        time.sleep(_PAUSE_S)
+        with suppress(MountError):  # between two daemons
+            now = _kept(path)
+    if now["is_refused"]:
+        raise MountError(
+            f"{mountpoint}: {program} did not go on with it, so {now['program']} has; its log "
+            "says why (aifs config get log.file)"
+        )
+    told = {"version": now["version"], "program": now["program"], "before": before["version"]}
+    return Report(told, f"{mountpoint}: version {now['version']} (before: {before['version']})")
+
+
+def _kept(path: str) -> dict:
+    kept = door.read_status(path)["bridge"].get("kept")
+    if kept is None:
+        raise MountError(
+            f"{path}: this mount ends with its daemon; unmount it, and mount it again with "
+            "-o kernel.restarts=5"
+        )
+    return kept
+
+
+def _require_works(path: str, program: str) -> None:
+    """Raises MountError if it has no AIFS that can mount, or one that cannot read the store's
+    configuration."""
+    source = door.read_status(path)["source"]
+    check = [program, "-m", "aifs.cli.main", "mount", "--kept", "", source, path]
+    try:
+        done = subprocess.run(check, capture_output=True, text=True)
+    except OSError as error:
+        raise MountError(f"{program}: {error.strerror}") from None
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()
+        raise MountError(f"{program}: {reason[-1] if reason else f'exit {done.returncode}'}")
