@@ -61,15 +61,34 @@ def is_over(device: int, number: bytes) -> bool:
 class Keeper:
     """Of one mount, whose daemons it starts until the mount ends."""
 
-    def __init__(self, it: dict) -> None:
-        self.device, self.table = it["device"], it["table"]
-        self.number, self.tries, self.log = it["number"].encode(), it["tries"], it["log"]
-        self.pid, self.is_child = it["pid"], False
-        self.command = it["command"]
+    def __init__(
+        self,
+        device: int,
+        table: int,
+        abort: int,
+        pid: int,
+        number: str,
+        tries: int,
+        command: list[str],
+        log: str,
+    ) -> None:
+        """Its arguments: see above."""
+        self.device = device
+        self.table = table
+        self.abort = abort
+        self.tries = tries
+        self.command = command
+        self.log = log
+        self.number = number.encode()
+        """As mountinfo says it."""
+        self.pid = pid
+        """The daemon that runs."""
+        self.is_child = False
+        """Whether that was started here."""
         self.served = 0
         """The daemons that had served when the one that runs was started."""
         self.waiting, self.turn = 0, -1
-        """The daemon that stands by, and its pipe."""
+        """The daemon that stands by (0: none), and its pipe."""
         self.order = 0
         """The newest order to go on with another version."""
         self.trial: list[str] = []
@@ -224,15 +243,14 @@ class Keeper:
 
 
 def main() -> None:
-    it = json.loads(sys.argv[1])
     # A batch system may send all processes of a job any signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    keeper = Keeper(it)
+    keeper = Keeper(**json.loads(sys.argv[1]))
     keeper.run()
     keeper.dismiss()
-    if it["abort"] >= 0:
+    if keeper.abort >= 0:
         try:
-            os.write(it["abort"], b"1")
+            os.write(keeper.abort, b"1")
         except OSError:
             pass
 

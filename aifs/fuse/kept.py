@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
-from aifs import __version__
+import aifs
 from aifs.core.errors import Invalid, MountError
 from aifs.core.log import logger
 from aifs.core.waiting import current_unique
@@ -319,7 +319,7 @@ class KeptMount(KeptState):
         finished = self.head(Head.FINISHED)
         return {
             "program": sys.executable,
-            "version": __version__,
+            "version": aifs.__version__,
             "orders": self.head(Head.ORDER),
             "finished": finished & ~REFUSED,
             "is_refused": finished & REFUSED != 0,

@@ -310,7 +310,7 @@ def test_another_version_goes_on(kept: Mounted, scratch: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("exit 3", "does not stand by"),
+        pytest.param("exit 3", "does not stand by", marks=pytest.mark.sweep),
         (
             f"exec {sys.executable} -c '\n"
             "import os, sys\n"
